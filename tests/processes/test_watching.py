@@ -63,6 +63,7 @@ def check(name: str) -> None:
         known = setup.statistics == "equal"
         assert seen.warned == [] if known else all("qk_spectral_norm is not measured" in w for w in seen.warned)
         assert (seen.warned == []) == known
+        assert seen.collectives == all_seen[0].collectives
         assert seen.collectives[1:] == [setup.collectives] * (len(seen.steps) - 1)
         assert (seen.collectives[0] > setup.collectives) == setup.collectives_of_search
         assert seen.table == all_seen[0].table

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.join import Joinable
 
+from qkeel.errors import RefusedError
 from qkeel.patching.compiler_state import running_frames
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from qkeel.patching.modes import Args
 
 
 def process_store() -> distributed.Store:
@@ -63,6 +66,30 @@ def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] |
         boxed = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
         group = None if boxed is None else distributed.ProcessGroup.unbox(boxed)
     return None if group is None else tuple(distributed.get_process_group_ranks(group))
+
+
+def without_others(operator: object, args: Args) -> Callable[..., object] | None:
+    """Returns what stands for an operator when one process repeats it with other numbers and the others don't.
+
+    Of an all-gather that is the own part made again, and the others' as they came; another collective is refused then.
+    None for what is no collective, and for functional ones, which all processes repeat.
+    """
+    ranks = collective_of(operator, args)
+    if ranks is None or not str(operator).startswith("c10d."):
+        return None
+
+    def parts(gathered: Tensor | Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        return gathered.chunk(len(ranks)) if isinstance(gathered, Tensor) else gathered[0]
+
+    def refuse(*_: object) -> object:
+        raise RefusedError(f"{operator} makes them from numbers of other processes")
+
+    def gather(gathered: Tensor | list[list[Tensor]], own: Tensor | list[Tensor], *_: object) -> object:
+        for rank, new, came in zip(ranks, parts(gathered), parts(args[0]), strict=True):
+            new.copy_(came if rank != distributed.get_rank() else own if isinstance(own, Tensor) else own[0])
+        return gathered
+
+    return gather if re.search("c10d._?allgather_(base_)?.default", str(operator)) else refuse
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
+from qkeel.patching.parallel_training import without_others
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.see.running_modules import mapped, tensors
@@ -27,8 +28,11 @@ class Repetition:
     def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
         """Takes the operators in their order, and the memory whose numbers will be others."""
         self._operations = _affected(operations, changed)
+        # Another process may repeat other operators, or none: waiting for it could last for ever.
+        functions = [without_others(o.function, o.args) or o.function for o in self._operations]
         self._steps = [
-            (o.function, mapped((o.args, dict(o.kwargs)), _marked), _places(o.out)) for o in self._operations
+            (function, mapped((o.args, dict(o.kwargs)), _marked), _places(o.out))
+            for function, o in zip(functions, self._operations)
         ]
         made: set[int] = set()
         self._foreign: list[Tensor] = []  # what is written into, and made elsewhere
