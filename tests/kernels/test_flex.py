@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 
 import qkeel
 from qkeel import preset, reference
@@ -76,7 +76,11 @@ def test_masks_and_caps_are_made_once_and_other_calls_are_refused() -> None:
     q = torch.randn(1, 2, 6, 8)
     spec = AttentionSpec(position=SlidingWindow(window=3), cap=Softcap(2.0))
     first, second = (make_call(spec, x, x, x) for x in (q, q + 1))
-    assert visible(first) is visible(second)
+    with torch.inference_mode():
+        mask = visible(first)
+    assert mask is not None
+    assert mask is visible(second)
+    assert not mask.kv_num_blocks.is_inference()
     assert flex._capped(Softcap(2.0)) is flex._capped(Softcap(2.0))
     assert visible(make_call(AttentionSpec(), q, q, q, causal=False)) is None
     plain = {"spec": AttentionSpec(), "impl": "flex"}
@@ -90,6 +94,17 @@ def test_masks_and_caps_are_made_once_and_other_calls_are_refused() -> None:
         with pytest.raises(RefusedError, match=said):
             qkeel.attention(q, q, q, **{**plain, **options})  # type: ignore[arg-type]
     assert explain_choice(make_call(AttentionSpec(cap=Softcap(2.0)), q, q, q)).kernel == "chunked"
+
+
+def test_a_nan_that_a_maximum_passes_over_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    lse, top = torch.tensor([[[1.0, torch.nan], [1.0, 2.0]]]), torch.tensor([[[0.5, 0.5], [0.5, 1.5]]])
+    monkeypatch.setattr(flex, "_DEVICE", "cpu")
+    monkeypatch.setattr(flex, "_compiled", lambda: lambda q, k, v, **_: (v, AuxOutput(lse=lse, max_scores=top)))
+    q = torch.randn(1, 2, 2, 8)
+    _, found = qkeel.attention(q, q, q, spec=AttentionSpec(), impl="flex", stats="max")
+    assert found.certified is not None
+    assert found.certified.tolist() == [False, True]
+    assert found.lower.isnan().tolist() == [True, False]
 
 
 def test_a_cpu_is_refused_with_a_way_out() -> None:

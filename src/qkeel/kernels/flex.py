@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import folded
-from qkeel.patching.compiler_state import transformed
+from qkeel.patching.compiler_state import transformed, with_tangents
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import Cap
 from qkeel.spec.shapes import Outputs, PerRow
@@ -38,7 +38,7 @@ class Flex(Kernel):
             return Refusal("FlexAttention is used without a mask, packed sequences, dropout or positions given", out)
         if not (call.q.shape[2] and call.k.shape[2]):
             return Refusal("FlexAttention takes at least one query and one key", out)
-        if torch.compiler.is_compiling() or transformed():
+        if torch.compiler.is_compiling() or transformed() or with_tangents():
             return Refusal("FlexAttention is compiled here, not in the caller's graph or torch.func transforms", out)
         return None
 
@@ -51,7 +51,8 @@ class Flex(Kernel):
         out, found = _attend(call, AuxRequest(lse=True, max_scores=True))
         assert found.lse is not None
         assert found.max_scores is not None
-        return out, found.lse.detach(), found.max_scores.detach()
+        lse, top = found.lse.detach(), found.max_scores.detach()
+        return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum of a NaN and a number is the number
 
 
 def _attend(call: AttentionCall, wanted: AuxRequest | None) -> tuple[Tensor, AuxOutput]:
@@ -84,16 +85,18 @@ def visible(call: AttentionCall) -> BlockMask | None:
 
 @functools.lru_cache(maxsize=8)
 def _mask(t: int, s: int, window: int | None, causal: bool, device: torch.device) -> BlockMask:
-    back = s - t
+    back = s - t  # what is read below is compiled in: no length, where there are as many queries as keys
 
     def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         away = row + back - key
-        seen = away >= 0 if causal else away > -t - s
-        return seen if window is None else seen & (away < window) & (away > -window)
+        if window is None:
+            return away >= 0
+        return (away < window) & (away >= 0 if causal else away > -window)
 
-    return create_block_mask(sees, None, None, t, s, device=device)
+    with torch.inference_mode(False):  # it is kept, and a later pass may have a gradient
+        return create_block_mask(sees, None, None, t, s, device=device)
 
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)  # else too many kinds of calls end in the T×T matrix
