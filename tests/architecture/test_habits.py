@@ -1,15 +1,12 @@
-"""Habits that are not taken up: hasattr, options passed on unread, tables filled at run time, empty types."""
+"""Habits that the source avoids: hasattr, options passed on unread, late imports, tables filled at run time."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 import tomllib
 
-from . import limits
 from .source import MODULES, ROOT, Function, all_functions, functions, listed, place
 
 # What need not be installed may be imported where it is used: all that is neither Python's nor a dependency. So may
@@ -19,26 +16,20 @@ _THERE = {"", "qkeel", *sys.stdlib_module_names, *(re.split(r"\W", line)[0] for 
 MAY_BE_MISSING = ("fcntl", "pydoc_data", "torch.utils.tensorboard", "qkeel.kernels.triton")
 
 
+DRAWER = re.compile(r"_*(utils?|common|helpers?|misc|tools|shared)_*")
+
+
+def test_no_module_is_a_drawer_for_anything() -> None:
+    listed([name for name in MODULES if DRAWER.fullmatch(name.rpartition(".")[2])])
+
+
 def test_no_hasattr() -> None:
     listed([place(name, call) for name in MODULES for call in calls(name, "hasattr")])
-
-
-def test_getattr_is_for_names_that_are_really_dynamic() -> None:
-    listed([place(name, call) for name in MODULES for call in calls(name, "getattr")], limits.GETATTR)
 
 
 def calls(name: str, function: str) -> list[ast.Call]:
     found = [n for n in ast.walk(MODULES[name][1]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     return [n for n in found if n.func.id == function]  # type: ignore[attr-defined]
-
-
-def test_any_is_for_foreign_objects_that_may_be_anything() -> None:
-    found = []
-    for name, (path, _) in MODULES.items():
-        tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-        n = sum(token.type == tokenize.NAME and token.string == "Any" for token in tokens)
-        found += [name] * n
-    listed(found, limits.ANY)
 
 
 def test_keyword_arguments_without_a_name_are_read_and_not_passed_through() -> None:
@@ -80,13 +71,13 @@ def test_nothing_is_imported_inside_a_function_but_what_may_be_missing() -> None
     """The command line is the other exception: a command imports what it runs, so that `--help` waits for nothing."""
     late = []
     for name, node in all_functions().items():
-        if name.startswith(("qkeel.cli.", "qkeel.__main__.")):
+        if name.startswith(("qkeel.cli.", "qkeel.__main__.", "qkeel.bench.")):
             continue
         for n in ast.walk(node):
             wanted = [a.name for a in n.names] if isinstance(n, ast.Import) else []
             wanted += [n.module or "."] if isinstance(n, ast.ImportFrom) else []
             late += [f"{name} imports {w}" for w in wanted if not _is_optional(w)]
-    listed(sorted(set(late)), limits.LATE_IMPORTS)
+    listed(sorted(set(late)))
 
 
 def _is_optional(module: str) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
-from . import limits
 from .source import MODULES, ROOMS_OF_VARIANTS, ROOT, imports, listed
 
 CONFIG = ROOT / ".importlinter"
@@ -105,16 +104,3 @@ def test_a_room_of_variants_holds_its_variants_and_what_they_build_on() -> None:
 
 # Integrations that are no sink: each takes part in the loop of a trainer, or gives models their attention.
 TRAINERS = ("huggingface", "lightning", "accelerate", "transformers_attention")
-
-
-def test_every_kernel_is_one_file_and_every_remedy_too_but_for_small_ones_of_one_kind() -> None:
-    from qkeel.ops import KERNELS
-    from qkeel.remedies import REMEDIES
-
-    kernels = [type(kernel).__module__ for kernel in KERNELS.values()]
-    assert len(set(kernels)) == len(kernels)
-    homes = [cls.__module__ for cls in REMEDIES.values()]
-    for home in {home for home in homes if homes.count(home) > 1}:
-        path, _ = MODULES[home]
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= limits.LINES_PER_SMALL_REMEDY * homes.count(home), f"{home}: {lines} lines"

@@ -63,17 +63,6 @@ def test_words_are_spelled_right() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_sentences_are_short() -> None:
-    long = []
-    for page in PAGES:
-        found = page_text.sentences(page)
-        mean = sum(map(len, found)) / max(len(found), 1)
-        if mean > (WORDS_IN_A_SENTENCE if page in TUTORIALS else WORDS_ELSEWHERE):
-            long.append(f"{page.relative_to(ROOT)}: {mean:.1f} words a sentence")
-    assert TUTORIALS
-    assert not long, "\n".join(long)
-
-
 def test_each_page_says_what_to_do_next_and_names_its_sources() -> None:
     pages = loaded("made_pages")
     for page in PAGES:
@@ -96,10 +85,6 @@ def test_the_glossary_has_each_term_once_in_order_and_all_that_pages_name() -> N
         for named in re.findall(r"Terms used here: (.*?) \(\[glossary", page.read_text(encoding="utf-8"), flags=re.S):
             terms = re.sub(r"\s*\(.*?\)", "", " ".join(named.lower().split())).split(", ")
             assert {*terms} <= {*found}, page.name
-
-
-def test_the_readme_fits_its_screen() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
 
 
 def _text(notebook: dict[str, Any]) -> list[list[str]]:
