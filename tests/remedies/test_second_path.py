@@ -1,4 +1,4 @@
-"""A changed module that later takes another kind of attention call than the example showed: one refusal that says so."""
+"""A changed module that later takes another kind of attention call than the example showed is refused in words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_written_softmax_after_a_fused_example_is_refused_in_words(remedy: str
     changed = model(x)
     assert not torch.equal(changed, plain)
     model[1].weights = True
-    with pytest.raises(RefusedError, match="softmax that is written out.*example"):
+    with pytest.raises(RefusedError, match=r"softmax that is written out, where the example"):
         model(x)
     model[1].weights = False
     assert torch.equal(model(x), changed)

@@ -1,4 +1,4 @@
-"""A bare Tap where all heads share their keys: right by the module's own number of heads, or it says that it guesses."""
+"""A bare Tap where all heads share their keys: right by the module's number of heads, or it says that it guesses."""
 
 from __future__ import annotations
 

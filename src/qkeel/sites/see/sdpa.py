@@ -128,8 +128,8 @@ def mha(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
     t, b, m = query.shape
     h = given["num_heads"]
     q, k = _projected(given, query, key, m)
-    q = q.reshape(t, b, h, -1).permute(1, 2, 0, 3)
-    k = k.reshape(key.shape[0], b, h, -1).permute(1, 2, 0, 3)
+    q = q.reshape(t, b, h, m // h).permute(1, 2, 0, 3)
+    k = k.reshape(key.shape[0], b, h, m // h).permute(1, 2, 0, 3)
     if given["static_k"] is not None:
         k = given["static_k"].unflatten(0, (b, h))
     mask = mha_mask(given, (b, h, t, k.shape[2]))
