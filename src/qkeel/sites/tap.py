@@ -17,7 +17,7 @@ from qkeel.handle import Handle
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
-from qkeel.patching.guard import Guard
+from qkeel.patching.guard import Guard, in_this_thread
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
 from qkeel.sites.calls.scores import ScoresCall
@@ -327,10 +327,11 @@ class _Pass:
             around.callback(leave, interceptor)
 
     def _observer(self, name: str) -> Observer:
-        see = functools.partial(self.tap.guard, self._own, name)
+        see = in_this_thread(functools.partial(self.tap.guard, self._own, name))
         if self.tap.measure_rows is None or self.kept is not None:
             return see
-        return Reader(see, functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows))
+        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
+        return Reader(see, in_this_thread(read))
 
     def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
         self._take(name, call, measure=measure)

@@ -50,7 +50,7 @@ def sdpa(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
 def _sdpa(given: Kwargs, geometry: Geometry) -> Seen:
     q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
     scale = given.get("scale")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     if q.is_nested:
         return _nested(q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal)
     return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
