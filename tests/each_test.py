@@ -6,8 +6,10 @@ import contextlib
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import run_time_types
@@ -21,9 +23,10 @@ run_time_types.install(CHECKED)
 
 import torch  # noqa: E402
 
-# Tests see torch's own path, so that none waits for a compiler; tests/kernels/native turns the compiled kernels on,
-# and QKEEL_NATIVE=1 in the environment does so everywhere.
-os.environ.setdefault("QKEEL_NATIVE", "0")
+# Tests run what users run: the compiled kernels, where there is a compiler. QKEEL_NATIVE=0 in the environment takes
+# torch's path everywhere. Without a compiler qkeel itself takes it after one warning, which has a test of its own.
+if shutil.which(os.environ.get("CXX", "c++")) is None:
+    os.environ.setdefault("QKEEL_NATIVE", "0")
 
 # Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
 if not torch.cuda.is_available():
@@ -57,10 +60,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)  # a look at each 700 objects of short lives finds little
     gc.enable()
-    wanted = os.environ["QKEEL_NATIVE"] != "0" or any("native" in item.path.parts for item in session.items)
-    if not session.items or session.config.option.collectonly or not wanted or shutil.which("c++") is None:
+    wanted = os.environ.get("QKEEL_NATIVE") != "0" or any("native" in item.path.parts for item in session.items)
+    if not session.items or session.config.option.collectonly or not wanted:
         return
     from qkeel.kernels.native import build
+
+    if not _can_be_written(build.cache_folder()):
+        os.environ["QKEEL_NATIVE_CACHE"] = str(Path(tempfile.gettempdir()) / f"qkeel-native-{os.getuid()}")
 
     def compiled(name: str) -> None:
         with contextlib.suppress(OSError, build.BuildError):  # told by the test that needs it
@@ -68,3 +74,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder itself where it is missing."""
+    nearest = next(above for above in (folder, *folder.parents) if above.exists())
+    return os.access(nearest, os.W_OK)

@@ -27,7 +27,6 @@ FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that t
 FLAGS = (
     "-std=gnu++20",
     "-O3",
-    "-march=native" if platform.machine() == "x86_64" else "-mcpu=native",
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
@@ -96,11 +95,20 @@ def opened(name: str, from_scratch: bool = False) -> int:
     return library
 
 
+def flags() -> tuple[str, ...]:
+    """Returns FLAGS and the processor to compile for: this one, or the one that QKEEL_NATIVE_ARCH names.
+
+    The name is the compiler's: `x86-64-v3` gives a machine with AVX512 the code of one that has AVX2 only.
+    """
+    option = "-march" if platform.machine() == "x86_64" else "-mcpu"
+    return (*FLAGS, f"{option}={os.environ.get('QKEEL_NATIVE_ARCH') or 'native'}")
+
+
 def key(name: str) -> str:
     """Returns one key per source, headers, flags, torch, Python and processor: several machines may share a cache."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
     built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
-    parts = (*texts, repr(FLAGS).encode(), built_for.encode())
+    parts = (*texts, repr(flags()).encode(), built_for.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -156,7 +164,7 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
     print(f"qkeel: compiling {where} (QKEEL_NATIVE=0 switches this off)", file=sys.stderr)
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     made, whole = "made.so", f".{name}.so"
-    command = [compiler, *FLAGS, *INCLUDE, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
+    command = [compiler, *flags(), *INCLUDE, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
     with _workplace(folder, f".{name}") as inside:
         done = run_compiler(
             command,
