@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import locale
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +39,11 @@ if not torch.accelerator.is_available():
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = lambda seed: None
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+
+# Numbers are written and read as this user's programs do, where a comma may stand for the decimal point.
+with contextlib.suppress(locale.Error):
+    locale.setlocale(locale.LC_ALL, "")
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +53,16 @@ def _same_start() -> Iterator[None]:
     yield
     assert torch.get_default_dtype() is torch.float32, "a test left another default dtype behind"
     assert torch.is_grad_enabled(), "a test left gradients switched off"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With QKEEL_TEST_ORDER=SEED: files in random order, and the tests of each file too."""
+    if "QKEEL_TEST_ORDER" not in os.environ:
+        return
+    chance = random.Random(os.environ["QKEEL_TEST_ORDER"])
+    places: dict[Path, float] = {path: chance.random() for path in sorted({item.path for item in items})}
+    items.sort(key=lambda item: (places[item.path], chance.random()))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

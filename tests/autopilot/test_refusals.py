@@ -193,7 +193,7 @@ def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_of
     # How far a trained logit falls depends on the rounding of 24 steps at this rate. No arithmetic lets it pass the
     # bound of its gains: unit directions of length √d each, times the scale 1/√d.
     assert whole.pilot.actuator.norm[1].share == 1
-    bound = 8**0.5 * float((gains["q_norm.weight"] * gains["k_norm.weight"]).abs().max())
+    bound = 8**0.5 * float((gains["q_norm.weight"] * gains["k_norm.weight"]).detach().abs().max())
     assert largest_logit(whole.model.eval()) <= bound * (1 + 1e-5)
     for one in (whole, again):
         trained = one.bits()
