@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tests.quick import quick
+from tests.quick import one_in, quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
@@ -231,12 +231,15 @@ def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [
-        ("env.json", "env.json is not whole JSON"),
-        ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
-        ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
-        ("heads.f32", "heads.f32 has 40 bytes"),
-    ],
+    one_in(
+        [
+            ("env.json", "env.json is not whole JSON"),
+            ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
+            ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
+            ("heads.f32", "heads.f32 has 40 bytes"),
+        ],
+        2,
+    ),
 )
 def test_a_torn_file_is_named_and_the_run_starts_again(
     tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, place: str

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.test_non_finite import BROKEN, broken_call
+from tests.quick import one_in
 from torch import Tensor, nn
 
 import qkeel
@@ -50,7 +51,7 @@ def edges(t: int, strata: int) -> np.ndarray:
     return u * size + np.minimum(u, more)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(CASES, 4))
 def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
     name: str, through_triton: list[Any]
 ) -> None:
@@ -176,7 +177,7 @@ def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> Non
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", one_in(BROKEN, 4))
 def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_sample(
     kind: str, through_triton: list[Any]
 ) -> None:
