@@ -84,12 +84,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not _can_be_written(build.cache_folder()):
         os.environ["QKEEL_NATIVE_CACHE"] = str(Path(tempfile.gettempdir()) / f"qkeel-native-{os.getuid()}")
 
-    def compiled(name: str) -> None:
-        with contextlib.suppress(OSError, build.BuildError):  # told by the test that needs it
+    def compiled(name: str) -> bool:
+        with contextlib.suppress(OSError, build.BuildError):  # told by the tests of the kernels themselves
             build.compiled(name)
+            return True
+        return False
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
+        made = list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
+    if not all(made):
+        os.environ.setdefault("QKEEL_NATIVE", "0")
 
 
 def _can_be_written(folder: Path) -> bool:

@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from qkeel.kernels.native.trusted_files import cache_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
     *(f"tests/{room}" for room in ("audit", "autopilot", "conformance", "functional", "golden", "kernels", "lab")),
@@ -165,7 +167,11 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
             temporary = folder / "tmp"
             temporary.mkdir()
             environment |= {"HOME": str(home), "TMPDIR": str(temporary), "USER": "nobody", "LOGNAME": "nobody"}
-            environment.pop("XDG_CACHE_HOME", None)
+            kernels = cache_folder()
+            for name in ("XDG_CACHE_HOME", "QKEEL_NATIVE_CACHE"):
+                environment.pop(name, None)
+            if kernels.exists() and not condition.closed_home:  # to compile them again tells nothing
+                shutil.copytree(kernels, home / ".cache" / "qkeel" / "native")
         if stranger:
             _give(folder, NOBODY)
         if condition.closed_home:

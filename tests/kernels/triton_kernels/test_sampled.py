@@ -222,6 +222,7 @@ def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_i
         assert (tops == -torch.inf).any() == (size == 40.0)
 
 
+@pytest.mark.slow
 def test_a_foreign_model_is_watched_by_a_sample_with_its_error_on_record(through_triton: list[Any]) -> None:
     model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
