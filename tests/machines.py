@@ -187,7 +187,7 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
             "-m",
             QUICK,
             "-rfE",
-            "--tb=no",
+            "--tb=line",
             *tests,
         ]
         if jobs:
@@ -203,7 +203,8 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
         for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last):
             found["failed" if word.startswith("error") else word] += int(number)
         if not found["passed"]:
-            raise CannotBeTried(f"no test ran: {(last or done.stderr)[-300:]}")
+            print(done.stdout[-3000:], done.stderr[-1000:])
+            raise CannotBeTried(f"no test ran: {last}")
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return Outcome(found, _processor_seconds() - before, failed)
 

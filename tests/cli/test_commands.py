@@ -379,7 +379,7 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
     with forked.Python(["-m", "qkeel", "run", *long], tmp_path) as process:
         process.wait_for("step      2 ")
         process.send_signal(signal.SIGINT)
-        done = process.end(60)
+        done = process.end(300)
     assert done.returncode == 130
     assert done.stderr == f"interrupted. Go on with: qkeel run {' '.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
@@ -399,7 +399,7 @@ def test_the_processes_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.end()
     assert len(workers) >= 2
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while any(map(runs, workers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -18,7 +18,7 @@ from tests.report.synthetic_study import Made, make_study
 from qkeel.cli.app import main
 from qkeel.cli.commands import commands
 
-LIMIT = 60.0  # seconds after which a command counts as hung
+LIMIT = 300.0  # seconds after which a command counts as hung
 SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
 TINY = f"--context 8 --n-heads 2 {SMALL}"
 ONE = "--seeds 0 --jobs 1"

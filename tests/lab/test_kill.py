@@ -63,7 +63,7 @@ def test_workers_die_with_the_study_from_their_first_instant_on(
         study = forkserver().Process(target=long_study, args=(config, str(tmp_path / str(n))), daemon=False)
         study.start()
         assert study.pid is not None
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(session(study.pid)) < 3 and time.monotonic() < deadline:  # itself, a tracker of resources, a worker
             time.sleep(0.001)
         time.sleep(instants.uniform(0, 0.1) if n % 2 else instants.uniform(0, longest))

@@ -237,7 +237,7 @@ def test_two_processes_at_once_compile_once_and_agree_with_one_that_may_not(
             running.enter_context(forked.Python([str(script)], cache.parent, environment=environment))
             for environment in (own, own, without_compiler)
         ]
-        said = [process.end(100) for process in started]
+        said = [process.end(500) for process in started]
     one, two, without = [process.stdout.split() for process in said]
     assert one == two, said
     assert one[:3] == ["True", "True", "0"], said
