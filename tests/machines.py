@@ -42,6 +42,7 @@ SYSTEM = (
 )
 QUICK = "not slow and not gpu and not zoo"
 NOBODY = 65534
+PYTHON = "Straße mit Raum/python"  # below a condition's folder: a copy of the interpreter
 ABOUT = """# The tests on other machines
 
 No outcome of a test may depend on the processor, the number of threads, a compiler, the user, the home folder, a space
@@ -153,6 +154,8 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
             python = _other_python(condition.python)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **condition.variables}
         environment["PYTHONDONTWRITEBYTECODE"] = ""
+        if (folder / PYTHON).exists():  # a copied interpreter would look for its library at the old place
+            environment["LD_LIBRARY_PATH"] = str(folder / PYTHON / "lib")
         if condition.no_compiler:
             environment |= {"PATH": _path_without_compilers(folder), "QKEEL_NATIVE_CACHE": str(folder / "no kernels")}
         if condition.comma:
@@ -246,7 +249,7 @@ def _copied(folder: Path) -> tuple[Path, str]:
     subprocess.run(["git", "init", "-q"], cwd=place, check=True)
     base = Path(sys.base_prefix).resolve()
     if not all(above.stat().st_mode & stat.S_IXOTH for above in base.parents):
-        to = folder / "Straße mit Raum" / "python"
+        to = folder / PYTHON
         left_out = shutil.ignore_patterns("site-packages", "__pycache__", "test", "*.a", "share")
         shutil.copytree(base, to, ignore=left_out, symlinks=True)
         base = to
