@@ -5,7 +5,8 @@ from __future__ import annotations
 from qkeel.autopilot.ladder import Ladder
 from qkeel.autopilot.policy import Policy
 from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.registry import Term, build, lookup, parse
+from qkeel.options import build
+from qkeel.registry import Term, lookup, parse
 
 POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
 
