@@ -94,7 +94,6 @@ UNREACHED = {
     "monitor.monitor:Monitor.plot": "called by the user, as the one before, and needs matplotlib",
     "records.checksums:": "reads records, for commands",
     "records.disk:": "goes on with runs of the lab, or what is left where writing has failed",
-    "records.system_calls:": "as the one before",
     "records.file_fields:": "reads records, for commands",
     "records.files:": "reads records, or makes the directories of a study",
     "records.heads_file:": "reads records, for commands",
