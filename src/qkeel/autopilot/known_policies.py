@@ -18,7 +18,7 @@ def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
         InvalidValueError for a ladder that may add parameters where it must not.
 
     >>> policy("ladder:threshold=50").threshold
-    50
+    50.0
     """
     found = _built(named) if isinstance(named, str) else named
     if not isinstance(found, Policy):

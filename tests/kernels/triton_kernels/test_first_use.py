@@ -76,6 +76,8 @@ def floats(value: Any) -> list[Tensor]:
         return [value] if value.is_floating_point() else []
     if type(value).__name__ == "HeadTable":
         return list(value._views)
+    if type(value).__name__ == "Launch":
+        return floats(value.out)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return [x for part in parts for x in floats(part)]
 

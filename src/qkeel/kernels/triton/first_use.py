@@ -187,7 +187,7 @@ def _adamw(draw: _Drawn) -> Pairs:
         )  # fmt: skip
     for new, torchs, before, rate, sums, axis in zip(own, theirs, weights, rates, squares, axes):
         stepped = rate.unsqueeze(1 - axis) > 0
-        yield new - before, torch.where(stepped, torchs - before, 0.0)
+        yield new, torch.where(stepped, torchs, before)
         yield sums, new.double().square().sum(1 - axis)
 
 
