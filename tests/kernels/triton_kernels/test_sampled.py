@@ -92,14 +92,14 @@ def test_an_entropy_lies_in_its_interval_and_the_largest_logit_is_exact(through_
         assert ours is not None
         for name in ("max_logit", "capped_max_logit"):
             torch.testing.assert_close(getattr(ours, name), getattr(exact, name), rtol=1e-5, atol=1e-5)
-        error = ours.formulas["entropy_error"]
+        error = ours.entropy_error
         assert ((ours.entropy - exact.entropy).abs() <= error).all()
         assert (error < 0.5).all()
         assert ours.entropy_min.isnan().all()
         assert (abs(ours.n_queries - exact.n_queries) <= (16 if masked else 0)).all()
         twice = merge(ours, sampled_stats(call, 4) or ours)
-        assert twice.formulas["entropy_error"].shape == error.shape
-        assert merge(ours, exact).formulas["entropy_error"].equal(error)
+        assert twice.entropy_error.shape == error.shape
+        assert merge(ours, exact).entropy_error.equal(error)
 
 
 def interval(y: Tensor, counted: Tensor, sizes: np.ndarray, widest: float) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +186,7 @@ def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_
         found = sampled_stats(call, 4)
         assert found is not None
         assert torch.equal(~found.entropy.isfinite(), told)
-        assert torch.equal(~found.formulas["entropy_error"].isfinite(), told)
+        assert torch.equal(~found.entropy_error.isfinite(), told)
         assert torch.equal(found.non_finite == 1, told)
     pair = attend_with_logsumexp(call)
     assert pair is not None

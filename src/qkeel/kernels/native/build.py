@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from qkeel.kernels.native.compiler_process import run_compiler
 from qkeel.kernels.native.trusted_files import BuildError as BuildError
 from qkeel.kernels.native.trusted_files import cache_folder, opened_folder, opened_library, sealed
+from qkeel.records.disk import hold_lock
 
 FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that they share
 FLAGS = (
@@ -137,23 +137,14 @@ def _processor() -> str:
 @contextmanager
 def _locked(folder: int, name: str) -> Iterator[int]:
     """Holds the lock of everything that is written for a source, once no other process does."""
-    import fcntl  # not on Windows, where nothing is compiled
-
     lock = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     try:
-        start, reported = time.monotonic(), False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - start
-            if waited >= PATIENCE:
-                raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
-            if waited >= REPORT_AFTER and not reported:
-                print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
-                reported = True
-            time.sleep(0.05)
+        held = hold_lock(lock, min(REPORT_AFTER, PATIENCE))
+        if not held and PATIENCE > REPORT_AFTER:
+            print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
+            held = hold_lock(lock, PATIENCE - REPORT_AFTER)
+        if not held:
+            raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
         yield lock
     finally:
         os.close(lock)
