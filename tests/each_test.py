@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import run_time_types
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as static checkers have it (PEP 484)
 
 # Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
 # Compile tests run in processes of their own, which do not load this file.
 # Not what the operators are given to refuse.
 KERNELS = ("choose", "chunked", "compiled_attention", "encode", "prepare", "sdpa", "stats", "windowed")
 CHECKED = ["qkeel.functional", "qkeel.nn.mla_absorbed", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
-run_time_types.install(CHECKED)
+install_import_hook(CHECKED, "each_test.checked")
 
 import torch  # noqa: E402
 
