@@ -34,7 +34,7 @@ def test_the_page_leads_with_counts_and_then_with_the_primary_comparison(tmp_pat
         "At LR 0.1 attention collapsed in 8 of 8 runs with none; in 0 of 8 runs with qk_norm",
         "The largest attention logit of these runs was 18,000 with none, 42 with qk_norm",
         "Primary comparison, named before the runs: held-out loss of qk_norm against none at LR 0.1. "
-        "qk_norm is better by 0.287 nats (+0.257 to +0.318, 8 seeds).",
+        "qk_norm is better by 0.287 nats (+0.257 to +0.316, 8 seeds).",
         "Planned: 8 seeds, which show a difference of 0.1 nats with a probability of 98 % if the differences of pairs "
         "have a standard deviation of 0.06 (as on seeds 1000 to 1015).",
         "Every other comparison is secondary",
