@@ -218,7 +218,9 @@ def described(study: Path) -> dict[str, object]:
 
     about = json.loads((study / "study.json").read_text(encoding="utf-8"))
     with open(study / "table.csv", newline="", encoding="utf-8") as file:
-        lines = [line for line in csv.DictReader(file) if float(line["lr"]) == about["primary"]["lr"]]
+        whole = list(csv.DictReader(file))
+    lines = [line for line in whole if float(line["lr"]) == about["primary"]["lr"]]
+    drifting = {run["run_id"] for run in about["runs"] if run["role"] == "drift"}
     gain = primary_gain(collect(study))
     assert gain is not None
     assert gain.effect is not None
@@ -227,6 +229,7 @@ def described(study: Path) -> dict[str, object]:
         "study": {**{name: about[name] for name in DEFINITION}, "runs": len(about["runs"])},
         "collapsed": {name: [sum(x["collapsed"] == "true" for x in of), len(of)] for name, of in by.items()},
         "largest_logit": {name: round(max(float(x["max_logit"]) for x in of), 1) for name, of in by.items()},
+        "drift": {x["remedy"]: round(float(x["max_logit"]), 1) for x in whole if x["run_id"] in drifting},
         "gain": {**{x: round(getattr(gain.effect, x), 4) for x in ("mean", "low", "high")}, "seeds": gain.effect.n},
     }
 

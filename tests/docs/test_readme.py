@@ -121,7 +121,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),
 )
 # Digits that are no figures: names, citations, orders of magnitude in a sentence that cites none.
-NAMES = (r"#\d+", r"FSDP\d", r"gpt-oss", r"10³–10⁵", r"\[(\d+) other packages\]")
+NAMES = (r"#\d+", r"FSDP\d", r"AVX2", r"gpt-oss", r"10³–10⁵", r"\[(\d+) other packages\]")
 
 
 def prose() -> str:
@@ -195,6 +195,14 @@ def test_the_picture_is_of_the_study_as_it_is_defined() -> None:
     }, "the demo has changed: `make gallery` makes its picture again"
     for name, digest in PICTURE["sha256"].items():
         assert hashlib.sha256((IMAGES / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_the_first_page_of_the_docs_says_what_its_picture_shows() -> None:
+    said = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (passed, near), *others = re.findall(r"largest attention logit passes ([\d,]+) within.*stays near (\d+)", said)
+    assert others == [(passed, near)]  # light and dark
+    assert PICTURE["drift"]["none"] > float(passed.replace(",", ""))
+    assert round(PICTURE["drift"]["qk_norm"], -1) == float(near)
 
 
 def test_the_text_of_the_picture_has_the_numbers_of_its_run_and_the_comparison_is_decided() -> None:

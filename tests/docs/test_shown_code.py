@@ -24,7 +24,8 @@ from qkeel.integrations import lightning
 from qkeel.monitor import Monitor
 from qkeel.records import HEAD_FIELDS
 from qkeel.registry import parse
-from qkeel.remedies import REMEDIES, canonical
+from qkeel.remedies import ALIASES, REMEDIES, canonical
+from qkeel.spec import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -170,17 +171,11 @@ def is_keyword(code: str) -> bool:
         transformers = importlib.import_module("transformers")
         return name in inspect.signature(transformers.Trainer).parameters and bool(eval(value, {}, Namespace()))
     if name == "attn_implementation":
-        importlib.import_module("qkeel.integrations.transformers").register_attention()
+        importlib.import_module("qkeel.integrations").register_attention()
         return eval(value) in importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     if value == "…":  # an option of the remedy that the row is about
-        return any(name in inspect.signature(remedy).parameters for remedy in map(_made, REMEDIES))
+        return any(name in inspect.signature(remedy).parameters for remedy in REMEDIES.values())
     return all(canonical(f"qk_norm:{name}={one}") for one in value.split("|"))
-
-
-def _made(name: str) -> Callable[..., object]:
-    module, _, attribute = REMEDIES[name].partition(":")
-    found: Callable[..., object] = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 def is_remedy(code: str) -> bool:
@@ -190,7 +185,7 @@ def is_remedy(code: str) -> bool:
     except qkeel.errors.QkeelError:
         return False
     names = {part.partition(":")[0] for part in code.split("+")}
-    return bool(names & {*REMEDIES, "none"}) and bool(canonical(code) or code == "none")
+    return bool(names & {*REMEDIES, *ALIASES}) and bool(canonical(code))
 
 
 def is_named(code: str) -> bool:
@@ -198,7 +193,7 @@ def is_named(code: str) -> bool:
     if code == ".lightning":
         return lightning.QkeelCallback is not None
     if re.fullmatch(r"\w+", code) and (
-        hasattr(qkeel, code) or code in HEAD_FIELDS or code in ("handle", "monitor", "with")
+        hasattr(qkeel, code) or code in {*HEAD_FIELDS, *METHODS} or code in ("handle", "monitor", "with")
     ):
         return True
     if any(code in inspect.signature(call).parameters for call in CALLS) or code in ("explain()", "remove()"):
@@ -269,7 +264,7 @@ NEEDS = {"to_pandas": "pandas", ".plot(": "matplotlib", "wandb": "wandb"}
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_page_names_is_there_and_its_calls_run(page: str, code: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    call = re.search(r"\w\(", code) and "=[" not in code and code not in OTHERS
+    call = re.search(r"\w\(", code) and not KEYWORD.fullmatch(code) and code not in OTHERS
     if not call or code in ("explain()", "remove()"):
         assert is_known(code), (
             f"{page}: `{code}` is nothing that qkeel knows; add what it is to OTHERS if it is another's"
