@@ -20,7 +20,7 @@ from torch import nn
 import qkeel
 from qkeel.autopilot import autopilot
 from qkeel.cli.app import make_app
-from qkeel.monitor import Monitor
+from qkeel.monitor.monitor import Monitor
 from qkeel.records import HEAD_FIELDS
 from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, canonical
