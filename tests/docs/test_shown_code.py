@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -227,12 +228,18 @@ def is_file(code: str) -> bool:
     return (ROOT / code).is_file()
 
 
+@functools.cache
+def known_flags() -> str:
+    """The help of the watcher and the text of the example script."""
+    script = (ROOT / "examples" / "train_gpt.py").read_text(encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "qkeel", "watch", "--help"], capture_output=True, text=True)
+    return done.stdout + script
+
+
 def is_flag(code: str) -> bool:
     """Whether flags, with values or not, are those of the watcher or of the example script."""
     flags = FLAGS.findall(code)
-    script = (ROOT / "examples" / "train_gpt.py").read_text(encoding="utf-8")
-    words = subprocess.run([sys.executable, "-m", "qkeel", "watch", "--help"], capture_output=True, text=True).stdout
-    return code.startswith("--") and bool(flags) and all(f'"{flag}"' in script or flag in words for flag in flags)
+    return code.startswith("--") and bool(flags) and all(re.search(rf"{flag}\b(?!-)", known_flags()) for flag in flags)
 
 
 def is_target(code: str) -> bool:
