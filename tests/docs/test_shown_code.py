@@ -93,7 +93,7 @@ class Namespace(dict[str, Any]):
             "QkeelCallback": QkeelCallback,
         }
         super().__init__(qkeel=qkeel, torch=torch, args=(), kwargs={}, **calls)
-        self["image_ids"], self["q"] = [5, 6], torch.ones(1, 2, 3, 4)
+        self["image_ids"], self["text_ids"], self["q"] = [5, 6], range(5), torch.ones(1, 2, 3, 4)
 
     def __missing__(self, name: str) -> object:
         model = super().get("model")
@@ -134,6 +134,11 @@ def run(code: str, space: Namespace) -> object:
         .replace("(*args, **kwargs)", "(batch)")
     )
     code = code.replace("(model, *args, **kwargs)", "(model, batch)")
+    if "explain_model" in code:  # of qkeel's own attention there is nothing to explain
+        space["model"] = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
+        space["batch"] = torch.randn(2, 5, 8)
+    if "fold" in code:
+        qkeel.apply("sigma_reparam", space["model"], example=space["batch"])
     return eval(code, {}, space)
 
 
