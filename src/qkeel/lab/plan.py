@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, final
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.lab.axes import SETTINGS, variants
 from qkeel.lab.config import RunConfig, with_values
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 from qkeel.registry import Term, parse
 
 # The types of an axis; the others are text.

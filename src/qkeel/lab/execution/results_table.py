@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qkeel import metrics
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, write_text
 
 

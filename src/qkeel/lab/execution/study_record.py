@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qkeel.errors import RunDirectoryError
-from qkeel.lab.config_fields import Json
 from qkeel.lab.plan import Grid, Plan, PlannedRun
 from qkeel.lab.tuning import check_choices
+from qkeel.options import Json
 from qkeel.records.file_fields import read_checked
 from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import differences

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
-from torch import Tensor
 
-from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS, Formula
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.prepare import row_statistics
@@ -21,7 +18,6 @@ from qkeel.sites.calls.logit_statistics import Seen, maxima, statistics
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
-from qkeel.spec.band_call import of_key
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
 # the entropy from one of so many rows; "max" for the largest logit alone.
@@ -42,10 +38,7 @@ class CallStatistics:
         if self._wanted == "max":
             return maxima(counted)
         found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
-        if found is not None:
-            return found
-        stats, formulas = statistics(counted), {n: f.of for n, f in HEAD_FORMULAS.items() if f.of is not None}
-        return dataclasses.replace(stats, formulas=_formulas(counted, formulas)) if formulas else stats
+        return statistics(counted) if found is None else found
 
     def _few(self, call: AttentionCall) -> LogitStats | None:
         """Largest logits and entropies; None where only the pass for everything finds them."""
@@ -65,18 +58,6 @@ class CallStatistics:
             return found
         nothing = LogitStats.empty(len(found.max_logit), len(found.max_logit), found.max_logit)  # as `maxima` has it
         return dataclasses.replace(nothing, max_logit=found.max_logit)
-
-
-def _formulas(call: Seen, formulas: Mapping[str, Formula]) -> dict[str, Tensor]:
-    """The statistics of HEAD_FORMULAS of a call; none of packed sequences, or where only the scores were seen."""
-    if isinstance(call, AttentionCall) and of_key(call) is None:
-        q, k = call.encoded()
-    elif isinstance(call, ScoresCall) and call.q is not None and call.k is not None:
-        q, k = call.q, call.k
-    else:
-        return {}
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return {name: formula(q, k, call.query_mask) for name, formula in formulas.items()}
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
