@@ -208,7 +208,9 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
         if not found["passed"]:
             print(done.stdout[-3000:], done.stderr[-1000:])
             raise CannotBeTried(f"no test ran: {last}")
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        # One line of each failure, as --tb=line gives it.
+        failed = done.stdout.partition("= FAILURES =")[2].partition("= short test summary")[0].splitlines()[1:-1]
+        failed += [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return Outcome(found, _processor_seconds() - before, failed)
 
 
