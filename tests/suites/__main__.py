@@ -77,14 +77,16 @@ def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
     wrong, told = 0, []
     for family in given.families:
         plain = _tested(given, family, "plain")
-        if plain is None:
-            lines.append(f"| {family} | not run | | | | |")
+        if isinstance(plain, str):
+            lines.append(f"| {family} | not run: {plain} | | | | |")
+            wrong += 1
             continue
         passed = [test for test, outcome in plain["outcomes"].items() if outcome == "passed"]
         for mode, words in MODES.items():
             found = _tested(given, family, mode)
-            if found is None:
-                lines.append(f"| {family} | {len(passed)} | {words} | not run | | |")
+            if isinstance(found, str):
+                lines.append(f"| {family} | {len(passed)} | {words} | not run: {found} | | |")
+                wrong += 1
                 continue
             same = sum(found["outcomes"].get(test) == "passed" for test in passed)
             other = [test for test in passed if found["outcomes"].get(test, "not reached") != "passed"]
@@ -92,7 +94,7 @@ def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
             lines.append(f"| {family} | {len(passed)} | {words} | {same} | {seen} | {len(other)} |")
             wrong += len(other)
             told += [f"- {t.rpartition('::')[2]} ({family}, {mode}): {_reason(found, t)}" for t in other]
-    return [*lines, "", *(told or ["No test differs."])], wrong
+    return [*lines, "", *(told or (["No test differs."] if not wrong else []))], wrong
 
 
 def _reason(found: dict[str, Any], test: str) -> str:
@@ -103,12 +105,12 @@ def _reason(found: dict[str, Any], test: str) -> str:
     )
 
 
-def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any] | None:
-    """The outcomes of a family's tests; None where pytest itself fails."""
+def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any] | str:
+    """The outcomes of a family's tests; in words where pytest itself fails."""
     home = Path(given.transformers).absolute()
     file = home / "tests" / "models" / family / f"test_modeling_{family}.py"
     if not file.exists():
-        return None
+        return "the checkout has no such file"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
         paths = [str(home), str(Path.cwd()), str(Path.cwd() / "src")]
@@ -121,10 +123,15 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
             "-p", "no:cacheprovider", "--rootdir", str(home), str(file),
         ]  # fmt: skip
         try:
-            subprocess.run(command, env=environment, cwd=home, timeout=given.timeout, check=False, capture_output=True)
+            done = subprocess.run(
+                command, env=environment, cwd=home, timeout=given.timeout, check=False, capture_output=True, text=True
+            )
         except subprocess.TimeoutExpired:
-            return None
-        return json.loads(out.read_text()) if out.exists() else None
+            return f"not over after {given.timeout:g} s"
+        if out.exists() and (found := json.loads(out.read_text()))["outcomes"]:
+            return found
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
+        return f"pytest ended with {done.returncode}: {said[-1][:160]}".replace("|", "/")
 
 
 def _samples(given: argparse.Namespace) -> tuple[list[str], int]:
