@@ -17,7 +17,7 @@ from torch.nn.modules import module as calls
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, running_frames, uncompiled
 from qkeel.patching.guard import Guard
-from qkeel.patching.module_tables import hooks_before
+from qkeel.patching.module_tables import hooks_before, store_whole, store_without
 from qkeel.patching.parallel_training import inferring_shapes
 
 Args = tuple[Any, ...]
@@ -63,6 +63,7 @@ class ForwardPasses(Handle):
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
         ]
+        store_without(model, _Hook)
         super().__init__(self._unhook)
 
     @property
@@ -116,6 +117,7 @@ class ForwardPasses(Handle):
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()
+            store_whole(self.model)
 
 
 @contextmanager

@@ -268,7 +268,9 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     """Note on each site's module that a remedy is in force there, until the handle returned undoes both."""
     modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
     for module in modules:
-        module.__dict__.setdefault(_MARK, _Marks())[remedy.name] = remedy
+        marks = module.__dict__.get(_MARK)
+        module.__dict__[_MARK] = own = marks if isinstance(marks, _Marks) else _Marks(marks or {})
+        own[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
         compile_again()  # code that was compiled before does not notice hooks
@@ -307,8 +309,9 @@ class _Marks(dict[str, Remedy]):
     def __deepcopy__(self, memo: object) -> _Marks:
         return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
 
-    def __reduce__(self) -> tuple[type[_Marks], tuple[dict[str, Remedy]]]:
-        return _Marks, ({name: remedy for name, remedy in self.items() if not remedy.on_steps},)
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Remedy]] | tuple[()]]:
+        kept = {name: remedy for name, remedy in self.items() if not remedy.on_steps}
+        return (_Marks, (kept,)) if kept else (dict, ())  # a model of which only steps differ loads without qkeel
 
 
 def in_force(model: nn.Module) -> set[str]:
