@@ -33,12 +33,13 @@ def make_app(words: Sequence[str]) -> App:
         version=qkeel.__version__,
         suppress_keyboard_interrupt=False,
     )
+    groups = {title: Group(title, sort_key=i) for i, title in enumerate(GROUPS)}
     about = "Many runs, one table and one report."
-    study = app.command(App(name="study", help=about, help_epilogue=_example("study")))
+    study = app.command(App(name="study", group=groups["Compare"], help=about, help_epilogue=_example("study")))
     for command, (place, line) in commands().items():
         group, _, name = command.rpartition(" ")
         shown = None if name in words else line
-        title = Group(in_help(command), sort_key=[*GROUPS].index(in_help(command)))
+        title = groups[in_help(command)]
         (study if group else app).command(
             place, name=name, help=shown, help_epilogue=_example(command), usage=USAGES.get(command), group=title
         )

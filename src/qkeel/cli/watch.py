@@ -128,7 +128,7 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
         for name in (*When.__dataclass_fields__, *list(inspect.signature(watch).parameters)[2:])
     ]
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
-    meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}"
+    meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
     return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script come after --")
 
 

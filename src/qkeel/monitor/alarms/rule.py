@@ -143,9 +143,11 @@ def first(values: np.ndarray) -> int:
 
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """The growth of a value in words: of what, from where, and as which power of the learning-rate clock."""
+    """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
+    counted in learning rates summed over steps."""
     start = first(values)
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    clock = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
-    return was if found is None else f"{was} and grows as {clock}^{found.exponent:.2f}"
+    if found is None:
+        return was
+    return f"{was}, and each doubling of the training multiplies it by {2**found.exponent:.2g}"

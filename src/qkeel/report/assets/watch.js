@@ -183,7 +183,7 @@
     const heads = ascending(last.fields[choice.map].flatMap((row) => row.map((_, head) => head)));
     const rows = run.layers, left = Math.min(170, 14 + 6.5 * Math.max(...rows.map((name) => name.length)));
     const high1 = Math.max(8, Math.min(26, 640 / rows.length)), each = (width - left) / heads.length;
-    const paint = Plot.scale({color: {...scale, label: undefined}});
+    const paint = Plot.plot({axis: null, width: 9, height: 9, color: {...scale, label: undefined}, marks: [Plot.dot(values, {x: 0, y: 0, fill: (v) => v})]}).scale("color");
     ramp("map", scale);
     return frame("map", width, high1 * rows.length + 62, {
       marginLeft: left, marginRight: 4, marginTop: 8, marginBottom: 40, color: {...scale, label: undefined},

@@ -115,11 +115,9 @@ def _growth(run: Watched) -> str:
     """How the largest logit moves, as what a doubling of the training does to it."""
     values, power = run.overall("max_logit"), run.exponent()
     if not math.isfinite(power):
-        first = float(values[0]) if len(values) > 1 else math.nan
-        since = (
-            f"The largest logit was {number(first)} at step {run.steps[0]:,} and is {number(float(values[-1]))} now."
-        )
-        return since if math.isfinite(first) and math.isfinite(float(values[-1])) else ""
+        if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
+            return ""
+        return f"The largest logit was {number(values[0])} at step {run.steps[0]:,} and is {number(values[-1])} now."
     if abs(power) < LEVEL:
         return "The largest logit holds its level."
     grows = "grows" if power > 0 else "falls"
