@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qkeel.cli.exits import OK
 
-# Written beforehand by tests/cli/completions.py, which a test compares: to make it imports torch, which takes seconds.
+# Written beforehand by tests/cli/answers.py, which a test compares: to make it imports torch, which takes seconds.
 ANSWERS = Path(__file__).with_name("answers.json")
 
 

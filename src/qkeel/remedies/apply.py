@@ -13,11 +13,12 @@ from qkeel import dist
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.nn.spec_module import SpecModule
+from qkeel.options import build
 from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.forward_passes import ForwardPasses, joining, owners, unwrapped
 from qkeel.patching.guard import unguarded
 from qkeel.patching.optimizer_hooks import StepHooks
-from qkeel.registry import Term, build, lookup
+from qkeel.registry import Term, lookup
 from qkeel.registry import parse as parse_terms
 from qkeel.remedies.base import Remedy, Target, compose_all, where
 from qkeel.remedies.final_softcap import FinalSoftcap
