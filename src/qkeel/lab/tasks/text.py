@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.data.corpus import batch, heldout, load
+from qkeel.lab.data.corpus import batch, check_enough, heldout, load
 from qkeel.lab.model.build_model import build_decoder
 from qkeel.lab.tasks.image_classes import VisionTask
 from qkeel.lab.tasks.task import Examples, Task
@@ -24,6 +24,7 @@ class TextTask(Task):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.corpus = load(config.data)
+        check_enough(self.corpus, config.data, config.steps)
 
     def batch(self, seed: int, step: int) -> Examples:
         return _next_tokens(batch(self.corpus, self.config.data, seed, step))
