@@ -2,6 +2,7 @@
 
 from qkeel.metrics.bootstrap import bootstrap_interval
 from qkeel.metrics.divergence import distance, divergence_rate
+from qkeel.metrics.exact_interval import common_level, exact_interval, nominal
 from qkeel.metrics.logit_errors import FRACTION_BITS, fused_logit_error, stored_logit_error
 from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects
 from qkeel.metrics.run_scalars import (
@@ -29,13 +30,16 @@ __all__ = [
     "alarm_step",
     "bootstrap_interval",
     "collapsed",
+    "common_level",
     "distance",
     "divergence_rate",
     "drift",
+    "exact_interval",
     "fused_logit_error",
     "growth_exponent",
     "largest_stable_lr",
     "lr_sensitivity",
+    "nominal",
     "paired_effect",
     "paired_effects",
     "paired_gain",
