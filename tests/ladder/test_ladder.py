@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ladder import predict, rows, run
+from ladder.__main__ import PAGE, page
 from ladder.plan import ARMS, FIRST_SEED, QUESTIONS, RUNGS, Question, units
 
 from qkeel.errors import DataError
@@ -201,3 +202,15 @@ def test_the_committed_predictions_of_the_frozen_laws_are_those_of_the_code() ->
             assert [committed[name][asked][end] for end in ("low", "value", "high")] == pytest.approx(
                 [said[end] for end in ("low", "value", "high")], rel=1e-9
             )
+
+
+def test_the_page_says_what_the_committed_rows_and_predictions_say() -> None:
+    assert page() == PAGE.read_text(encoding="utf-8"), "run python -m ladder"
+
+
+def test_no_row_is_there_twice_and_each_is_of_the_plan() -> None:
+    for name, rung in RUNGS.items():
+        found = [rows.point(row) for row in rows.read(name)]
+        planned = {point for unit in units(rung) for point in unit}
+        assert len(found) == len(set(found))
+        assert set(found) <= planned
