@@ -46,8 +46,8 @@ Rates are fixed here, not chosen on the runs: *tuned* is 0.012 · 64 / width, *a
 parameters, with a scatter of rungs and of seeds. The rungs below a rung, through `ladder/predict.py`, give its
 predicted mean with an interval of 90 %, which is written next to the results before the rung's first run. The frozen
 laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all four rungs
-(`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs. Over all rungs and questions 84 to 96 %
-of the intervals are to hold. A difference under 0.01 nats counts as none.
+(`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
+Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
 
 """
 
