@@ -11,22 +11,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from ladder.plan import CORPUS, RUNGS, Point, units
 from ladder.predict import predictions
 from ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
 from qkeel.lab.data.corpus import load
-from qkeel.lab.data.counted_bigrams import bigram_loss
-from qkeel.lab.tasks.text import TextTask
 from qkeel.lab.train_runs import Watcher, train_runs
 from qkeel.records import RunDirectory, write_json
 from qkeel.records.made_on import made_on
@@ -44,19 +39,6 @@ class Stop:
         self.asked = True
 
 
-@functools.lru_cache(maxsize=64)
-def counted(rung: str, seed: int) -> float:
-    """The loss of counted bigrams, in the unit of the runs, on the text that a run of this seed reads."""
-    config = RUNGS[rung].config("none", RUNGS[rung].lrs[0], seed)
-    task = TextTask(config)
-    batches = [task.batch(seed, step) for step in range(config.steps)]
-    read_text = np.concatenate([np.concatenate([b.inputs.numpy(), b.targets[:, -1:].numpy()], 1) for b in batches])
-    held = task.heldout(config.eval_sequences)
-    heldout = np.concatenate([held.inputs.numpy(), held.targets[:, -1:].numpy()], 1)
-    per_token = bigram_loss(read_text, heldout, task.corpus.vocab_size)
-    return per_token * task.corpus.tokens_per_unit(held.targets.numpy())
-
-
 def row(of: Point, directory: Path) -> Row:
     """The line of a finished run."""
     place = RunDirectory(directory)
@@ -66,7 +48,7 @@ def row(of: Point, directory: Path) -> Row:
         **dataclasses.asdict(of),
         "steps": found["steps"],
         **{name: number(found[name]) for name in ("val_loss", "init_loss", "max_abs_logit", "end_entropy")},
-        "bigrams": number(counted(of.rung, of.seed)),
+        "bigrams": number(about["counted_bigrams"]),
         "collapsed": found["collapsed"],
         "diverged": found["steps"] < RUNGS[of.rung].steps or number(found["val_loss"]) is None,
         "logits": [number(line["max_abs_logit"]) for line in course],
