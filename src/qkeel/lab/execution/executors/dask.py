@@ -60,7 +60,7 @@ class Dask:
 
     @functools.cached_property
     def _client(self) -> Any:
-        with needed("the executor dask", "'qkeel[dask]'"):
+        with needed("the executor dask", "distributed"):
             from distributed import Client, get_client  # pyright: ignore[reportMissingImports]
         if address := self.address or os.environ.get("DASK_SCHEDULER_ADDRESS", ""):
             check_reached("Dask's scheduler", address)

@@ -65,7 +65,7 @@ class Ray:
                 ray.cancel(left, force=True)
 
     def _connected(self) -> Any:
-        with needed("the executor ray", "'qkeel[ray]'"):
+        with needed("the executor ray", "ray"):
             import ray  # pyright: ignore[reportMissingImports]
         if not ray.is_initialized():
             address = self.address or os.environ.get("RAY_ADDRESS", "")

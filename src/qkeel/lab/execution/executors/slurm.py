@@ -69,7 +69,7 @@ class Slurm:
             raise unreached("Slurm", "this machine has no sbatch; start the study where jobs are submitted")
 
     def _executor(self, workers: int, folder: Path) -> Any:
-        with needed("the executor slurm", "'qkeel[slurm]'"):
+        with needed("the executor slurm", "submitit"):
             import submitit  # pyright: ignore[reportMissingImports]
         self._reached()
         made = submitit.AutoExecutor(folder=folder / "slurm", cluster=self.cluster)
