@@ -117,8 +117,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "remedies that add or replace modules, undo to the bit, and finding sites without a trace",
         ),
         (
-            "torch.nn.Module: _forward_pre_hooks, _forward_hooks, _forward_hooks_with_kwargs, "
-            "_forward_hooks_always_called",
+            "torch.nn.Module: _forward_pre_hooks, _forward_hooks, _forward_pre_hooks_with_kwargs, "
+            "_forward_hooks_with_kwargs, _forward_hooks_always_called",
             "to find hooks of qkeel, and to remove those that a model registered in a probe's pass",
             "two watchers of one model, and finding sites without a trace",
         ),
