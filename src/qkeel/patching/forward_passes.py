@@ -15,9 +15,16 @@ from torch import nn
 from torch.nn.modules import module as calls
 
 from qkeel.handle import Handle
-from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, running_frames, uncompiled
+from qkeel.patching.compiler_state import (
+    compiler_loaded,
+    is_compiled,
+    recomputing,
+    run_uncompiled,
+    running_frames,
+    uncompiled,
+)
 from qkeel.patching.guard import Guard
-from qkeel.patching.module_tables import hooks_before
+from qkeel.patching.module_tables import ModuleTree, hooks_before
 from qkeel.patching.parallel_training import inferring_shapes
 
 Args = tuple[Any, ...]
@@ -52,6 +59,7 @@ class ForwardPasses(Handle):
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
         self._before, self._after, self._guard = before, after, guard
+        self._tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
         self._pass: _Running | None = None
@@ -80,7 +88,7 @@ class ForwardPasses(Handle):
         self._depth += 1
         if self._depth == 1:
             self._pass = _Running()
-            compiled = compiled or any(map(is_compiled, self.model.modules()))
+            compiled = compiled or self._tree.any_compiled() or any(map(is_compiled, self._wrappers()))
             self._guard(self._before, args, kwargs, compiled)
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
@@ -106,6 +114,10 @@ class ForwardPasses(Handle):
         """An interrupt leaves a pass without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
             self._end(None, failed=True)
+
+    def _wrappers(self) -> list[nn.Module]:
+        """The modules of the model that torch.compile returned."""
+        return [m for _, m in self._tree.of_kind(torch._dynamo.OptimizedModule)] if compiler_loaded() else []
 
     def _here(self) -> bool:
         return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()

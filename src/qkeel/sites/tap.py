@@ -9,16 +9,20 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
+from qkeel.nn import functional_attention
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.guard import Guard
-from qkeel.patching.modes import Args, Kwargs, leave
+from qkeel.patching.modes import Args, Function, Kwargs, leave
+from qkeel.patching.module_tables import ModuleTree
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
 from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
@@ -34,7 +38,13 @@ Measure = Callable[[Seen], LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 
+# By name the modules in which attention was seen, and the functions of torch that show it, None for any.
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
+
 _SELDOM = 17  # a prime: batches of kinds that take turns are all met
+_FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
+# The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
+_LOCAL = {"scaled_dot_product_attention": _FUSED, "multi_head_attention_forward": _FUSED, "softmax": None}
 
 _OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on unwatched"
 
@@ -98,8 +108,9 @@ class Tap(Handle):
         self.sites = Sites()  # those that are known: how to see them
         self.latest: LastPass | None = None  # of those in training
         self._keeps = keeps
-        self.own_alone, self.others = False, False  # others: attention that is not of qkeel's modules was seen
+        self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
+        self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where the pass searched last had some
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
@@ -109,6 +120,7 @@ class Tap(Handle):
         self._running: _Pass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self.model = self._forwards.inner
+        self.tree = ModuleTree(self.model)
         super().__init__(self._detach)
         self.guard.off += [self.remove, self._forwards.remove]
         self._parts: list[tuple[SpecModule, Connection]] = []
@@ -122,13 +134,20 @@ class Tap(Handle):
         """The phase of a pass that ran now."""
         return "train" if self.model.training else "eval"
 
-    def looks_for_others(self, phase: Phase) -> bool:
-        """Returns whether the pass that begins, of a model with modules of qkeel's, is searched for other attention.
+    def places(self, phase: Phase) -> Places | None:
+        """Where attention that is not of qkeel's modules is looked for in the pass that begins; None for everywhere.
 
-        That costs a callback per operator: two passes are searched, and one in 17 from then on until one has some.
+        To look everywhere costs a callback per function of torch: two passes are searched so, and one in 17 from then
+        on; and the pass after one in which a module that has attention showed none.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
-        return not self.own_alone and (self.others or n < 2 or n % _SELDOM == 0)
+        if self.own_alone:
+            return {}
+        return None if n < 2 or n % _SELDOM == 0 else self._places[phase]
+
+    def searched(self, phase: Phase, places: Places | None) -> None:
+        """Notes where the pass that was searched as a whole had attention; None where the next one must be too."""
+        self._places[phase] = places
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""
@@ -191,12 +210,17 @@ class Tap(Handle):
         """True if some attention is seen only operator by operator, as inside torch.jit.script."""
         return bool(self._below) or any(site.below for site in self.sites)
 
+    def layout_of(self, site: str) -> Layout | None:
+        """The layout of a site's scores, where it is known."""
+        return next((one.layout for one in self.sites if one.name == site), None)
+
     def _look_below(self, args: Args, kwargs: Kwargs) -> None:
         """Before the first measured pass: find out by an extra one what a function mode would not see, as
         `find_sites` does. Where sites are known, they say it; own modules report themselves. Not where others would
         have to wait for a pass that fails here."""
-        known = spread(self.model) or any(site.description is None for site in self.sites)
-        if self._below is not None or known or any(isinstance(m, SpecModule) for m in self.model.modules()):
+        if self._below is not None or any([site.description is None for site in self.sites]):
+            return
+        if spread(self.model) or self.tree.of_kind(SpecModule):
             return
         below: list[bool] = []
         note = lambda sighting: below.append(sighting.below)  # noqa: E731
@@ -216,7 +240,7 @@ class Tap(Handle):
             self.latest = LastPass(self.model, args, kwargs)
         look = self._due(self.model.training, compiled)
         self.compiled = self.compiled or compiled
-        extra = compiled or _takes_fast_path(self.model)
+        extra = compiled or _takes_fast_path(self.tree)
         if look == "bracket" and not extra:
             self._running = mode = BracketMode(self.guard)
             mode.__enter__()
@@ -261,6 +285,7 @@ class Tap(Handle):
         elif look.error is not None:
             raise look.error
         else:
+            look.over()
             self._stats[look.phase].update(look.sites)
             self.visitor.after(look.phase, output, self.has(look.phase))
 
@@ -289,35 +314,63 @@ class _Pass:
         self.phase: Phase = phase
         self.sites = SiteStatistics()
         self.error: Exception | None = None
+        self.watcher: Interceptor | None = None
+        self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
         visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
-        own = False
-        for name, module in self.tap.model.named_modules():
-            if isinstance(module, SpecModule):
-                own = True
-                observer = self._observer(name)
-                module.observers.append(observer)
-                around.callback(module.observers.remove, observer)
-        if not own or self.tap.looks_for_others(self.phase):
-            interceptor = Interceptor(
-                self.tap.model,
-                self._foreign,
-                guard=self.tap.guard,
-                dispatch=self.tap.sees_operators,
-                rows=self.tap.measure_rows is not None and self.kept is None,
-                described=[site for site in self.tap.sites if site.description is not None],
-                layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
-            )
-            interceptor.maxima = self.tap.measure is maxima  # nothing else of a call is read
-            interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
-            if call is not None:
-                interceptor.stack.begun(call[0], dict(call[1]))
-            interceptor.__enter__()
-            around.callback(leave, interceptor)
+        own = self.tap.tree.of_kind(SpecModule)
+        for name, module in own:
+            assert isinstance(module, SpecModule)
+            observer = self._observer(name)
+            module.observers.append(observer)
+            around.callback(module.observers.remove, observer)
+        only_in = self.tap.places(self.phase) if self.kept is None else None
+        if only_in == {} and (own or self.tap.own_alone):
+            return
+        self.watcher = interceptor = Interceptor(
+            self.tap.model,
+            self._foreign,
+            guard=self.tap.guard,
+            dispatch=self.tap.sees_operators,
+            rows=self.tap.measure_rows is not None and self.kept is None,
+            described=[site for site in self.tap.sites if site.description is not None],
+            layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
+            only_in=only_in,
+        )
+        interceptor.maxima = self.tap.measure is maxima  # nothing else of a call is read
+        interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
+        if call is not None and only_in is None:
+            interceptor.stack.begun(call[0], dict(call[1]))
+        interceptor.look(around)
+
+    def over(self) -> None:
+        """The pass went through: what it says of where the next one is to be looked at."""
+        watcher = self.watcher
+        if watcher is None or self.kept is not None:
+            return
+        if not watcher.whole:
+            if any(frame.calls == 0 for frame in watcher.called_in):
+                self.tap.searched(self.phase, None)  # its attention is computed otherwise now
+            return
+        local = not (watcher.hidden or self.tap.sees_operators)
+        self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
+
+    def _note_place(self, sighting: Sighting) -> None:
+        """Notes in which module attention was seen, and by which function."""
+        layout, name = sighting.layout, sighting.frame.name
+        known = layout is None or (layout == self.tap.layout_of(sighting.name) and not layout.guess)
+        if sighting.below or sighting.headless or not name or not known or sighting.how not in _LOCAL:
+            self.places[name] = None
+        else:
+            only, old = _LOCAL[sighting.how], self.places.get(name, ())
+            if old == ():
+                self.places[name] = sighting.frame.module, only
+            elif old is not None and only is None:
+                self.places[name] = sighting.frame.module, None
 
     def _observer(self, name: str) -> Observer:
         see = functools.partial(self.tap.guard, self._own, name)
@@ -334,7 +387,8 @@ class _Pass:
     def _foreign(self, sighting: Sighting) -> None:
         if not self.tap.active:
             return
-        self.tap.others = True
+        if self.watcher is None or self.watcher.whole:
+            self._note_place(sighting)
         self.tap.tell_guess(sighting)
         rows, reads, measure = sighting.rows, self.tap.measure_rows, None
         if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):
@@ -384,8 +438,7 @@ def _key_heads(site: AttentionSite) -> tuple[int, int]:
     return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
 
 
-def _takes_fast_path(model: nn.Module) -> bool:
+def _takes_fast_path(tree: ModuleTree) -> bool:
     """True if torch may run parts of it by the one operator that computes a whole layer in evaluation."""
-    return torch.backends.mha.get_fastpath_enabled() and any(
-        isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
-    )
+    layers = tree.of_kind(nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    return bool(layers) and torch.backends.mha.get_fastpath_enabled() and any(not m.training for _, m in layers)
