@@ -17,15 +17,15 @@ from qkeel.kernels.stats.logsumexp import sample_rate
 from qkeel.kernels.stats.per_head import sampled_stats, stats_of_rows
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
-from qkeel.sites.calls.logit_statistics import Seen, statistics
+from qkeel.sites.calls.logit_statistics import Seen, maxima, statistics
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
 from qkeel.spec.band_call import of_key
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
-# the entropy from one of so many rows.
-Wanted = Literal[True, "entropy", "entropy:sample=16", "entropy:sample=32"]
+# the entropy from one of so many rows; "max" for the largest logit alone.
+Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
 
 @final
@@ -39,6 +39,8 @@ class CallStatistics:
         """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
         self.setting.see(call)
         counted = self.tokens.on(call)
+        if self._wanted == "max":
+            return maxima(counted)
         found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
         if found is not None:
             return found
@@ -54,11 +56,15 @@ class CallStatistics:
         return sampled if rows is None else stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
     def rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
-        """Largest logits and entropies, from the pass that attended."""
+        """Largest logits and entropies, or the former alone, from the pass that attended."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
-        return stats_of_rows(counted, rows)
+        found = stats_of_rows(counted, rows)
+        if self._wanted != "max":
+            return found
+        nothing = LogitStats.empty(len(found.max_logit), len(found.max_logit), found.max_logit)  # as `maxima` has it
+        return dataclasses.replace(nothing, max_logit=found.max_logit)
 
 
 def _formulas(call: Seen, formulas: Mapping[str, Formula]) -> dict[str, Tensor]:
