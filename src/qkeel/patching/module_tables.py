@@ -55,22 +55,23 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 
 def put_hooks(
-    module: nn.Module, key: object, before: Callable[..., None], after: Callable[..., None]
+    module: nn.Module, key: object, before: Callable[..., None] | None, after: Callable[..., None]
 ) -> list[dict[Any, Any]]:
     """Puts a hook before and one after the module's forward, under a key of the caller's own; returns the tables that
     hold the key now, to be taken out of. For many modules a step: torch's own registration takes ten times as long.
 
-    before(module, args, kwargs) comes before all other hooks; after(module, args, output) is called after an exception
-    too.
+    before(module, args, kwargs) comes before all other hooks; with it after(module, args, output) is called after an
+    exception too.
     """
-    first, named = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
-    last, always = module._forward_hooks, module._forward_hooks_always_called
-    first[key] = before  # type: ignore[index]
-    first.move_to_end(key, last=False)  # type: ignore[attr-defined]
-    named[key] = True  # type: ignore[index]
-    last[key] = after  # type: ignore[index]
-    always[key] = True  # type: ignore[index]
-    return [first, named, last, always]
+    tables: list[Any] = [module._forward_hooks]
+    module._forward_hooks[key] = after  # type: ignore[index]
+    if before is not None:
+        first, named, always = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called
+        first[key] = before  # type: ignore[index]
+        first.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        named[key] = always[key] = True  # type: ignore[index]
+        tables += [first, named, always]
+    return tables
 
 
 def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:

@@ -15,6 +15,7 @@ from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
+from qkeel.kernels.stats.found import Found
 from qkeel.nn import functional_attention
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
@@ -23,7 +24,7 @@ from qkeel.patching.guard import Guard
 from qkeel.patching.modes import Args, Function, Kwargs, leave
 from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
+from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
 from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
@@ -34,8 +35,8 @@ from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
 Look = Literal["statistics", "bracket", "nothing"]
-Measure = Callable[[Seen], LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
+Measure = Callable[[Seen], Found | LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
 
 # By name the modules in which attention was seen, and the functions of torch that show it, None for any.
@@ -98,7 +99,7 @@ class Tap(Handle):
         when_training: bool = False,
         parts: bool = False,
         due: Callable[[bool, bool], Look] | None = None,
-        measure: Measure = statistics,
+        measure: Measure = find,
         measure_rows: MeasureRows | None = None,
         keeps: bool = False,
         guard: Guard | None = None,
@@ -151,9 +152,9 @@ class Tap(Handle):
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""
-        return bool(self._stats[phase].stats)
+        return bool(self._stats[phase])
 
-    def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
+    def read(self, phase: Phase | None = None) -> SiteStats:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
 
         Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there
@@ -341,7 +342,7 @@ class _Pass:
             layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
             only_in=only_in,
         )
-        interceptor.maxima = self.tap.measure is maxima  # nothing else of a call is read
+        interceptor.maxima = self.tap.measure is find_maxima  # nothing else of a call is read
         interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
         if call is not None and only_in is None:
             interceptor.stack.begun(call[0], dict(call[1]))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkeel.functional.statistics.rows import RowStats
 from qkeel.kernels.encode import encoded
 from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain, reads
 from qkeel.spec.band_call import BandCall
 from qkeel.spec.call import AttentionCall
 
 _MASKS = (torch.bool, *STORED)
-_FIELDS = (
+FIELDS = (
     "max_logit",
     "min_logit",
     "capped_max",
@@ -32,8 +31,9 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor |
 
 def rows_of(
     call: AttentionCall, threshold: float
-) -> tuple[RowStats, Float[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
-    """Returns the RowStats of a call, its query norms and its key norms; None for calls that the pass does not compute.
+) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
+    """Returns FIELDS and the query norms of all rows, how many keys each sees, and the key norms; None for calls that the
+    pass does not compute.
 
     It computes softmax over keys with or without a cap, a position that folds into q and k, no token classes; float32,
     bfloat16 and float16 on a CPU; head_dim a multiple of 8; keys whose positions ascend, or do not matter.
@@ -41,15 +41,12 @@ def rows_of(
     given = _arguments(call)
     if given is None:
         return None
-    cap = call.spec.cap.limit or 0.0
-    rows, n_keys, key_norms = torch.ops.qkeel_native.logit_rows(*given, cap, threshold)
-    *fields, query_norms = rows.unbind()
-    # The products q·k are those of all visible pairs.
-    return RowStats(**dict(zip(_FIELDS, fields)), n_keys=n_keys, n_products=n_keys), query_norms, key_norms
+    return torch.ops.qkeel_native.logit_rows(*given, call.spec.cap.limit or 0.0, threshold)
 
 
-def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
-    """Returns the largest and the smallest logit over rows that count; None for the same calls as `rows_of`."""
+def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"]] | None:
+    """Returns the largest and the smallest logit of each row, -inf and inf of one that does not count; None for the same
+    calls as `rows_of`."""
     given = _arguments(call)
     if given is None:
         return None
@@ -57,7 +54,7 @@ def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor,
     if call.query_mask is not None:
         out = ~call.query_mask[:, None]
         top, low = top.masked_fill(out, -torch.inf), low.masked_fill(out, torch.inf)
-    return top.amax((0, 2)), low.amin((0, 2))
+    return top, low
 
 
 def bracket_of(
@@ -148,7 +145,7 @@ def _visibility(call: AttentionCall) -> Visibility | None:
 
 
 def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.new_empty(len(_FIELDS) + 1, *q.shape[:3], dtype=torch.float32)
+    rows = q.new_empty(len(FIELDS) + 1, *q.shape[:3], dtype=torch.float32)
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 

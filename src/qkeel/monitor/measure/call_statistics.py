@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS, Formula
-from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.prepare import row_statistics
+from qkeel.kernels.stats.found import Found, FoundExtremes, FoundStats
 from qkeel.kernels.stats.logsumexp import sample_rate
-from qkeel.kernels.stats.per_head import sampled_stats, stats_of_rows
+from qkeel.kernels.stats.per_head import find_kernel_rows, sampled_stats
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
-from qkeel.sites.calls.logit_statistics import Seen, maxima, statistics
+from qkeel.sites.calls.logit_statistics import Seen, find, find_maxima, statistics
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
@@ -35,36 +35,42 @@ class CallStatistics:
     def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
-    def call(self, call: Seen) -> LogitStats:
+    def call(self, call: Seen) -> Found:
         """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         if self._wanted == "max":
-            return maxima(counted)
+            return find_maxima(counted)
         found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
         if found is not None:
             return found
-        stats, formulas = statistics(counted), {n: f.of for n, f in HEAD_FORMULAS.items() if f.of is not None}
-        return dataclasses.replace(stats, formulas=_formulas(counted, formulas)) if formulas else stats
+        formulas = {n: f.of for n, f in HEAD_FORMULAS.items() if f.of is not None}
+        if not formulas:
+            return find(counted)
+        return FoundStats(dataclasses.replace(statistics(counted), formulas=_formulas(counted, formulas)))
 
-    def _few(self, call: AttentionCall) -> LogitStats | None:
+    def _few(self, call: AttentionCall) -> Found | None:
         """Largest logits and entropies; None where only the pass for everything finds them."""
+        if call.q.is_cpu:
+            return None
         rate = sample_rate(str(self._wanted))
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             sampled = sampled_stats(call, rate) if rate else None
-            rows = row_statistics(call) if sampled is None else None
-        return sampled if rows is None else stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
+            if sampled is not None:
+                return FoundStats(sampled)
+            rows = row_statistics(call)
+            return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
-    def rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
+    def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
         """Largest logits and entropies, or the former alone, from the pass that attended."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
-        found = stats_of_rows(counted, rows)
-        if self._wanted != "max":
-            return found
-        nothing = LogitStats.empty(len(found.max_logit), len(found.max_logit), found.max_logit)  # as `maxima` has it
-        return dataclasses.replace(nothing, max_logit=found.max_logit)
+        with torch.no_grad():
+            if self._wanted != "max":
+                return find_kernel_rows(counted, rows)
+            top, mask = rows.largest, counted.query_mask
+            return FoundExtremes(top if mask is None else top.masked_fill(~mask[:, None], -torch.inf), None)
 
 
 def _formulas(call: Seen, formulas: Mapping[str, Formula]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from qkeel.functional.norms import wide
 from qkeel.monitor.measure.head_stacks import Joined, Place, Places, norms_and_grams
 from qkeel.monitor.measure.split_weights import NORMS, SplitWeights
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
-from qkeel.monitor.processes.share import Key, Share
+from qkeel.monitor.processes.share import Key, Row, Share, SiteNumbers
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 
 
@@ -55,18 +55,17 @@ class WeightNorms:
         self._places: dict[Hashable, Places] = {}
 
     @torch.no_grad()
-    def read(self) -> dict[Key, Tensor | Share]:
+    def read(self) -> SiteNumbers:
         """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
-        found: dict[Key, Tensor | Share] = {}
-        for split in self._split:
-            found |= {(split.site.name, name): share for name, share in split.shares().items()}
+        split: dict[Key, Tensor | Share] = {}
+        for one in self._split:
+            split |= {(one.site.name, name): share for name, share in one.shares().items()}
         norms, grams = Joined(), defaultdict[int, Joined](Joined)
         self._read(norms, grams)
-        if norms.sources:
-            found |= self._taken(norms, self._norms, torch.minimum)
+        rows = self._taken(norms, self._norms, torch.minimum) if norms.sources else []
         for joined in grams.values():
-            found |= self._taken(joined, self._products, interaction_norm)
-        return found
+            rows += self._taken(joined, self._products, interaction_norm)
+        return SiteNumbers(rows, split)
 
     def _read(self, norms: Joined, grams: Mapping[int, Joined]) -> None:
         """Reads the norms of the rows of weights and gradients, and Gram matrices, by their size."""
@@ -87,7 +86,7 @@ class WeightNorms:
 
     def _taken(
         self, joined: Joined, places: Callable[[Tensor, Joined], Places], made: Callable[[Tensor, Tensor], Tensor]
-    ) -> dict[Key, Tensor]:
+    ) -> list[Row]:
         """The numbers of the query heads; where they are is looked up once for each arrangement."""
         whole, arranged = joined.whole(), tuple(joined.sources)
         if arranged not in self._places:
