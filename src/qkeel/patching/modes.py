@@ -65,8 +65,6 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.only is not None and func not in self.only:
-            return func(*args, **kwargs)
         if func in _ASKED or not (wanted := self.guard(self.wanted, func, args, kwargs)):
             return func(*args, **kwargs)
         more = None

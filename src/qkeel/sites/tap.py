@@ -16,6 +16,7 @@ from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
 from qkeel.kernels.stats.found import Found
+from qkeel.kernels.stats.per_head import find_plain_rows
 from qkeel.nn import functional_attention
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
@@ -29,10 +30,12 @@ from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
-from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.sites.see.intercept import Interceptor, Sighting, name_of
+from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
+Plain = Callable[[Tensor, Tensor, float, bool], Found | None]
 Phase = Literal["train", "eval"]
 Look = Literal["statistics", "bracket", "nothing"]
 Measure = Callable[[Seen], Found | LogitStats | None]
@@ -86,7 +89,8 @@ class Tap(Handle):
     exception nothing is. `due(training, compiled)` says what to measure in a pass: "bracket" is a bound on the largest
     logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
     calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
-    `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
+    `measure_rows` makes do with that; `measure_plain` gets q, k, scale and causality of a call of torch's own function
+    without a mask, at sites that are known, and returns None where it does not do with these. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
     last is kept, for `look_again`. `own_alone`: the model's maker knows that it has no attention but of
     qkeel's own modules, and nothing else is looked for. `guard` warns once of a fault in the tap and switches it off.
     With `when_training` passes in eval mode are not measured.
@@ -101,10 +105,12 @@ class Tap(Handle):
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = find,
         measure_rows: MeasureRows | None = None,
+        measure_plain: Plain | None = None,
         keeps: bool = False,
         guard: Guard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
+        self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # those that are known: how to see them
         self.latest: LastPass | None = None  # of those in training
@@ -147,7 +153,15 @@ class Tap(Handle):
         return None if n < 2 or n % _SELDOM == 0 else self._places[phase]
 
     def searched(self, phase: Phase, places: Places | None) -> None:
-        """Notes where the pass that was searched as a whole had attention; None where the next one must be too."""
+        """Notes where the pass that was searched as a whole had attention, besides where earlier ones had some; None
+        where the next one must be searched too."""
+        if places is not None:
+            old = self._places[phase] or {}
+            for name, (module, only) in old.items():
+                new = places.get(name, (module, only))
+                places[name] = new[0], None if only is None else new[1]
+            if not places and not self.tree.of_kind(SpecModule):
+                places = None  # there was none: it may come anywhere
         self._places[phase] = places
 
     def has(self, phase: Phase) -> bool:
@@ -346,6 +360,8 @@ class _Pass:
         interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
         if call is not None and only_in is None:
             interceptor.stack.begun(call[0], dict(call[1]))
+        if only_in is not None and self.tap.measure_plain is not None:
+            interceptor.plain = self._plain
         interceptor.look(around)
 
     def over(self) -> None:
@@ -358,6 +374,10 @@ class _Pass:
                 self.tap.searched(self.phase, None)  # its attention is computed otherwise now
             return
         local = not (watcher.hidden or self.tap.sees_operators)
+        for name, place in self.places.items():
+            # Attention of qkeel's modules inside is not to be taken for the module's own.
+            if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):
+                self.places[name] = None
         self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
 
     def _note_place(self, sighting: Sighting) -> None:
@@ -384,6 +404,17 @@ class _Pass:
 
     def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
         self._own(name, call, lambda _: measure(call, rows))
+
+    def _plain(self, frame: Frame, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
+        """Takes a call of torch's own function into account; returns whether that could be done so."""
+        measure = self.tap.measure_plain
+        if measure is None or not self.tap.active or extra_of_another(self.tap):
+            return False
+        found = measure(q, k, scale, causal)
+        if found is None:
+            return False
+        self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
+        return True
 
     def _foreign(self, sighting: Sighting) -> None:
         if not self.tap.active:

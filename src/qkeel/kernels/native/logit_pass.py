@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -55,6 +57,40 @@ def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tens
         out = ~call.query_mask[:, None]
         top, low = top.masked_fill(out, -torch.inf), low.masked_fill(out, torch.inf)
     return top, low
+
+
+def plain_rows(
+    q: Tensor, k: Tensor, scale: float, causal: bool, threshold: float
+) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
+    """The same as `rows_of` where `reads_plain` is true of the call: no mask, no position, no cap."""
+    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return torch.ops.qkeel_native.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
+
+
+def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
+    """The same as `extremes_of` of such a call."""
+    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return torch.ops.qkeel_native.logit_extremes.default(q.detach(), k.detach(), *given)
+
+
+def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Returns whether the operators read q [b h t d] and k [b g s d] of a call without a mask; it is not asked whether
+    they are ready."""
+    a, b = q.shape, k.shape
+    if len(a) != 4 or len(b) != 4 or a[0] != b[0] or a[3] != b[3] or (causal and a[2] != b[2]) or a[1] % b[1]:
+        return False
+    return q.is_cpu and k.is_cpu and q.dtype == k.dtype and not q.is_nested and reads(q) and reads(k)
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_arguments(
+    b: int, h: int, t: int, scale: float, causal: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    scales = torch.full((), scale, dtype=torch.float32, device="cpu").expand(b, h, t)
+    if not causal:
+        return scales, None, None, None
+    place = torch.arange(t, device="cpu")[None]
+    return scales, torch.zeros_like(place), place + 1, None
 
 
 def bracket_of(

@@ -87,6 +87,22 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
     return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
 
 
+def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPacked | None:
+    """The same as `find_rows` of a call of F.scaled_dot_product_attention without a mask; None where the compiled pass
+    does not compute it."""
+    if not (logit_pass.reads_plain(q, k, causal) and logit_pass.ready()):
+        return None
+    fields, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
+    return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, None, None, None)
+
+
+def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
+    """The same as `find_extremes` of such a call."""
+    if not (logit_pass.reads_plain(q, k, causal) and logit_pass.ready()):
+        return None
+    return FoundExtremes(*logit_pass.plain_extremes(q, k, scale, causal).unbind())
+
+
 @torch.no_grad()
 def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     """The change of the logits before the cap between two calls of the same batch, over the visible pairs.

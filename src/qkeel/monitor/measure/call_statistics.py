@@ -14,7 +14,7 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.found import Found, FoundExtremes, FoundStats
 from qkeel.kernels.stats.logsumexp import sample_rate
-from qkeel.kernels.stats.per_head import find_kernel_rows, sampled_stats
+from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes, find_plain_rows, sampled_stats
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.sites.calls.logit_statistics import Seen, find, find_maxima, statistics
@@ -48,6 +48,13 @@ class CallStatistics:
         if not formulas:
             return find(counted)
         return FoundStats(dataclasses.replace(statistics(counted), formulas=_formulas(counted, formulas)))
+
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
+        """The same of a call of torch's own function without a mask; None where that does not do."""
+        if not self.tokens.all_count or any([f.of is not None for f in HEAD_FORMULAS.values()]):
+            return None
+        self.setting.see_plain(q, scale)
+        return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
 
     def _few(self, call: AttentionCall) -> Found | None:
         """Largest logits and entropies; None where only the pass for everything finds them."""
@@ -111,6 +118,12 @@ class SettingSeen:
             self._scales.add(call.spec.scale.constant(call.q.shape[-1]))
         if dtype is not None:
             self._formats.add((dtype, "eager" if written else "fused"))
+
+    def see_plain(self, q: Tensor, scale: float) -> None:
+        """One call of torch's own function."""
+        self._dims.add(q.shape[-1])
+        self._scales.add(scale)
+        self._formats.add((q.dtype, "fused"))
 
     def of(self, sites: Sequence[AttentionSite]) -> Setting:
         """The facts that hold at all sites, and the q/k norm of the sites that have one, for the bound of its gains."""

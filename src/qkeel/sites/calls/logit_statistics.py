@@ -120,6 +120,13 @@ class SiteStats(Mapping[str, LogitStats]):
     def __len__(self) -> int:
         return len(self.names)
 
+    def field(self, name: str) -> dict[str, Tensor]:
+        """One field of each site, of query heads."""
+        found: dict[str, Tensor] = {}
+        for block in self.blocks:
+            found |= zip(block.names, block.joint.tensors()[name].split(block.heads))
+        return found
+
     def merged(self, other: SiteStats) -> SiteStats:
         """The statistics of both data sets."""
         if not self.blocks or not other.blocks:

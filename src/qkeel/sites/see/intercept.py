@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
@@ -23,7 +24,7 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.nn import functional_attention
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.compiler_state import in_vmap
+from qkeel.patching.compiler_state import in_function_transform, in_vmap
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import (
     Args,
@@ -51,6 +52,7 @@ from qkeel.sites.see.sdpa import SDPA, Geometry, sdpa_arguments
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.weights.autograd_walk import names_of
 
+_SDPA = F.scaled_dot_product_attention
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -140,6 +142,9 @@ class Interceptor(CallObserver):
     ) -> None:
         super().__init__(guard)
         self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
+        # Gets q, k, scale and causality of a call of SDPA without a mask in a module that is known, and returns whether
+        # that was enough; None where nobody takes it so.
+        self.plain: Callable[[Frame, int, Tensor, Tensor, float, bool], bool] | None = None
         self.called_in: list[Frame] = []  # the calls of the modules in `only_in`
         self._only_in = only_in
         self.probing = probing
@@ -161,6 +166,35 @@ class Interceptor(CallObserver):
             self._names,
             self._valued,
         )
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if self.only is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func not in self.only:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is not _SDPA or self.plain is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if not _READING.get():
+            self.guard(self._read_plain, func, args, kwargs or {}, out)
+        return out
+
+    def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+        """A call of SDPA in a module that is known: without a mask it is reported as it is."""
+        q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
+        if 3 <= len(args) <= 5 and not in_function_transform():
+            q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            known = self.key_heads.get(top.name if top.calls == 0 else name_of(top, top.calls))
+            if mask is None and known is not None and not self._described:
+                k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
+                scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+                if self.plain is not None and self.plain(top, top.calls, q, k, scale, bool(kwargs.get("is_causal", False))):
+                    top.calls += 1
+                    return
+        if self.wanted(func, args, kwargs):
+            self.saw(func, args, kwargs, out, None)
 
     def begin(self, undo: ExitStack) -> None:
         for hooks in self._hooks:
