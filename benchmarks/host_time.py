@@ -1,9 +1,10 @@
-"""The host's time of a training step that is watched or remedied: milliseconds and Python calls per layer over the plain step.
+"""The host's time of a training step that is watched or remedied: milliseconds and Python calls per layer over the
+plain step.
 
-Launches and bytes say what a device pays. Where a step is short, the host pays more: Python's functions, modes and hooks.
-Here a step is forward, backward and fused AdamW of a model of width 64 on few tokens, so that next to nothing but the host
-is timed, by process CPU time and in turns with the plain step; and every call of a Python function in it is counted, which
-comes out the same on every machine.
+Launches and bytes say what a device pays. Where a step is short, the host pays more: Python's functions, modes and
+hooks. Here a step is forward, backward and fused AdamW of a model of width 64 on few tokens, so that next to nothing
+but the host is timed, by process CPU time and in turns with the plain step; and every call of a Python function in it
+is counted, which comes out the same on every machine.
 
 python -m benchmarks.host_time [--only llama] [--parts 'watch(stats="entropy")']
 """
@@ -51,10 +52,8 @@ def transformers_model(kind: str, layers: int, attention: str = "sdpa") -> nn.Mo
         sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 2 * TOKENS}
     if kind == "Qwen3":
         sizes["head_dim"] = WIDTH // HEADS
-    names = {"GPT2": "GPT2LMHeadModel"}
-    config = vars(transformers)[f"{kind}Config"] if f"{kind}Config" in vars(transformers) else None
-    config = config or getattr(transformers, f"{kind}Config")
-    return getattr(transformers, names.get(kind, f"{kind}ForCausalLM"))(config(**sizes))
+    name = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
 
 
 class Own(nn.Module):
@@ -98,7 +97,9 @@ def by_hand(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
     """The hook that people write: F.scaled_dot_product_attention replaced, maxima and entropies from T×T scores."""
     plain, found = F.scaled_dot_product_attention, list[Tensor]()
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kw: object) -> Tensor:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kw: object
+    ) -> Tensor:
         with torch.no_grad():
             scale = kw.get("scale") or q.shape[-1] ** -0.5
             scores = q @ k.mT * scale
@@ -121,13 +122,15 @@ def by_hand(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
 
 
 def clipped_as_megatron(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
-    """QK-Clip as Megatron-LM and torchtitan do it, on a CPU: each layer's largest logits kept in a list, read on the host
-    one layer after the other when the optimizer has stepped, and compared with the threshold.
+    """QK-Clip as Megatron-LM and torchtitan do it, on a CPU: each layer's largest logits kept in a list, read on the
+    host one layer after the other when the optimizer has stepped, and compared with the threshold.
 
     Their kernels return these maxima; here they are read from q and k, as torchtitan's FlexAttention does on a CPU."""
     plain, found = F.scaled_dot_product_attention, list[Tensor]()
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kw: object) -> Tensor:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kw: object
+    ) -> Tensor:
         with torch.no_grad():
             scores = q @ k.mT * (kw.get("scale") or q.shape[-1] ** -0.5)
             if kw.get("is_causal"):

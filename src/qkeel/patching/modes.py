@@ -65,6 +65,8 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.only is not None and func not in self.only:
+            return func(*args, **kwargs)
         if func in _ASKED or not (wanted := self.guard(self.wanted, func, args, kwargs)):
             return func(*args, **kwargs)
         more = None
@@ -182,10 +184,12 @@ def leave(mode: FunctionMode) -> None:
 
 
 class ModeInModules:
-    """A function mode that is entered in the calls of some modules only, each time that one begins, and left at its end.
+    """A function mode that is entered in the calls of some modules only, each time that one begins, and left at its
+    end.
 
     The rest of a pass runs as it does without a mode. The modules carry hooks from `attach` until its stack is closed;
-    they act in the thread that attached them. Which functions are of interest in each module is set as the mode's `only`.
+    they act in the thread that attached them. Which functions are of interest in each module is set as the mode's
+    `only`.
 
     Args:
         mode: what is entered; its `begin` is called by `attach`, once.
@@ -197,8 +201,8 @@ class ModeInModules:
         self,
         mode: FunctionMode,
         modules: Mapping[str, tuple[torch.nn.Module, frozenset[Function] | None]],
-        before: Callable[[str, torch.nn.Module, Args, Kwargs], None],
-        after: Callable[[torch.nn.Module], None],
+        before: Callable[[str, torch.nn.Module, Args, Kwargs], None] = lambda *_: None,
+        after: Callable[[torch.nn.Module], None] = lambda _: None,
     ) -> None:
         self._mode, self._modules, self._before, self._after = mode, modules, before, after
         self._entered: list[frozenset[Function] | None] = []  # the mode's `only` around each call that is under way
@@ -227,7 +231,9 @@ class ModeInModules:
     def _exit(self, module: torch.nn.Module, args: object, output: object) -> None:
         if threading.get_ident() != self._thread or not self._entered:
             return
-        _take_off(self._mode)
+        if (top := _pop_torch_function_stack()) is not self._mode:  # somebody forgot to leave a mode of theirs
+            _push_mode(top)
+            _take_off(self._mode)
         self._mode.only = self._entered.pop()
         self._after(module)
 

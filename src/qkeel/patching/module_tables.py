@@ -66,7 +66,11 @@ def put_hooks(
     tables: list[Any] = [module._forward_hooks]
     module._forward_hooks[key] = after  # type: ignore[index]
     if before is not None:
-        first, named, always = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called
+        first, named, always = (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )
         first[key] = before  # type: ignore[index]
         first.move_to_end(key, last=False)  # type: ignore[attr-defined]
         named[key] = always[key] = True  # type: ignore[index]
@@ -115,7 +119,7 @@ class ModuleTree:
 
     def any_compiled(self) -> bool:
         """Returns whether the `compile()` of one of the modules was called."""
-        return any([module._compiled_call_impl is not None for _, module in self.named()])
+        return any([module._compiled_call_impl is not None for _, module in self.named()])  # noqa: C419
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -194,7 +194,7 @@ class _Clip:
 
     def _passes(self) -> SiteStats:
         if self._seen is None:
-            self._seen = self.tap.read()
+            self._seen = SiteStats.of(self.tap.read())
         return self._seen
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -208,7 +208,7 @@ class _Clip:
             )
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
         usual = infinite is None and not self.shared.several and self.kept is None
-        if not usual or any([self._over(block.joint.max_logit) for block in seen.blocks]):
+        if not usual or any([self._over(block.joint.max_logit) for block in seen.blocks]):  # noqa: C419
             self._clip(optimizer, infinite)
         self._seen = None
 

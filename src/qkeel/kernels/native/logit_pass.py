@@ -6,14 +6,15 @@ import functools
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain, reads
+from qkeel.kernels.native.operator import STORED, WIDEST, OperatorSource, is_plain, reads
 from qkeel.spec.band_call import BandCall
 from qkeel.spec.call import AttentionCall
 
 _MASKS = (torch.bool, *STORED)
+_PLAIN = (Tensor, nn.Parameter)
 FIELDS = (
     "max_logit",
     "min_logit",
@@ -34,8 +35,8 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor |
 def rows_of(
     call: AttentionCall, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
-    """Returns FIELDS and the query norms of all rows, how many keys each sees, and the key norms; None for calls that the
-    pass does not compute.
+    """Returns FIELDS and the query norms of all rows, how many keys each sees, and the key norms; None for calls that
+    the pass does not compute.
 
     It computes softmax over keys with or without a cap, a position that folds into q and k, no token classes; float32,
     bfloat16 and float16 on a CPU; head_dim a multiple of 8; keys whose positions ascend, or do not matter.
@@ -47,8 +48,8 @@ def rows_of(
 
 
 def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"]] | None:
-    """Returns the largest and the smallest logit of each row, -inf and inf of one that does not count; None for the same
-    calls as `rows_of`."""
+    """Returns the largest and the smallest logit of each row, -inf and inf of one that does not count; None for the
+    same calls as `rows_of`."""
     given = _arguments(call)
     if given is None:
         return None
@@ -75,11 +76,13 @@ def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Te
 
 def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Returns whether the operators read q [b h t d] and k [b g s d] of a call without a mask; it is not asked whether
-    they are ready."""
+    they are ready. What `reads` says, without a call of Python's for each: it is asked at every call of every layer."""
     a, b = q.shape, k.shape
     if len(a) != 4 or len(b) != 4 or a[0] != b[0] or a[3] != b[3] or (causal and a[2] != b[2]) or a[1] % b[1]:
         return False
-    return q.is_cpu and k.is_cpu and q.dtype == k.dtype and not q.is_nested and reads(q) and reads(k)
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and q.dtype in STORED and q.dtype == k.dtype):
+        return False
+    return q.is_cpu and k.is_cpu and not q.is_nested and a[3] % 8 == 0 and 0 < a[3] <= WIDEST and 0 not in (*a, *b)
 
 
 @functools.lru_cache(maxsize=64)

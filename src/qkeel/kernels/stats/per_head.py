@@ -88,9 +88,9 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
 
 
 def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPacked | None:
-    """The same as `find_rows` of a call of F.scaled_dot_product_attention without a mask; None where the compiled pass
-    does not compute it."""
-    if not (logit_pass.reads_plain(q, k, causal) and logit_pass.ready()):
+    """The same as `find_rows` of a call of F.scaled_dot_product_attention without a mask; None where the compiled pass,
+    which must be ready, does not compute it."""
+    if not logit_pass.reads_plain(q, k, causal):
         return None
     fields, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
     return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, None, None, None)
@@ -98,7 +98,7 @@ def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPa
 
 def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
     """The same as `find_extremes` of such a call."""
-    if not (logit_pass.reads_plain(q, k, causal) and logit_pass.ready()):
+    if not logit_pass.reads_plain(q, k, causal):
         return None
     return FoundExtremes(*logit_pass.plain_extremes(q, k, scale, causal).unbind())
 

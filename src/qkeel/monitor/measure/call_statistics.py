@@ -51,7 +51,7 @@ class CallStatistics:
 
     def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
         """The same of a call of torch's own function without a mask; None where that does not do."""
-        if not self.tokens.all_count or any([f.of is not None for f in HEAD_FORMULAS.values()]):
+        if not self.tokens.all_count or any([f.of is not None for f in HEAD_FORMULAS.values()]):  # noqa: C419
             return None
         self.setting.see_plain(q, scale)
         return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)

@@ -58,7 +58,7 @@ class GainBounds:
         lengths = joined.whole()
         self._places = self._places or self._looked_up(joined, lengths)
         rows = SiteNumbers(self._places.taken(lengths, torch.mul))
-        if not any([self._is_split(site) or _scale_params(site) for site in self.sites]):
+        if not any([self._is_split(site) or _scale_params(site) for site in self.sites]):  # noqa: C419
             return rows
         found: dict[Key, Tensor] = dict(rows)  # type: ignore[arg-type]
         for site in self.sites:

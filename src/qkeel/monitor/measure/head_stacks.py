@@ -31,6 +31,15 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[Found, Found
     weights of a dtype, one launch for the products of all of one r. Other heads are read in `stacks`.
     """
     norms, grams, rest = Found(), Found(), list[int]()
+    if all([x.device.type in UNSTACKED for x in heads]):  # noqa: C419
+        kinds: dict[torch.dtype, torch.dtype] = {}
+        for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
+            kind = kinds.get(x.dtype) or kinds.setdefault(x.dtype, wide(x.dtype))
+            norms.append(([i], torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
+            if i < squared:
+                rows = x if x.dtype == kind else x.to(kind)
+                grams.append(([i], rows @ rows.mT))
+        return norms, grams
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
         own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
         views = [heads[i] for i in own]
@@ -99,8 +108,16 @@ class Joined:
 
     def whole(self) -> Tensor:
         """All of it on the device of the first, in the widest of their dtypes."""
-        first, dtype = self._parts[0], functools.reduce(torch.promote_types, (x.dtype for x in self._parts))
-        return _one([x.to(first.device, dtype) for x in self._parts])
+        return joined(self._parts)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other, on the device of the first, in the widest of their dtypes."""
+    first = parts[0]
+    if all([x.dtype == first.dtype and x.device == first.device for x in parts]):  # noqa: C419
+        return _one(parts)
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
+    return _one([x.to(first.device, dtype) for x in parts])
 
 
 Place = tuple[Sequence[Tensor], float | Tensor]  # the places [h] of each part that counts, and a factor, one or [h]

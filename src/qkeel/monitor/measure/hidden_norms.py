@@ -38,7 +38,9 @@ class HiddenNorms:
         do."""
         self.model, self._take_norm, self._guard = model, add, guard
         self.blocks = _blocks(model, sites)
-        self._sites = {block: tuple(s for s, of in self.blocks.items() if of == block) for block in self.blocks.values()}
+        self._sites = {
+            block: tuple(s for s, of in self.blocks.items() if of == block) for block in self.blocks.values()
+        }
         self._tree = ModuleTree(model) if tree is None else tree
         self._looked: tuple[object, list[tuple[nn.Module, tuple[str, ...]]]] = (None, [])
         self._found: list[tuple[tuple[str, ...], Tensor]] = []  # sites, or () for the final one, and norms by token
@@ -69,7 +71,8 @@ class HiddenNorms:
             found = [
                 (module, self._sites.get(name, ()))
                 for name, module in (named if self.blocks else ())
-                # Not on the model itself: when its pass fails, torch is going through its hooks. Scripted modules take none.
+                # Not on the model itself: when its pass fails, torch is going through its hooks. Scripted modules
+                # take none.
                 if name and not isinstance(module, torch.jit.ScriptModule)
                 if name in self._sites or not name.startswith(inside)
             ]
@@ -98,7 +101,7 @@ class HiddenNorms:
         for sites, norms in found:
             for site in sites:
                 group = groups.setdefault((norms.shape, norms.dtype, norms.device), [])
-                if any([site == known for known, _ in group]):  # a block that was called again
+                if any([site == known for known, _ in group]):  # a block that was called again  # noqa: C419
                     self._add((site, "block_output_norm"), norms)
                 else:
                     group.append((site, norms))

@@ -13,7 +13,6 @@ from qkeel.monitor.processes.transfer import Flag, Measurement, Stats, Transfer,
 from qkeel.monitor.record.journal import Journal
 from qkeel.sites.tap import Phase
 
-
 _UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
 
 

@@ -153,7 +153,7 @@ _LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
 
 def with_made(numbers: Numbers) -> Numbers:
     """The numbers, and those that are made of them."""
-    if isinstance(numbers, SiteNumbers) and not any([name in _LAST for _, name in numbers.single]):
+    if isinstance(numbers, SiteNumbers) and not any([name in _LAST for _, name in numbers.single]):  # noqa: C419
         return numbers
     found = dict(numbers)
     for name, (parts, only, make) in MADE.items():

@@ -50,7 +50,7 @@ class Measurement:
     def each(self, change: Callable[[Tensor], Tensor]) -> Measurement:
         """The same with all tensors changed, in the same order each time; a share becomes its number."""
         stats = SiteStats.of(self.stats).each(change)
-        numbers = self.numbers if isinstance(self.numbers, SiteNumbers) else SiteNumbers((), self.numbers)
+        numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
         rows = numbers.each(lambda _, x: change(x))
         known: Given = {key: _alone(x, change) for key, x in rows.single.items()}
         return Measurement(stats=stats, numbers=SiteNumbers(rows.rows, known))
@@ -144,7 +144,11 @@ class Transfer:
             by_dtype.setdefault(x.dtype, []).append(i)
         order = [i for of in by_dtype.values() for i in of]
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
-        parts += [torch.cat([_on(device, dtype, given[i].detach()) for i in of]).to(dtype) for of in by_dtype.values()]
+        for of in by_dtype.values():
+            flat = [
+                x.reshape(-1) if x.device == device else _on(device, dtype, x) for x in [given[i].detach() for i in of]
+            ]
+            parts.append(torch.cat(flat).to(dtype))
         sizes = [1, *[given[i].numel() for i in order]]
 
         def merge(row: Tensor) -> Measurement:

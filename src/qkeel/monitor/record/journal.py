@@ -137,7 +137,7 @@ class Journal:
 
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
         stats = SiteStats.of(measured.stats)
-        numbers = measured.numbers if isinstance(measured.numbers, SiteNumbers) else SiteNumbers((), measured.numbers)
+        numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
         table = HeadTable(self.sites, self._width)
         for block in stats.blocks:
             table.add_statistics(block)
@@ -155,13 +155,19 @@ class Journal:
                 table.put(name, (site,), (len(value),), value.double().numpy())
         heads = {name: table.heads[name] for name in HEAD_FIELDS if name in table.heads}
         split = class_rows([stats.get(site) for site in self.sites]) if table.classes else {}
-        heads |= {n: pad_layers(of, self._width) for n, of in split.items() if any([row is not None for row in of])}
+        heads |= {n: pad_layers(of, self._width) for n, of in split.items() if any(row is not None for row in of)}
         folded = {
             name: float(fold_heads(name, heads[name].reshape(1, -1))[0])
             for name in _WHOLE
             if name in seen and table.measured(name)
         }
-        return Sample(step=step, values={"step": values.pop("step"), **folded, **values}, layers=self.sites, heads=heads, phase=phase)
+        return Sample(
+            step=step,
+            values={"step": values.pop("step"), **folded, **values},
+            layers=self.sites,
+            heads=heads,
+            phase=phase,
+        )
 
 
 class HeadTable:
@@ -187,11 +193,13 @@ class HeadTable:
     def add_statistics(self, block: Block) -> None:
         """Takes the statistics of a block of sites."""
         stats, (names, heads, kv_heads) = block.joint, block.layout
-        if not any([name in self.place for name in block.names]):
+        if not any(name in self.place for name in block.names):
             return
         self.classes = self.classes or stats.classes is not None
         own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
-        group = None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
+        group = (
+            None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
+        )
         with_maxima = own["max_logit"] != -np.inf
         for name, field in HEAD_FIELDS.items():
             x = own.get(name)
@@ -203,7 +211,7 @@ class HeadTable:
             count = own[field.count] > 0
             if name in _OF_MAXIMA:  # where maxima alone were looked for
                 count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
-            if count.any() and any([name in self.place for name in block.names]):
+            if count.any() and any(name in self.place for name in block.names):
                 self._known.add(name)
             x = np.where(count, x, np.nan)
             if group is not None and len(x) == sum(kv_heads):

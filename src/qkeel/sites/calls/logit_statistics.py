@@ -103,7 +103,7 @@ class SiteStats(Mapping[str, LogitStats]):
     @classmethod
     def of(cls, sites: Mapping[str, LogitStats]) -> SiteStats:
         """The same of statistics by site."""
-        if isinstance(sites, SiteStats):
+        if type(sites) is SiteStats:
             return sites
         return cls(Block((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
 
@@ -173,7 +173,7 @@ class SiteStatistics:
 
     def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
         """Adds what was found of a call; `part_of` names the site of which it is a single head."""
-        found = FoundStats(new) if isinstance(new, LogitStats) else new
+        found = FoundStats(new) if type(new) is LogitStats else new
         group = self._waiting.setdefault(found.alike or (name,), {})
         if name in group:  # a layer that is called again
             self._reduce()

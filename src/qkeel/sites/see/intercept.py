@@ -24,7 +24,7 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.nn import functional_attention
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.compiler_state import in_function_transform, in_vmap
+from qkeel.patching.compiler_state import in_vmap, transformed_now
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import (
     Args,
@@ -184,13 +184,15 @@ class Interceptor(CallObserver):
     def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
         """A call of SDPA in a module that is known: without a mask it is reported as it is."""
         q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
-        if 3 <= len(args) <= 5 and not in_function_transform():
+        if 3 <= len(args) <= 5 and not transformed_now():
             q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
             known = self.key_heads.get(top.name if top.calls == 0 else name_of(top, top.calls))
             if mask is None and known is not None and not self._described:
                 k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
                 scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-                if self.plain is not None and self.plain(top, top.calls, q, k, scale, bool(kwargs.get("is_causal", False))):
+                if self.plain is not None and self.plain(
+                    top, top.calls, q, k, scale, bool(kwargs.get("is_causal", False))
+                ):
                     top.calls += 1
                     return
         if self.wanted(func, args, kwargs):
