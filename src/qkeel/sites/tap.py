@@ -149,10 +149,8 @@ class Tap(Handle):
         self._keeps = keeps
         self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
-        self._places: dict[Phase, Places | None] = {
-            "train": None,
-            "eval": None,
-        }  # where the pass searched last had some
+        self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
+        self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
@@ -418,7 +416,7 @@ class _Pass:
         if watcher is None or self.kept is not None:
             return
         if not watcher.whole:
-            if any(frame.calls == 0 for frame in watcher.called_in):
+            if 0 in [frame.calls for frame in watcher.called_in]:
                 self.tap.searched(self.phase, None)  # its attention is computed otherwise now
             return
         local = not (watcher.hidden or self.tap.sees_operators)

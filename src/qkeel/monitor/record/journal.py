@@ -193,7 +193,7 @@ class HeadTable:
     def add_statistics(self, block: Block) -> None:
         """Takes the statistics of a block of sites."""
         stats, (names, heads, kv_heads) = block.joint, block.layout
-        if not any(name in self.place for name in block.names):
+        if self.place.keys().isdisjoint(names):
             return
         self.classes = self.classes or stats.classes is not None
         own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
@@ -211,7 +211,7 @@ class HeadTable:
             count = own[field.count] > 0
             if name in _OF_MAXIMA:  # where maxima alone were looked for
                 count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
-            if count.any() and any(name in self.place for name in block.names):
+            if count.any():
                 self._known.add(name)
             x = np.where(count, x, np.nan)
             if group is not None and len(x) == sum(kv_heads):
