@@ -69,8 +69,8 @@ class Own(nn.Module):
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {
-    "transformers' Llama": lambda layers: transformers_model("Llama", layers),
-    "transformers' Llama, eager attention": lambda layers: transformers_model("Llama", layers, "eager"),
+    "transformers' Llama, SDPA": lambda layers: transformers_model("Llama", layers),
+    "transformers' Llama, eager": lambda layers: transformers_model("Llama", layers, "eager"),
     "transformers' GPT-2": lambda layers: transformers_model("GPT2", layers),
     "transformers' Qwen3": lambda layers: transformers_model("Qwen3", layers),
     "qkeel's Decoder": Own,
@@ -261,13 +261,16 @@ def per_layer(
 PARTS = {
     "a pass begins": ("patching/forward_passes.py", "_enter"),
     "a pass ends": ("patching/forward_passes.py", "_leave"),
-    "functions of torch that a mode sees": ("patching/modes.py", "__torch_function__"),
-    "statistics of calls": ("measure/call_statistics.py", "call"),
+    "functions of torch inside attention, with their own time": ("see/intercept.py", "__torch_function__"),
+    "statistics of calls": ("sites/tap.py", "_plain"),
+    "statistics of rows, for all sites": ("calls/logit_statistics.py", "_reduce"),
     "hidden states": ("measure/hidden_norms.py", "_take"),
     "weights and gradients": ("measure/step_numbers.py", "read_weights"),
     "the step ends": ("monitor/step_end.py", "after"),
     "to the host": ("processes/transfer.py", "alone"),
-    "records, rules and sinks": ("record/journal.py", "add"),
+    "from there": ("processes/transfer.py", "result"),
+    "record, rules and sinks": ("record/journal.py", "add"),
+    "rules": ("alarms/recording.py", "update"),
     "qk_clip after the step": ("remedies/qk_clip.py", "after_step"),
 }
 
@@ -293,7 +296,7 @@ def parts(case: Case) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     """Prints and writes the tables."""
     flags = {
-        "--only": {"default": "", "metavar": "WORDS", "help": "models whose name holds these words; nothing written"},
+        "--only": {"default": "", "metavar": "WORDS", "help": "models whose name holds these words"},
         "--cases": {"default": "", "metavar": "WORDS", "help": "cases whose name holds these words; nothing written"},
         "--parts": {"default": "", "metavar": "CASE", "help": "the parts of a step in this case; nothing written"},
         "--layers": {"default": "2,8,32", "help": "numbers of layers"},
@@ -313,7 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     tables: dict[str, object] = {}
     for name, model in known.items():
-        peers = PEERS if name == "transformers' Llama" else {}
+        peers = PEERS if name == "transformers' Llama, SDPA" else {}
         watchers = {case: w for case, w in {**WATCHERS, **peers}.items() if options.cases in case}
         if bench.toy:
             watchers = {case: watchers[case] for case in ("watch()", "qk_clip")}
@@ -327,8 +330,9 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{row['calls_per_layer']:9.1f} calls   step {row['ms']:8.2f} ms, ratio {row['ratio']:6.3f}",
                     flush=True,
                 )
-    if not (options.only or options.cases):
-        bench.write("host-time", about={"width": WIDTH, "tokens": TOKENS, "batch": BATCH}, tables=tables)
+    if not options.cases:
+        size = {"width": WIDTH, "tokens": TOKENS, "batch": BATCH}
+        bench.write("host-time", about={**size, "models": list(known), "layers": sizes}, tables=tables)
 
 
 if __name__ == "__main__":
