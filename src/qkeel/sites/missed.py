@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterable
 from typing import final
 
 import numpy as np
 
 from qkeel.frames import Frame
+from qkeel.frames.markup import join, tag
 from qkeel.sites.site import AttentionSite
 
 
@@ -51,8 +51,7 @@ class Sites(list[AttentionSite]):
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
-        missed = "".join(f"<p>not understood: {html.escape(str(one))}</p>" for one in self.missed)
-        return f"{Frame(columns)._repr_html_()}{missed}"
+        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
 
 
 def share(known: int, missed: int) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS, Formula
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.found import Found, FoundExtremes, FoundStats
@@ -17,11 +15,10 @@ from qkeel.kernels.stats.logsumexp import sample_rate
 from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes, find_plain_rows, sampled_stats
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
-from qkeel.sites.calls.logit_statistics import Seen, find, find_maxima, statistics
+from qkeel.sites.calls.logit_statistics import Seen, find, find_maxima
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
-from qkeel.spec.band_call import of_key
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
 # the entropy from one of so many rows; "max" for the largest logit alone.
@@ -42,16 +39,11 @@ class CallStatistics:
         if self._wanted == "max":
             return find_maxima(counted)
         found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
-        if found is not None:
-            return found
-        formulas = {n: f.of for n, f in HEAD_FORMULAS.items() if f.of is not None}
-        if not formulas:
-            return find(counted)
-        return FoundStats(dataclasses.replace(statistics(counted), formulas=_formulas(counted, formulas)))
+        return find(counted) if found is None else found
 
     def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
         """The same of a call of torch's own function without a mask; None where that does not do."""
-        if not self.tokens.all_count or any([f.of is not None for f in HEAD_FORMULAS.values()]):  # noqa: C419
+        if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
         return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
@@ -78,18 +70,6 @@ class CallStatistics:
                 return find_kernel_rows(counted, rows)
             top, mask = rows.largest, counted.query_mask
             return FoundExtremes(top if mask is None else top.masked_fill(~mask[:, None], -torch.inf), None)
-
-
-def _formulas(call: Seen, formulas: Mapping[str, Formula]) -> dict[str, Tensor]:
-    """The statistics of HEAD_FORMULAS of a call; none of packed sequences, or where only the scores were seen."""
-    if isinstance(call, AttentionCall) and of_key(call) is None:
-        q, k = call.encoded()
-    elif isinstance(call, ScoresCall) and call.q is not None and call.k is not None:
-        q, k = call.q, call.k
-    else:
-        return {}
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return {name: formula(q, k, call.query_mask) for name, formula in formulas.items()}
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

@@ -155,9 +155,8 @@ def _changed(stats: LogitStats, change: Callable[[Tensor], Tensor]) -> LogitStat
     classes = stats.classes
     if classes is not None:
         classes = ClassStats(names=classes.names, **{n: change(x) for n, x in classes.tensors().items()})
-    formulas = {name: change(x) for name, x in stats.formulas.items()}
     fields = {name: change(x) for name, x in stats.tensors().items()}
-    return LogitStats(**fields, classes=classes, formulas=formulas)  # type: ignore[arg-type]
+    return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]
 
 
 @final
