@@ -19,6 +19,9 @@ from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Key, Row, Share, SiteNumbers
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 
+# Of each of some tensors the sources that it holds, and how many numbers of each.
+_Held = tuple[tuple[tuple[Hashable, int], ...], ...]
+
 
 @final
 class WeightNorms:
@@ -75,7 +78,7 @@ class WeightNorms:
             rows += places.taken(whole, torch.minimum if kind == "norms" else interaction_norm)
         return SiteNumbers(rows, split)
 
-    def _read(self) -> Iterator[tuple[str, tuple[object, ...], list[Tensor]]]:
+    def _read(self) -> Iterator[tuple[str, _Held, list[Tensor]]]:
         """The norms of the rows of weights and gradients, then Gram matrices, by their size: each as tensors, and for
         each of these which sources it holds, and how many numbers of each."""
         sources, squared = self._sources()
@@ -92,7 +95,7 @@ class WeightNorms:
         if norms:
             held = [tuple([(sources[i], heads[i].shape[0]) for i in numbers]) for numbers, _ in norms]
             yield "norms", tuple(held), [x for _, x in norms]
-        sizes: dict[int, tuple[list[object], list[Tensor]]] = {}
+        sizes: dict[int, tuple[list[tuple[tuple[Hashable, int], ...]], list[Tensor]]] = {}
         for numbers, x in grams:
             names, parts = sizes.setdefault(x.shape[1], ([], []))
             names.append(tuple([(sources[i][0], heads[i].shape[0]) for i in numbers]))

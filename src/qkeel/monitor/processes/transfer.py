@@ -47,13 +47,21 @@ class Measurement:
             parts.append(torch.cat([_on(device, dtype, x.detach()) for _, _, x, _ in alike]).to(dtype))
         return torch.cat(parts)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Measurement:
-        """The same with all tensors changed, in the same order each time; a share becomes its number."""
+    def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
+        """The same with other tensors, and numbers in the place of shares; `change` gets some at a time, in the same
+        order each time."""
         stats = SiteStats.of(self.stats).each(change)
         numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
-        rows = numbers.each(lambda _, x: change(x))
-        known: Given = {key: _alone(x, change) for key, x in rows.single.items()}
-        return Measurement(stats=stats, numbers=SiteNumbers(rows.rows, known))
+        rows, single = numbers.rows, numbers.single
+        values = change([row.values for row in rows])
+        known = change([x.value if isinstance(x, Share) else x for x in single.values()])
+        shares = {key: x for key, x in single.items() if isinstance(x, Share)}
+        weights = dict(zip(shares, change([x.weight for x in shares.values()])))
+        found: dict[Key, Tensor | Share] = {
+            key: combined(shares[key].how, [x], [weights[key]]) if key in shares else x for key, x in zip(single, known)
+        }
+        kept = [dataclasses.replace(row, values=x) for row, x in zip(rows, values)]
+        return Measurement(stats=stats, numbers=SiteNumbers(kept, found))
 
     def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
         """By dtype: where dtypes differ, a GPU joins tensors one by one."""
@@ -66,13 +74,6 @@ class Measurement:
             if isinstance(x, Share):
                 yield site, _WEIGHT + name, x.weight, ""
             yield (site, name, x.value, _how(x)) if isinstance(x, Share) else (site, name, x, "alike")
-
-
-def _alone(x: Tensor | Share, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The number that one process knows of; NaN where it knows nothing."""
-    if not isinstance(x, Share):
-        return x
-    return combined(x.how, [x.value], [change(x.weight)])
 
 
 def _on(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -132,9 +133,9 @@ class Transfer:
         """The transfer of what this process measured, to its host."""
         given: list[Tensor] = []
 
-        def note(x: Tensor) -> Tensor:
-            given.append(x)
-            return x
+        def note(tensors: list[Tensor]) -> list[Tensor]:
+            given.extend(tensors)
+            return tensors
 
         measured.each(note)
         device = _device(measured)
@@ -145,9 +146,8 @@ class Transfer:
         order = [i for of in by_dtype.values() for i in of]
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for of in by_dtype.values():
-            flat = [
-                x.reshape(-1) if x.device == device else _on(device, dtype, x) for x in [given[i].detach() for i in of]
-            ]
+            own = [given[i].detach() for i in of]
+            flat = [x.reshape(-1) if x.device == device else _on(device, dtype, x) for x in own]
             parts.append(torch.cat(flat).to(dtype))
         sizes = [1, *[given[i].numel() for i in order]]
 
@@ -156,9 +156,9 @@ class Transfer:
             each = dict(zip(order, values))
             at = itertools.count()
 
-            def come(x: Tensor) -> Tensor:
-                value = each[next(at)].view(x.shape)
-                return value if x.is_floating_point() else value.to(x.dtype)
+            def come(tensors: list[Tensor]) -> list[Tensor]:
+                numbers = [each[next(at)].view(x.shape) for x in tensors]
+                return [n if x.is_floating_point() else n.to(x.dtype) for n, x in zip(numbers, tensors)]
 
             return measured.each(come)
 

@@ -149,6 +149,7 @@ class Journal:
             elif not row.counts:
                 values |= zip([f"{row.name}/{site}" for site in row.sites], row.values.tolist())
         for (site, name), value in numbers.single.items():
+            assert isinstance(value, Tensor)  # shares were made numbers when they arrived
             if value.ndim == 0:
                 values[f"{name}/{site}" if site else name] = float(value)
             elif name in HEAD_FIELDS and site in table.place:

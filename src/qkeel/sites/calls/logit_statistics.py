@@ -72,7 +72,7 @@ class Block(NamedTuple):
     joint: LogitStats
 
     @property
-    def layout(self) -> tuple[object, ...]:
+    def layout(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
         """What two blocks have in common whose heads are those of the same sites."""
         return self.names, self.heads, self.kv_heads
 
@@ -141,8 +141,8 @@ class SiteStats(Mapping[str, LogitStats]):
             found[name] = merge(found[name], stats) if name in found else stats
         return SiteStats.of(found)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> SiteStats:
-        """The same with all tensors changed."""
+    def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> SiteStats:
+        """The same with other tensors: `change` gets those of a block, in the same order each time."""
         return SiteStats([block._replace(joint=_changed(block.joint, change)) for block in self.blocks], self.names)
 
     def renamed(self, rename: Callable[[str], str]) -> SiteStats:
@@ -151,12 +151,12 @@ class SiteStats(Mapping[str, LogitStats]):
         return SiteStats(blocks, map(rename, self.names))
 
 
-def _changed(stats: LogitStats, change: Callable[[Tensor], Tensor]) -> LogitStats:
-    classes = stats.classes
+def _changed(stats: LogitStats, change: Callable[[list[Tensor]], list[Tensor]]) -> LogitStats:
+    classes, fields = stats.classes, stats.tensors()
     if classes is not None:
-        classes = ClassStats(names=classes.names, **{n: change(x) for n, x in classes.tensors().items()})
-    fields = {name: change(x) for name, x in stats.tensors().items()}
-    return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]
+        own = classes.tensors()
+        classes = ClassStats(names=classes.names, **dict(zip(own, change([*own.values()]))))
+    return LogitStats(**dict(zip(fields, change([*fields.values()]))), classes=classes)  # type: ignore[arg-type]
 
 
 @final
@@ -172,7 +172,7 @@ class SiteStatistics:
 
     def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
         """Adds what was found of a call; `part_of` names the site of which it is a single head."""
-        found = FoundStats(new) if type(new) is LogitStats else new
+        found = new if isinstance(new, Found) else FoundStats(new)
         group = self._waiting.setdefault(found.alike or (name,), {})
         if name in group:  # a layer that is called again
             self._reduce()
