@@ -11,8 +11,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _pop_torch_function_stack,
+    _push_mode,
+    _push_on_torch_function_stack,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from qkeel.patching.guard import Guarded, unguarded
