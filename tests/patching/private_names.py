@@ -120,8 +120,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         (
             "torch.nn.Module: _forward_pre_hooks, _forward_hooks, _forward_hooks_with_kwargs, "
             "_forward_hooks_always_called, _forward_pre_hooks_with_kwargs",
-            "to hook many modules for one pass, to find hooks of qkeel, and to remove those that a model registered in a "
-            "probe's pass",
+            "to hook many modules for one pass, to find hooks of qkeel, and to remove those that a model registered in "
+            "a probe's pass",
             "two watchers of one model, and finding sites without a trace",
         ),
     ),
