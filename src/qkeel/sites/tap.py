@@ -23,18 +23,19 @@ from qkeel.nn import functional_attention
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
-from qkeel.patching.guard import Guard
+from qkeel.patching.guard import Guard, in_this_thread
 from qkeel.patching.modes import Args, Function, Kwargs, ModeInModules, leave
 from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX
 from qkeel.sites.see.intercept import Interceptor, Sighting, name_of
-from qkeel.sites.see.running_modules import Frame
+from qkeel.sites.see.running_modules import Frame, tensors
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
@@ -48,6 +49,7 @@ MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 # By name the modules in which attention was seen, and the functions of torch that show it, None for any.
 Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
+_NOTHING: Look = "nothing"
 _SELDOM = 17  # a prime: batches of kinds that take turns are all met
 _FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
 # The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
@@ -106,7 +108,8 @@ class Tap(Handle):
     there is attention inside torch.jit.script or torch.func.vmap, which is then seen operator by operator.
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
-    exception nothing is.
+    exception nothing is. Passes over an empty batch, of no sequences or of no tokens, are not measured either; `empty`
+    counts them.
 
     Args:
         model: what is watched.
@@ -152,6 +155,7 @@ class Tap(Handle):
         self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
+        self.empty = 0  # passes over an empty batch
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self.guard = Guard(_OFF) if guard is None else guard
@@ -293,9 +297,11 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
-        if self._keeps and phase == "train":
+        if self._keeps and phase == "train" and not is_empty(args, kwargs):
             self.latest = LastPass(self.model, args, kwargs)
         look = self._due(self.model.training, compiled)
+        if is_empty(args, kwargs):
+            self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.tree)
         if look == "bracket" and not extra:
@@ -440,10 +446,11 @@ class _Pass:
                 self.places[name] = old[0], _either(old[1], only)
 
     def _observer(self, name: str) -> Observer:
-        see = functools.partial(self.tap.guard, self._own, name)
+        see = in_this_thread(functools.partial(self.tap.guard, self._own, name))
         if self.tap.measure_rows is None or self.kept is not None:
             return see
-        return Reader(see, functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows))
+        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
+        return Reader(see, in_this_thread(read))
 
     def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
         self._take(name, call, measure=measure)
@@ -479,7 +486,7 @@ class _Pass:
             return
         if self.kept is not None:
             self.kept.setdefault(name, call)
-        elif self.tap.active:
+        elif self.tap.active and not _has_no_rows(call):
             stats = (measure or self.tap.measure)(call)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
@@ -509,6 +516,22 @@ class Connection:
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return get_idle, ()
+
+
+def is_empty(args: Args, kwargs: Kwargs) -> bool:
+    """True if the tensors among a model's arguments are all of an empty batch: none holds a number.
+
+    >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
+    (True, False)
+    """
+    sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
+    return bool(sizes) and not any(sizes)
+
+
+def _has_no_rows(call: Seen) -> bool:
+    """True of a call without queries or keys, as of an expert that got no tokens."""
+    x = call.logits if isinstance(call, ScoresCall) else call.q
+    return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
 
 
 def _key_heads(site: AttentionSite) -> tuple[int, int]:

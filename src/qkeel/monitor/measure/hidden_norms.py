@@ -13,7 +13,7 @@ from qkeel import dist
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.processes.share import Key
-from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.guard import Guarded, in_this_thread, unguarded
 from qkeel.patching.module_tables import ModuleTree, put_hooks
 from qkeel.sites.see.running_modules import tensors
 
@@ -52,7 +52,7 @@ class HiddenNorms:
         self._last, self._final, self._found = None, False, []
         tables = []
         for module, sites in self._places():
-            take = functools.partial(self._guard, self._take, sites)
+            take = in_this_thread(functools.partial(self._guard, self._take, sites))
             tables += put_hooks(module, self, None, take)
 
         def detach() -> None:
