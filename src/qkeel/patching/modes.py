@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -19,6 +19,7 @@ from qkeel.patching.parallel_training import collective_of
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+Operator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its arguments and what came out
 
 # Operators that are called otherwise in torch's Python functions.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
@@ -84,15 +85,30 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         """The call was made and returned `out`; `more` is None but for what was computed in its place."""
 
 
-class RecordingMode(TorchDispatchMode):
-    """A mode that passes every operator to `note`, after it ran, with its arguments and what came out, and changes
-    nothing. It sees what runs under torch's functions: inside torch.jit.script, torch.func.vmap and compiled C++."""
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees every operator after it ran, also inside torch.jit.script, torch.func.vmap and compiled C++, and
+    changes nothing.
+
+    Args:
+        read: gets the name, arguments and output of an operator; autograd records what is computed of it.
+        wanted: whether `read` is to get the operator that has just run. It is asked before anything else is done.
+        guard: calls `read`.
+        keep: keep every operator in `operations`, and with it every tensor.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Function, Args, Kwargs, object], None]) -> None:
+    def __init__(
+        self,
+        read: Callable[[str, Args, Kwargs, Any], None] = lambda *_: None,
+        guard: Guarded = unguarded,
+        *,
+        wanted: Callable[[], bool] = lambda: False,
+        keep: bool = False,
+    ) -> None:
         super().__init__()
-        self._note = note
+        self.operations: list[Operator] = []
+        self._read, self._guard, self._wanted, self._keep = read, guard, wanted, keep
 
     def __torch_dispatch__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
@@ -100,19 +116,24 @@ class RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
-            self._note(func, args, kwargs, out)
+            if self._keep:
+                self.operations.append((func, args, kwargs, out))
+            if self._wanted():
+                # What is read of a call is one of the operators too: within its own callback no mode sees any.
+                with _recording(), self if self._keep else nullcontext():
+                    self._guard(self._read, function_name(func), args, kwargs, out)
         return out
 
 
-class OperatorMode(RecordingMode):
-    """A recording mode that passes on the operator's name, and in which autograd records what is computed of it."""
-
-    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None], guard: Guarded = unguarded) -> None:
-        def note(function: Function, args: Args, kwargs: Kwargs, out: object) -> None:
-            with _recording():
-                guard(read, function_name(function), args, kwargs, out)
-
-        super().__init__(note)
+@contextmanager
+def no_operators_seen() -> Iterator[None]:
+    """While it lasts an OperatorMode, where it is the innermost mode, sees nothing: gradients that are computed in the
+    middle of a pass are no part of it."""
+    if isinstance(_get_current_dispatch_mode(), OperatorMode):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 class CollectiveMode(TorchDispatchMode):
@@ -148,17 +169,13 @@ def function_name(function: Function) -> str:
 
 
 @contextmanager
-def suspended(functions: FunctionMode, operators: OperatorMode | None = None) -> Iterator[None]:
-    """While it lasts these modes, where they are the innermost, see nothing."""
+def suspended(functions: FunctionMode) -> Iterator[None]:
+    """While it lasts this mode, where it is the innermost, sees nothing."""
     mine = _get_current_function_mode() is functions
     if mine:
         _pop_mode()
     try:
-        if operators is not None and _get_current_dispatch_mode() is operators:
-            with _pop_mode_temporarily():
-                yield
-        else:
-            yield
+        yield
     finally:
         if mine:
             _push_mode(functions)

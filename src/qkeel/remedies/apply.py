@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
+from qkeel.capture.trace import ModelTrace
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import compile_again
@@ -38,7 +39,7 @@ from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import arguments
-from qkeel.sites.find import find_sites
+from qkeel.sites.find import found_sites
 from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import Models, named_models, of_each, sites_of_each
 from qkeel.sites.site import AttentionSite
@@ -219,12 +220,12 @@ def apply(
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
     """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them: for others,
     and to see that the model still runs where the remedy itself has not run it."""
-    sites = known if known is not None else _sites(found[0], bare) if found else Sites()
+    sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_mates(bare.model, sites)
     for remedy in found:
         if not partial:
             _check_whole(remedy, sites)
-        target = dataclasses.replace(bare, sites=remedy.chosen(sites))
+        target = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=trace)
         _check_supported(remedy, target)
         if known is not None and remedy.on_attention and not remedy.on_steps:
             raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
@@ -234,7 +235,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
             inner = check_added(remedy.name, target, before, inner)
             others = remedy is not found[-1] or in_force(bare.model)  # that a look at the change is for
             if not remedy.on_steps and known is None and (others or not remedy.changes_spec):
-                sites = _sites(remedy, bare)
+                sites, trace = _sites(remedy, bare)
             _check_others(remedy, sites)
         except BaseException:
             inner.remove()
@@ -288,10 +289,11 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     return Handle(undo, state=inner.state, load=inner.load)
 
 
-def _sites(remedy: Remedy, bare: Target) -> Sites:
+def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
+    """The sites of a model, and the pass that showed them where one did."""
     args, kwargs = bare.example
     try:
-        return find_sites(bare.model, *args, **kwargs)
+        return found_sites(bare.model, args, kwargs)
     except RefusedError as error:
         if args or kwargs:
             raise

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.capture.trace import ModelTrace, seen
 from qkeel.errors import InvalidTypeError, RefusedError, check, check_known
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
@@ -36,6 +37,16 @@ class Target:
     sites: list[AttentionSite]  #: the model's attention, where it is known
     example: Arguments = ((), {})  #: arguments of a forward pass that shows the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, where a formula needs it
+    trace: ModelTrace | None = None  #: the pass that showed the sites; None where all are qkeel's own, or were given
+
+    def seen(self) -> ModelTrace:
+        """The pass that showed the sites; without one the example is run, or what there is of it."""
+        args, kwargs = self.example
+        return self.trace or seen(self.model, args, kwargs)
+
+    def short(self) -> Arguments:
+        """Arguments of a pass that shows the sites: as little of the example as does."""
+        return self.example if self.trace is None else self.trace.given
 
     def parameter(self, name: str) -> nn.Parameter:
         """A parameter of the model by qualified name."""

@@ -39,20 +39,34 @@ def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
         yield
 
 
+Undo = Callable[[], None]
+
+
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
+def undisturbed(model: nn.Module) -> Iterator[Undo]:
+    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient.
+
+    Between two passes the function that is given puts back what the first one changed.
+    """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with ExitStack() as undo, same_random_streams(devices):
-        for module in model.modules():
-            undo.callback(_keep(module))
-            undo.callback(_keep_contents(module))
+    with ExitStack() as undo:
+        streams = undo.enter_context(ExitStack())
+        streams.enter_context(same_random_streams(devices))
+        kept = [restore for module in model.modules() for restore in (_keep(module), _keep_contents(module))]
+
+        def again() -> None:
+            streams.close()
+            streams.enter_context(same_random_streams(devices))
+            for restore in reversed(kept):
+                restore()
+
+        undo.callback(lambda: [restore() for restore in reversed(kept)])
         for p in model.parameters():
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
                 # The walk from q to its weights needs a graph, in frozen models too.
                 p.requires_grad_(True)
                 undo.callback(p.requires_grad_, False)
-        yield
+        yield again
 
 
 def _keep(module: nn.Module) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.trace import spread
 from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
@@ -22,7 +23,6 @@ from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
 from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
-from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite

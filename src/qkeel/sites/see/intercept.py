@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
 from qkeel.patching.guard import Guarded, unguarded
-from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_name, suspended
+from qkeel.patching.modes import Args, Function, Kwargs, Operator, OperatorMode, function_name, suspended
 from qkeel.sites.by_hand import DescribedSiteHooks
 from qkeel.sites.calls.head_layout import Layout, fewest_keys, known_keys
 from qkeel.sites.calls.logit_statistics import Seen
@@ -108,6 +108,7 @@ class Interceptor(CallObserver):
         probing: keep the graph behind q and k.
         dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
             callback per operator.
+        record: with `dispatch`, keep every operator of the pass in `operations`, those by which calls are read too.
         rows: have functional_attention report what its kernel finds of each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
@@ -121,18 +122,19 @@ class Interceptor(CallObserver):
         *,
         probing: bool = False,
         dispatch: bool = False,
+        record: bool = False,
         rows: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
         guard: Guarded = unguarded,
     ) -> None:
         super().__init__(guard)
-        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard)
+        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, clock=self._operators)
         self.probing = probing
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
-        self._below = OperatorMode(self._read_below, guard) if dispatch else None
+        self._below = OperatorMode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}
@@ -186,8 +188,26 @@ class Interceptor(CallObserver):
         """The attentions of this pass that were seen and not understood."""
         return [*self.handwritten.lost.missed, *self.unread]
 
-    def suspended(self) -> AbstractContextManager[None]:
-        return suspended(self, self._below)
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        token = _READING.set(True)
+        try:
+            with suspended(self):
+                yield
+        finally:
+            _READING.reset(token)
+
+    @property
+    def operations(self) -> Sequence[Operator]:
+        """The operators that ran so far, where they are kept."""
+        return () if self._below is None else self._below.operations
+
+    def _operators(self) -> int:
+        return len(self.operations)
+
+    def _is_below(self) -> bool:
+        """True if an operator runs inside no torch function that a function mode saw, and reads no call."""
+        return not (self.inside or _READING.get())
 
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
         self.apart(lambda: self._read_foreign(name, arguments, out))
@@ -197,13 +217,9 @@ class Interceptor(CallObserver):
 
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` so that nothing of it is seen here, with gradients where a probe's pass has them."""
-        token = _READING.set(True)
-        try:
-            # With gradients only where someone will walk from q and k back to the weights.
-            with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
-                read()
-        finally:
-            _READING.reset(token)
+        # With gradients only where someone will walk from q and k back to the weights.
+        with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
+            read()
 
     def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
         top = self.stack.top
@@ -242,8 +258,6 @@ class Interceptor(CallObserver):
         return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
-        if self.inside or _READING.get():
-            return
         self.handwritten.below = True
         try:
             self.apart(lambda: self._read(name, args, kwargs, out))

@@ -20,7 +20,8 @@ from qkeel.patching.modes import Args, Kwargs
 class Frame:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far.
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `since` the
+    number of operators that had run when it began.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Frame:
     batch: int = 0
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
+    since: int = 0
 
     def line(self) -> list[Frame]:
         """This frame and those that called it, innermost first."""
@@ -51,11 +53,19 @@ class ModuleStack:
     is not seen.
     """
 
-    def __init__(self, model: nn.Module, *, keep_inputs: bool = False, guard: Guarded = unguarded) -> None:
-        """Hooks onto the modules; `guard` calls what the hooks do."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keep_inputs: bool = False,
+        guard: Guarded = unguarded,
+        clock: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Hooks onto the modules; `guard` calls what the hooks do, `clock` counts the operators that have run."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = list(model.modules())
-        self._keep = keep_inputs
+        self.called: set[int] = set()  # the ids of modules that were called
+        self._keep, self._clock = keep_inputs, clock
         self._guard = guard
         self.root = Frame(name="", module=model, parent=None)
         self.top = self.root
@@ -80,12 +90,14 @@ class ModuleStack:
         """A call of this module begins."""
         inputs = tuple(tensors((args, kwargs)))
         batch = next((x.shape[0] for x in inputs if x.ndim > 1), 0)
+        self.called.add(id(module))
         self.top = Frame(
             name=self._names[id(module)],
             module=module,
             parent=self.top,
             batch=batch,
             inputs=inputs if self._keep else (),
+            since=self._clock(),
         )
 
     def _push_scripted(self, module: nn.Module, args: Args) -> None:

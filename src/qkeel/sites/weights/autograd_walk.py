@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.patching.graph_nodes import is_marked_norm, is_transposed, output_like, slice_of
+from qkeel.patching.modes import no_operators_seen
 
 # What computes activations times weights: which of its inputs is x, the weight, the bias.
 _CONVOLUTION = "ConvolutionBackward0"
@@ -261,7 +262,8 @@ def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
     codes = torch.zeros(weight.shape, dtype=torch.int64, device=out.device)
     for bit in range(len(numbers).bit_length()):
         own = ((numbers >> bit) & 1).to(out).expand_as(out)
-        (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
+        with no_operators_seen():
+            (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
         codes |= grad.ne(0).long() << bit
     columns = codes.flatten(1).amax(0)
     empty = codes == 0  # what it multiplies is zero for all tokens
@@ -316,7 +318,8 @@ def _makes_rows(node: Node, weight: Tensor) -> bool:
     """True if a feature of a product is made by a row of a matrix, False if by a column: by one gradient."""
     first = output_like(node)
     first[..., 0] = 1.0
-    (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
+    with no_operators_seen():
+        (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
     return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
+from qkeel.patching.modes import no_operators_seen
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.handwritten.products import Operand
 from qkeel.sites.see.running_modules import Frame
@@ -159,9 +160,10 @@ def _used(x: Tensor, dim: int, projection: Projection) -> Bool[Tensor, "m featur
     codes: Tensor | None = None
     for bit in range(size.bit_length()):
         own = ((numbers >> bit) & 1).view(shape).to(x)
-        grad = torch.autograd.grad(
-            x, GradientEdge(projection.node, 0), weights * own, retain_graph=True, allow_unused=True
-        )[0]
+        with no_operators_seen():
+            grad = torch.autograd.grad(
+                x, GradientEdge(projection.node, 0), weights * own, retain_graph=True, allow_unused=True
+            )[0]
         if grad is None:
             return None
         part = projection.by_feature(grad).ne(0).long() << bit

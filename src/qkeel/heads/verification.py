@@ -1,0 +1,559 @@
+"""Do the weights known for a site make its logits, head by head? Found out by changing them.
+
+The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
+the model is changed or run again, and what else depends on the same weights (later layers, other calls of the module)
+stays as it was.
+
+Layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided by
+these operators, not by the numbers, but where a number is zero. So the whole experiment is made on the first site of
+each kind. A further one of that kind is compared operator by operator, its zeros with those of the first, and confirmed
+by one repetition; wherever anything differs it gets the whole experiment too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.functional.norms import wide
+from qkeel.heads.operators import (
+    Contents,
+    Lookup,
+    Operation,
+    Place,
+    Record,
+    Repetition,
+    at_place,
+    memory,
+    place,
+)
+from qkeel.patching.modes import Args, Kwargs, function_name
+from qkeel.sites.calls.logit_statistics import Seen
+from qkeel.sites.calls.scores import ScoresCall
+from qkeel.sites.see.intercept import Sighting
+from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.spec import AttentionCall
+
+Parameters = Mapping[str, nn.Parameter]
+Chosen = tuple[HeadSlice, Sequence[int] | None]  # the rows of one weight, and of which of their heads; None for all
+_ROWS = 32  # enough to see a head's logits move
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedCall:
+    """A sighting, and how many operators had run then."""
+
+    sighting: Sighting
+    until: int
+
+
+@torch.no_grad()
+def verified(
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    record: Record,
+    calls: Mapping[str, Sequence[RecordedCall]],
+    given: tuple[Args, Kwargs],
+) -> list[AttentionSite]:
+    """The sites of a recorded pass, with the reason where the experiment does not confirm their weights.
+
+    Args:
+        model: the model.
+        sites: its sites.
+        record: the operators of the pass.
+        calls: the first call of each site, one for each head where heads are computed one by one.
+        given: the arguments of the pass.
+    """
+    dynamic = record.reached(map(memory, tensors(given)))
+    kinds: dict[Hashable, _Kind] = {}
+    return [_Experiment(model, record, dynamic, calls, site).site(kinds) if site.terms else site for site in sites]
+
+
+@final
+class _Experiment:
+    """The experiment on one site."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        record: Record,
+        dynamic: set[int],
+        calls: Mapping[str, Sequence[RecordedCall]],
+        site: AttentionSite,
+    ) -> None:
+        self._model, self._record, self._dynamic, self._site = model, record, dynamic, site
+        self._calls = calls.get(site.name, [])
+
+    def site(self, kinds: dict[Hashable, _Kind]) -> AttentionSite:
+        """The site, with the reason where its weights are not confirmed; `kinds` are those that were, by their form."""
+        try:
+            why = next(self._doubts(kinds), "")
+        except Exception as error:
+            why = (
+                "the operators between its weights and its logits could not be repeated: "
+                f"{type(error).__name__}: {error}"
+            )
+        return dataclasses.replace(self._site, unverified=why) if why else self._site
+
+    def _doubts(self, kinds: dict[Hashable, _Kind]) -> Iterator[str]:
+        """The reasons not to trust the weights that are known, the simplest first."""
+        site, calls = self._site, self._calls
+        if not calls:
+            yield "a second pass did not show it again"
+            return
+        self._logits = RepeatedLogits([call.sighting.call for call in calls])
+        self._seen = self._logits()
+        if any(z.shape[1] != site.n_heads for z in self._seen):
+            yield f"a second pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
+            return
+        if not any(bool(z.isfinite().any()) for z in self._seen):
+            yield "every key is hidden from its queries in this example"
+            return
+        self._weights = ChangedWeights(self._model, [*site.query, *site.key])
+        path = Path(self._record, self._dynamic, site, self._weights.parameters, self._logits, calls)
+        narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
+        wide = Repetition(path.wide, path.changed)
+        form, kind = self._kind(path, [*narrow.operations, *wide.operations])
+        if form in kinds and kind.zeros_as_in(kinds[form]) and self._moves_as_known(narrow):
+            return
+        again = self._logits(narrow({}))
+        if any(self._heads_that_change(self._seen, again)):
+            yield "the operators between its weights and its logits gave other logits when they were repeated"
+            return
+        yield from self._heads(narrow)
+        yield from self._rest(wide, path)
+        kinds[form] = kind  # nobody asks for more unless no doubt was found
+
+    def _kind(self, path: Path, operations: Sequence[Operation]) -> tuple[Hashable, _Kind]:
+        """The form of all that decides which rows move which logits, and the numbers that it starts from."""
+        site = self._site
+        own = set(map(memory, self._weights.parameters.values()))
+        form = _Form()
+        steps = [form.of((o.function, o.args, o.kwargs, o.out)) for o in operations]
+        rows = [
+            (s.axis, s.index.shape, s.index.cpu().numpy().tobytes(), s.bias_shift, *map(form.of, self._weights.of(s)))
+            for s in (*site.query, *site.key)
+        ]
+        logits = [form.of((_signature(call.sighting.call), *_tensors(call.sighting.call))) for call in self._calls]
+        heads = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
+        terms = tuple((len(t.query), len(t.key)) for t in site.terms)
+        boundary = form.of(path.boundary)
+        changed = frozenset(form.number(m) for m in path.changed)
+        found = _Kind(
+            given=[x for x in form.given if memory(x) not in own],
+            dynamic=self._dynamic,
+            visible=[z.isfinite() for z in self._seen],
+            empty=self._weights.empty,
+        )
+        return (tuple(steps), tuple(rows), tuple(logits), heads, terms, boundary, changed), found
+
+    def _moves_as_known(self, narrow: Repetition) -> bool:
+        """True if rows of the first half of the queries' heads and of the others of the keys' move their heads."""
+        chosen: list[Chosen] = []
+        expected = [False] * self._site.n_heads
+        for slices, first in ((self._site.query, True), (self._site.key, False)):
+            for s in slices:
+                half = (s.n + 1) // 2
+                heads = range(half) if first else range(half, s.n)
+                if s.n > 1:
+                    chosen.append((s, list(heads)))
+                    expected = [a or b for a, b in zip(expected, _expected(self._site, s.n, set(heads)))]
+        if not chosen:
+            chosen, expected = [(s, None) for s in self._site.query], [True] * self._site.n_heads
+        base = self._logits(narrow(self._weights.base())) if any(self._weights.empty) else self._seen
+        return self._heads_that_change(base, self._logits(narrow(self._weights.rotated(chosen)))) == expected
+
+    def _heads(self, narrow: Repetition) -> Iterator[str]:
+        """Rows that move the logits of other heads than theirs, or none."""
+        now = narrow(self._weights.base())
+        self._base = base = self._logits(now)
+        for side, slices in (("query", self._site.query), ("key", self._site.key)):
+            for chosen, expected in _patterns(slices, side, self._site):
+                after = narrow(self._weights.rotated(chosen))
+                moved = self._heads_that_change(base, self._logits(after))
+                if moved != expected and not (
+                    sum(moved) == 0 and len(slices) > 1 and self._idle(narrow, chosen, now, after)
+                ):
+                    yield _words(chosen, moved, expected)
+                    return
+
+    def _idle(self, narrow: Repetition, chosen: Sequence[Chosen], before: Lookup, after: Lookup) -> bool:
+        """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
+        made = {memory(self._weights.parameters[s.parameter]) for s, _ in chosen}
+        outputs = [x for operation in narrow.products(made) for x in tensors((operation.out,))]
+        return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
+
+    def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
+        """A part of the logits that comes from weights that are not known."""
+        site, w = self._site, self._weights
+        one, other = path.inputs()
+        scale = [float(difference(a, b).max()) for a, b in zip(self._base, self._logits(wide(w.base(), other)))]
+        both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
+        query, key = (
+            (
+                f" from {side} to {side}",
+                f"with the {side} rows that are known at zero its logits still change",
+                own,
+                dim,
+            )
+            for side, own, dim in (("query", site.query, 2), ("key", site.key, 3))
+        )
+        # What a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing.
+        for where, words, slices, dim in (both,) if site.normed else (query, key):
+            zero = w.zeroed(slices)
+            before, after = self._logits(wide(zero, one)), self._logits(wide(zero, other))
+            if dim is not None:
+                # A constant in the place of a query makes one number per key, which is no product.
+                before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
+            if self._varies(before, after, scale):
+                yield f"{words}{where} with its input: a part of them comes from other weights"
+
+    def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
+        noise = 4 * self._rounding()
+        return any(float(difference(x, y).max()) > max(1e-3 * s, noise) for x, y, s in zip(a, b, scale))
+
+    def _rounding(self) -> float:
+        """The most that rounding may change of a logit."""
+        least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
+        steps = 4 if torch.finfo(least).bits < 32 else 64
+        return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._seen)
+
+    def _heads_that_change(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
+        """Of each head, whether its logits changed by more than rounding."""
+        change = torch.stack([difference(a, b).amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
+        return (change > self._rounding()).tolist()
+
+
+def _patterns(slices: Sequence[HeadSlice], side: str, site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool]]]:
+    """Rows to change and the heads whose logits must move then, and each weight as a whole.
+
+    Each head is in half of the changes, no two in the same half: whichever heads a row makes besides its own, some
+    change of that row is without a change of theirs.
+    """
+    per_head = [s for s in slices if s.n > 1]
+    for n in sorted({s.n for s in per_head}):
+        own = [s for s in per_head if s.n == n]
+        changes = next(m for m in itertools.count(2) if math.comb(m, m // 2) >= n)
+        codes = list(itertools.islice(itertools.combinations(range(changes), changes // 2), n))
+        for change in range(changes):
+            heads = [h for h in range(n) if change in codes[h]]
+            if heads:
+                yield [(s, heads) for s in own], _expected(site, n, set(heads))
+    alone = [s for s in slices if s.n == 1 or len(slices) > 1]
+    for s in alone:
+        yield [(s, None)], [True] * site.n_heads
+
+
+def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
+    """The query heads that use one of the chosen n parts of a weight."""
+    return [h in chosen for h in site.used(n).tolist()]
+
+
+def _words(chosen: Sequence[Chosen], moved: Sequence[bool], expected: Sequence[bool]) -> str:
+    names = ", ".join(dict.fromkeys(s.parameter for s, _ in chosen))
+    heads, should = ([h for h, yes in enumerate(given) if yes] for given in (moved, expected))
+    return (
+        f"changing the rows of {names} known for the logits of {_heads(should)} changed the logits of {_heads(heads)}"
+    )
+
+
+def _heads(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6])) + (", …" if len(numbers) > 6 else "")
+    return f"{'heads' if len(numbers) > 1 else 'head'} {shown}" if numbers else "no head"
+
+
+@final
+class Path:
+    """The way to the logits of one site: `own`, operators from the products with its weights on, and `wide`, those
+    from the input of its module, `boundary`, on. `changed` is the memory of the weights and of that input.
+
+    What a weight is multiplied by counts as fixed in `own`, whatever else depends on the weight.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        dynamic: set[int],
+        site: AttentionSite,
+        parameters: Parameters,
+        logits: RepeatedLogits,
+        calls: Sequence[RecordedCall],
+    ) -> None:
+        self._record, self._dynamic, self._until = record, dynamic, max(one.until for one in calls)
+        known = {memory(p) for p in parameters.values()}
+        first = [
+            {memory(parameters[path[0].parameter]) for path in paths}
+            for paths in ([term.query for term in site.terms], [term.key for term in site.terms])
+        ]
+        biases = {memory(parameters[s.bias]) for s in (*site.query, *site.key) if s.bias is not None}
+        made = [record.weights_of(side, known, dynamic) for side in first]
+        since = self._begin(calls[0], made[0] | made[1])
+        query, key = (record.reached(side, since, self._until) for side in made)
+        self._sides = ((made[0], key - query), (made[1], query - key))
+        self._known = known.union(*made, record.weights_of(biases, known, dynamic))
+        wanted = set(map(memory, logits.tensors))
+        self.own = record.behind(wanted, self._until, self._activations)
+        factors = {m for operation in self.own for m in self._activations(operation)}
+        self.boundary, begin = self._inputs(calls, factors)
+        given = {memory(x): begin if begin else record.maker(memory(x), self._until) for x in self.boundary}
+        below = record.reached(given, 0, self._until)
+        self.wide = record.behind(wanted, self._until, lambda o: self._activations(o) - below, given)
+        self.changed = known | {*given}
+
+    def _activations(self, operation: Operation) -> frozenset[int]:
+        """The memory of what an operator multiplies a first weight by: not of what it puts next to it, nor of queries
+        that a table is multiplied by."""
+        found: frozenset[int] = frozenset()
+        for made, other in self._sides if function_name(operation.function) != "cat" else ():
+            if not made.isdisjoint(operation.reads):
+                found |= operation.reads - self._known - other
+        return found
+
+    def _begin(self, call: RecordedCall, made: set[int]) -> int:
+        """The number of operators that had run when the innermost module began that reads these weights."""
+        read = max(self._record.readers(made, self._until), default=0)
+        begun = (frame.since for frame in call.sighting.frame.line())
+        return next((since for since in begun if since <= read), 0)
+
+    def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
+        """The inputs of the innermost module around the site that its projections depend on and that the model's
+        input made, and how many operators had run when it began; where there is none, what they multiply, and 0."""
+        for frame in calls[0].sighting.frame.line():
+            if not frame.inputs:
+                continue
+            inside = self._record.behind(factors, self._until, since=frame.since)
+            behind = self._dynamic & factors.union(*(operation.reads for operation in inside))
+            found = [x for x in frame.inputs if x.is_floating_point() and memory(x) in behind]
+            if found:
+                return found, frame.since
+        given = (x for operation in self.own for x in tensors((operation.args, operation.kwargs)))
+        return [x for x in given if memory(x) in factors and x.is_floating_point()], 0
+
+    def inputs(self) -> tuple[Contents, Contents]:
+        """The memory of the module's input as it was, and with noise of the size of its numbers added."""
+        one, other = ({memory(x): x.untyped_storage().clone() for x in self.boundary} for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        for x in {place(x): x for x in self.boundary}.values():
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            size = x.detach().float().square().mean().sqrt()
+            at_place(x, other[memory(x)]).add_(noise * size.to(x))
+        return one, other
+
+
+class ChangedWeights:
+    """Copies of the weights of a site with the rows of some heads changed.
+
+    Heads whose rows are all zero, as in an adapter before its first step, get small random ones first: what zero is
+    multiplied by changes no logit.
+    """
+
+    def __init__(self, model: nn.Module, slices: Sequence[HeadSlice]) -> None:
+        names = dict.fromkeys(name for s in slices for name in (s.parameter, s.bias) if name is not None)
+        self.parameters = {name: model.get_parameter(name) for name in names}
+        self._base = {name: p.detach() for name, p in self.parameters.items()}
+        self._slices = slices
+        self.empty = [self._fill(s) for s in slices]
+        self._copies: dict[str, Tensor] = {}
+        self._changed: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, which of them, what they were
+
+    def of(self, s: HeadSlice) -> list[nn.Parameter | None]:
+        """The weight of these rows and its bias."""
+        return [None if name is None else self.parameters[name] for name in (s.parameter, s.bias)]
+
+    def base(self) -> dict[Place, Tensor]:
+        """The weights without heads of zeros, with which all others are compared."""
+        return {place(self.parameters[name]): value for name, value in self._base.items()}
+
+    def rotated(self, chosen: Iterable[Chosen]) -> dict[Place, Tensor]:
+        """Each row of the chosen heads is in the place of the next of its head; one row alone has the other sign.
+
+        A norm over the head, or over all heads together, is what it was: no other head changes by it. Rows that make
+        queries and keys alike are stretched instead, since no rotation of both changes their product. What is returned
+        holds until the next change.
+        """
+        return self._with(
+            (rows, index, self._other(s, rows[index])) for s, heads in chosen for rows, index in self._rows(s, heads)
+        )
+
+    def _other(self, s: HeadSlice, rows: Tensor) -> Tensor:
+        """Other numbers in the place of rows [heads r …]."""
+        if sum(s.parameter == other.parameter and s.same(other) for other in self._slices) > 1:
+            factors = 0.5 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device) % 2
+            return rows * factors.view(-1, *[1] * (rows.ndim - 2))
+        return rows.roll(1, dims=1) if rows.shape[1] > 1 else -rows
+
+    def zeroed(self, slices: Iterable[HeadSlice]) -> dict[Place, Tensor]:
+        """All these rows and their biases are zero, until the next change."""
+        return self._with(
+            (rows, index, torch.zeros((), dtype=rows.dtype, device=rows.device))
+            for s in slices
+            for rows, index in self._rows(s, None)
+        )
+
+    def _with(self, changes: Iterable[tuple[Tensor, Tensor, Tensor]]) -> dict[Place, Tensor]:
+        """The weights with these numbers in these rows, copied once and put back before the next change."""
+        for rows, index, before in reversed(self._changed):
+            rows[index] = before
+        self._changed.clear()
+        for rows, index, numbers in changes:
+            self._changed.append((rows, index, rows[index]))
+            rows[index] = numbers
+        return {place(p): self._copies.get(name, self._base[name]) for name, p in self.parameters.items()}
+
+    def _rows(self, s: HeadSlice, heads: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows [rows …] of a copied weight and of its bias, and which of them belong to the heads [heads r]."""
+        for part in filter(None, (s, s.bias_of())):
+            if part.parameter not in self._copies:
+                self._copies[part.parameter] = self._base[part.parameter].clone()
+            copy = self._copies[part.parameter]
+            index = part.index if heads is None else part.index[list(heads)]
+            yield (s.rows_of(copy) if part is s else copy.view(-1, 1)), index.to(copy.device)
+
+    def _fill(self, s: HeadSlice) -> tuple[int, ...]:
+        """Small random rows in the place of those of heads that have zeros alone, and which heads these are."""
+        if self._base[s.parameter].ne(0).all():
+            return ()
+        rows = s.rows_of(self._base[s.parameter])
+        index = s.index.to(rows.device)
+        empty = ~rows[index].ne(0).flatten(1).any(1)
+        if not bool(empty.any()):
+            return ()
+        generator = torch.Generator().manual_seed(0)
+        index = index[empty]
+        noise = torch.randn(*index.shape, rows.shape[1], generator=generator) * rows.shape[1] ** -0.5
+        self._base[s.parameter] = self._base[s.parameter].clone()
+        s.rows_of(self._base[s.parameter])[index] = noise.to(rows)
+        return tuple(empty.nonzero().flatten().tolist())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kind:
+    """The numbers that a site's logits start from, besides its weights, and where there are zeros among them.
+
+    Args:
+        given: the tensors that its operators read and do not make.
+        dynamic: the memory of all that depends on the model's input.
+        visible: which logits are not hidden.
+        empty: the heads without a number in each weight.
+    """
+
+    given: list[Tensor]
+    dynamic: set[int]
+    visible: list[Tensor]
+    empty: list[tuple[int, ...]]
+
+    def zeros_as_in(self, other: _Kind) -> bool:
+        """True if nothing is zero, hidden or an index here that is not there too."""
+        if self.empty != other.empty or not all(map(torch.equal, self.visible, other.visible)):
+            return False
+        return all(map(self._alike, self.given, other.given))
+
+    def _alike(self, x: Tensor, y: Tensor) -> bool:
+        if place(x) == place(y):
+            return True
+        if not (x.is_floating_point() or x.is_complex()):
+            return torch.equal(x, y)
+        if memory(x) in self.dynamic:
+            return bool(x.any())
+        return torch.equal(x != 0, y != 0)
+
+
+@final
+class _Form:
+    """Numbers memory in the order in which it is met, so that equal operators on other tensors have one form."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []  # what was met first, as it was read
+        self._numbers: dict[int, int] = {}
+        self._met: set[Place] = set()
+
+    def number(self, m: int) -> int:
+        """The number of some memory."""
+        return self._numbers.setdefault(m, len(self._numbers))
+
+    def of(self, value: object) -> Hashable:
+        """Arguments or outputs as something that is equal for all that differ in their numbers alone."""
+        if isinstance(value, Tensor):
+            where = place(value)
+            if where not in self._met:
+                self._met.add(where)
+                if where[0] not in self._numbers:
+                    self.given.append(value)
+            return self.number(where[0]), *where[1:], value.device
+        if isinstance(value, (tuple, list)):
+            return tuple([self.of(x) for x in value])
+        if isinstance(value, Mapping):
+            return tuple([(name, self.of(x)) for name, x in value.items()])
+        return type(value), value if isinstance(value, Hashable) else id(value)
+
+
+def _signature(call: Seen) -> Hashable:
+    """What makes the logits of a call of its tensors; of one whose mask is a function, the call itself."""
+    if isinstance(call, ScoresCall):
+        return "scores", call.headless
+    plain = type(call) is AttentionCall and call.spec.position.kind == "none" and not call.window
+    return ("products", call.spec, call.causal) if plain else id(call)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The tensor itself: nothing was repeated."""
+    return x
+
+
+class RepeatedLogits:
+    """Reads the logits [b h t s] of a site's calls, NaN where a key is hidden."""
+
+    def __init__(self, calls: Sequence[Seen]) -> None:
+        self._headless = isinstance(calls[0], ScoresCall) and calls[0].headless
+        self._calls = calls
+        self.tensors = [x for call in self._calls for x in _tensors(call)]
+        self._rows = [_rows(call) for call in self._calls]
+
+    @torch.no_grad()
+    def __call__(self, now: Lookup = unchanged) -> list[Tensor]:
+        found = [_logits(call, rows, now) for call, rows in zip(self._calls, self._rows)]
+        return [torch.cat(found, 1)] if self._headless else found
+
+
+def _tensors(call: AttentionCall | ScoresCall) -> list[Tensor]:
+    """The tensors that the logits are read from."""
+    if isinstance(call, ScoresCall):
+        return [call.logits]
+    mask = [] if call.mask is None or call.mask.dtype == torch.bool else [call.mask]
+    return [call.q, call.k, *mask]
+
+
+@torch.no_grad()
+def _rows(call: AttentionCall | ScoresCall) -> slice:
+    """The last rows or the first, whichever have more logits: some are of padding."""
+    t = call.query_shape[1]
+    last, first = slice(max(0, t - _ROWS), t), slice(0, min(t, _ROWS))
+    return max(last, first, key=lambda rows: int(_logits(call, rows, unchanged).nan_to_num(0.0).count_nonzero()))
+
+
+def _logits(call: AttentionCall | ScoresCall, rows: slice, now: Lookup) -> Tensor:
+    if isinstance(call, ScoresCall):
+        z = now(call.logits)[:, :, rows]
+        z, visible = z.to(wide(z.dtype)), None
+        if call.hidden is not None:
+            visible = ~(call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden)
+    else:
+        mask = call.mask if call.mask is None else now(call.mask)
+        changed = dataclasses.replace(call, q=now(call.q), k=now(call.k), mask=mask)
+        q, k = changed.encoded()
+        keys = slice(0, k.shape[2])
+        z, visible = changed.scores(q[:, :, rows], k, rows, keys), changed.visible(rows, keys)
+    seen = z.isfinite() & (z > torch.finfo(call.logits.dtype if isinstance(call, ScoresCall) else call.q.dtype).min / 2)
+    return z.masked_fill(~(seen if visible is None else seen & visible), torch.nan)
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """|b - a|, zero where a key is hidden in either."""
+    return (b - a).abs().nan_to_num(0.0)
