@@ -30,7 +30,7 @@ from qkeel.patching.checkpointing import CheckpointedParts
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.guard import Guarded, Postponed, unguarded
-from qkeel.patching.modes import Args, Kwargs, no_operators_seen
+from qkeel.patching.modes import Args, Kwargs, Operator, no_operators_seen
 from qkeel.patching.parallel_training import running_stage
 from qkeel.sites.calls.head_layout import Layout, fewest_keys, key_heads
 from qkeel.sites.calls.scores import ScoresCall
@@ -90,6 +90,8 @@ class ModelTrace:
         values: what the weights of each site's softmax were multiplied by.
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
+        operators: every operator that ran, where they were recorded.
+        unrecorded: why they could not be.
     """
 
     model: nn.Module
@@ -99,6 +101,17 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: frozenset[int]
     minima: dict[str, float]
+    operators: Sequence[Operator] = ()
+    unrecorded: str = ""
+
+    def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+        """These sites, with the reason where an experiment on the recorded operators does not confirm their weights."""
+        if not any(site.terms for site in sites):
+            return list(sites)
+        if self.unrecorded:
+            why = f"a pass in which operators are recorded failed: {self.unrecorded}"
+            return [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
+        return verified(self.model, sites, Record(self.operators), self.calls, self.given)
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
         """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
@@ -202,21 +215,19 @@ def _traced(
     sites = [reading.sites[name] for name in reading.order if name in reading.sites]
     groups = grouped([call.sighting for call in reading.order.values()])
     calls = {group[0].name: [reading.order[sighting.name] for sighting in group] for group in groups}
-    if verify and below:
-        why = f"a pass in which operators are recorded failed: {below}"
-        sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
-    elif verify and any(site.terms for site in sites):
-        sites = verified(model, sites, Record(watcher.operations), calls, reading.given)
     least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
-    return ModelTrace(
+    trace = ModelTrace(
         model=model,
         sites=Sites(sites, watcher.missed),
-        given=(args, kwargs),
+        given=reading.given,
         calls=calls,
         values=watcher.values or {},
         called=frozenset(watcher.stack.called),
         minima={name: float(x) for name, x in least.items() if x is not None},
+        operators=watcher.operations,
+        unrecorded=below,
     )
+    return dataclasses.replace(trace, sites=Sites(trace.verified(sites), watcher.missed)) if verify else trace
 
 
 def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo) -> dict[str, float] | None:
