@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from qkeel.heads.site import Sites
 from qkeel.sites import find
-from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import bound
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.capture.trace import seen
 from qkeel.errors import RefusedError
 
 from .foreign import LAYOUTS, Hand, build, everything, example, hf, jolted, out, values

@@ -22,27 +22,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel import dist
+from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.example import ShortExample, Undo, copied, first_row, shorter, undisturbed
+from qkeel.capture.modules import Frame, tensors
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.norms import unrounded, widest
+from qkeel.heads.norms import seen_gains
 from qkeel.heads.operators import Record
+from qkeel.heads.rows import UnknownRowsError, side, sum_terms
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
 from qkeel.heads.verification import RecordedCall, verified
+from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
 from qkeel.patching.checkpointing import CheckpointedParts
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.guard import Guarded, Postponed, unguarded
 from qkeel.patching.modes import Args, Kwargs, Operator, no_operators_seen
 from qkeel.patching.parallel_training import running_stage
-from qkeel.sites.calls.head_layout import Layout, fewest_keys, key_heads
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.example import ShortExample, first_row, shorter
-from qkeel.sites.kept_state import Undo, copied, undisturbed
-from qkeel.sites.missed import Sites
-from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.see.running_modules import Frame, tensors
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, NormGain
-from qkeel.sites.weights.autograd_walk import leaves_of, names_of, nodes_of, variable_of
-from qkeel.sites.weights.head_rows import UnknownRowsError, side, sum_terms
-from qkeel.sites.weights.norm_gains import seen_gains
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)

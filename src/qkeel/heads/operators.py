@@ -18,10 +18,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from qkeel.capture.modules import mapped, tensors
 from qkeel.patching.modes import Args, Function, Kwargs, Operator, function_name
 from qkeel.patching.parallel_training import without_others
 from qkeel.patching.private_operators import written_arguments
-from qkeel.sites.see.running_modules import mapped, tensors
 
 # Where a tensor lies: its memory, offset, sizes, strides and number format. Two tensors at one place are the same.
 Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]

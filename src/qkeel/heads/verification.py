@@ -21,6 +21,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.engine import Sighting
+from qkeel.capture.modules import tensors
 from qkeel.functional.norms import wide
 from qkeel.heads.operators import (
     Contents,
@@ -33,12 +36,8 @@ from qkeel.heads.operators import (
     memory,
     place,
 )
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.patching.modes import Args, Kwargs, function_name
-from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.see.intercept import Sighting
-from qkeel.sites.see.running_modules import tensors
-from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.spec import AttentionCall
 
 Parameters = Mapping[str, nn.Parameter]

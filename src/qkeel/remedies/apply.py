@@ -9,9 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
+from qkeel.capture.example import arguments
 from qkeel.capture.trace import ModelTrace
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, Sites
 from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
@@ -38,11 +40,8 @@ from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.example import arguments
 from qkeel.sites.find import found_sites
-from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import Models, named_models, of_each, sites_of_each
-from qkeel.sites.site import AttentionSite
 
 REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,

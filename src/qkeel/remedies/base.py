@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.capture.example import Arguments, copied, undisturbed
 from qkeel.capture.trace import ModelTrace, seen
 from qkeel.errors import InvalidTypeError, RefusedError, check, check_known
 from qkeel.handle import Handle, compose
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.sites.example import Arguments
-from qkeel.sites.kept_state import copied, undisturbed
-from qkeel.sites.site import AttentionSite, HeadSlice
 
 Heads = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
 Args = tuple[Any, ...]  # of a call of somebody else's function

@@ -10,15 +10,15 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.engine import Interceptor, Sighting
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.instance_forward import InstanceForward, put_in_place
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
-from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.site import AttentionSite, HeadSlice
 
 
 @final

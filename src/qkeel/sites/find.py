@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from qkeel import dist
 from qkeel.capture.trace import SEARCH, ModelTrace, spread, traced
 from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.heads.norms import spec_gains
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, Sites, rows
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import buffers_of, parameters_of
 from qkeel.patching.parallel_training import gathered
-from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import bound
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
-from qkeel.sites.weights.norm_gains import spec_gains
 
 _OWN = (Attention, MLA, GAU)
 

@@ -10,22 +10,21 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.bracket import BracketMode
+from qkeel.capture.calls import Seen, SiteStatistics, maxima, statistics
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.example import LastPass, copied, undisturbed
 from qkeel.capture.trace import spread
 from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, Sites
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.guard import Guard
 from qkeel.patching.modes import Args, Kwargs, leave
-from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
-from qkeel.sites.kept_state import LastPass, copied, undisturbed
-from qkeel.sites.missed import Sites
-from qkeel.sites.see.bracket import BracketMode
-from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]

@@ -9,17 +9,16 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from qkeel.capture.calls import ScoresCall, Seen, statistics
 from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS, Formula
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
+from qkeel.heads.site import AttentionSite, Kind, NormGain
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.logsumexp import sample_rate
 from qkeel.kernels.stats.per_head import sampled_stats, stats_of_rows
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
-from qkeel.sites.calls.logit_statistics import Seen, statistics
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
 from qkeel.spec.band_call import of_key
 

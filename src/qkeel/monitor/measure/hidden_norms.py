@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
+from qkeel.capture.modules import tensors
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.processes.share import Key
 from qkeel.patching.guard import Guarded, unguarded
-from qkeel.sites.see.running_modules import tensors
 
 
 @final

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qkeel import dist
+from qkeel.capture.modules import tensors
 from qkeel.handle import Handle
 from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.measure.gain_bounds import GainBounds
@@ -22,7 +23,6 @@ from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.monitor.processes.share import Given, Key, Share
 from qkeel.patching.guard import Guarded
-from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.tap import Phase, Visitor
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from qkeel.capture.trace import ModelTrace, Operand, seen
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place
 from qkeel.patching.module_tables import parameters_of, submodules_of
@@ -22,7 +23,6 @@ from qkeel.remedies.attention.refusals import refuse_heads, refuse_norm, refuse_
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.sites.find import is_normed
-from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.norm import Gain, GainNorm, On, Over, Part
 from qkeel.spec.scale import Scale

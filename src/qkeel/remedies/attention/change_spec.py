@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from qkeel.capture.calls import HIDES, Layout
 from qkeel.capture.trace import biased, run_once
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.instance_forward import forwards_of
@@ -19,9 +21,6 @@ from qkeel.remedies.attention.changed_call import Change, ChangedCalls, changed
 from qkeel.remedies.attention.refusals import refuse_unseen
 from qkeel.remedies.attention.site_parameters import change_parameters
 from qkeel.remedies.base import Remedy, Target, compose_all, module_name, where
-from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.hidden_pairs import HIDES
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from qkeel.capture.calls import fewest_keys
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.heads.site import AttentionSite, Description, HeadSlice, LogitTerm, Reading
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
-from qkeel.sites.calls.head_layout import fewest_keys
-from qkeel.sites.site import AttentionSite, Description, HeadSlice, LogitTerm, Reading
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 

@@ -19,28 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkeel.capture.calls import FlexCall, Layout, ScoresCall, Seen, fewest_keys, known_keys
+from qkeel.capture.described import DescribedSiteHooks
+from qkeel.capture.foreign import CallObserver, observed_by
+from qkeel.capture.modules import Frame, ModuleStack
+from qkeel.capture.products import Scores
+from qkeel.capture.readers import FLASH_AND_FLEX, SDPA, Geometry, UnreadError, returned_rows, sdpa_arguments
+from qkeel.capture.written import Handwritten, fused_layout, seen_call
 from qkeel.functional.statistics.rows import KernelRows
+from qkeel.heads.site import AttentionSite, Missed
+from qkeel.heads.walk import names_of
 from qkeel.nn import functional_attention
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, Kwargs, Operator, OperatorMode, function_name, suspended
-from qkeel.sites.by_hand import DescribedSiteHooks
-from qkeel.sites.calls.head_layout import Layout, fewest_keys, known_keys
-from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.mask_functions import FlexCall
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.handwritten.follow import Handwritten
-from qkeel.sites.handwritten.seen_call import fused_layout, seen_call
-from qkeel.sites.handwritten.tags import Scores
-from qkeel.sites.missed import Missed
-from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError, returned_rows
-from qkeel.sites.see.foreign_functions import CallObserver, observed_by
-from qkeel.sites.see.running_modules import Frame, ModuleStack
-from qkeel.sites.see.sdpa import SDPA, Geometry, sdpa_arguments
-from qkeel.sites.site import AttentionSite
-from qkeel.sites.weights.autograd_walk import names_of
 
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from qkeel.capture.foreign import LOGSUMEXPS, CallObserver, observed_by
+from qkeel.capture.readers import FLASH_AND_FLEX, UnreadError, returned_rows, sdpa_arguments
 from qkeel.kernels.native.operator import is_plain
 from qkeel.kernels.stats.logsumexp import fused_with_logsumexp
 from qkeel.nn import functional_attention
@@ -20,9 +22,6 @@ from qkeel.patching.compiler_state import in_function_transform
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, Kwargs, function_name, suspended
 from qkeel.patching.private_operators import flash_on_cpu, kernel_choice, operator_name
-from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError, returned_rows
-from qkeel.sites.see.foreign_functions import LOGSUMEXPS, CallObserver, observed_by
-from qkeel.sites.see.sdpa import sdpa_arguments
 from qkeel.spec import AttentionCall
 from qkeel.spec.band_call import BandCall
 
