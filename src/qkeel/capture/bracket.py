@@ -94,7 +94,7 @@ class BracketMode(CallObserver):
         device = self._found[0].device  # parts of a model may be on others
         return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
 
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Instead:
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
         """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
         if in_function_transform():
             return False  # tensors inside torch.func's transforms mean nothing outside

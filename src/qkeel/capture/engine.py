@@ -34,7 +34,7 @@ from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
 from qkeel.patching.guard import Guarded, unguarded
-from qkeel.patching.modes import Args, Function, Kwargs, Operator, OperatorMode, function_name, suspended
+from qkeel.patching.modes import INSIDE, Args, Function, Kwargs, Operator, OperatorMode, function_name, suspended
 
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
@@ -153,11 +153,14 @@ class Interceptor(CallObserver):
         if self._below is not None:
             undo.enter_context(self._below)
 
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[object, object]]:
+    def wanted(
+        self, function: Function, args: Args, kwargs: Kwargs
+    ) -> bool | str | Callable[[], tuple[object, object]]:
         """False for what no attention is made of. A probe has torch compute functional_attention: it asks for paths."""
-        if torch.compiler.is_compiling() or _READING.get():
+        if _READING.get() or torch.compiler.is_compiling():
             return False
-        if function_name(function) == "get" and not _turns(function, args):
+        name = function_name(function)
+        if name == "get" and not _turns(function, args):
             return False
         if in_vmap():
             if self._below is None:
@@ -167,14 +170,14 @@ class Interceptor(CallObserver):
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
             return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
-        return True
+        return True if name in SDPA or self.handwritten.minds(name) else INSIDE
 
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
         """Reads what the function computed."""
         name = function_name(function)
         if name == "get":
             name, args = "transpose", (args[0], -2, -1)
-        if (name in SDPA or self.handwritten.minds(name)) and not _in_own(self.stack.top):
+        if not _in_own(self.stack.top):
             self.apart(lambda: self._read(name, args, kwargs, out, more))
 
     @property

@@ -131,6 +131,7 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nested tuples, lists and dicts, none of a class of its own, with all else in them changed."""
-    if type(value) is dict:
-        return {name: mapped(x, change) for name, x in value.items()}
-    return type(value)([mapped(x, change) for x in value]) if type(value) in (tuple, list) else change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(x, change) for x in value])
+    return {name: mapped(x, change) for name, x in value.items()} if kind is dict else change(value)

@@ -25,6 +25,7 @@ from qkeel.capture.calls import Layout
 from qkeel.capture.modules import Frame
 from qkeel.capture.products import Operand
 from qkeel.errors import QkeelError
+from qkeel.functional.norms import widest
 from qkeel.heads.site import HeadSlice, LogitTerm
 from qkeel.heads.walk import WHOLE_NORMS, Projection, Walk, leaves_of, nodes_of, variable_of, walk
 from qkeel.patching.graph_nodes import is_wrapper
@@ -221,10 +222,20 @@ def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
 
 def _probe(outputs: Tensor, node: Node) -> Tensor | None:
     """Gradient of a fixed random combination of `outputs` at the output of a node."""
+    return _gradient(outputs, _weights(outputs), node)
+
+
+def _weights(x: Tensor) -> Tensor:
+    """Fixed random numbers of the form of x, from 0.5 to 1.5."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    weights = torch.rand(outputs.shape, generator=generator, dtype=torch.float64) + 0.5
+    return (torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5).to(x)
+
+
+def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
+    """Gradient of the sum of `weights` times `outputs` at the output of a node."""
     edge = GradientEdge(node, 0)
-    grad = torch.autograd.grad(outputs, edge, weights.to(outputs), retain_graph=True, allow_unused=True)[0]
+    with no_operators_seen():
+        grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
     if grad is not None and is_wrapper(grad):
         raise UnknownRowsError(
             "its projections are split over processes, which hides their rows; find the sites before the model is split"
@@ -246,7 +257,11 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     """
     if projection.shared:
         return torch.arange(projection.size)[None]
-    heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
+    used = features_used(x, 1, projection) if x.shape[1] > 2 else None
+    if used is None:  # by one probe for each head
+        heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
+    else:
+        heads = [projection.numbers(features) for features in used.cpu()]
     sizes = {len(rows) for rows in heads}
     if sizes == {0} and inner:
         return torch.arange(projection.size)[None]
@@ -262,6 +277,40 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     if index.unique().numel() != index.numel():
         raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} and not others")
     return index
+
+
+_AT_ONCE = 64  # slices whose powers of two a float holds; in half precision their gradients may underflow
+
+
+def features_used(x: Tensor, dim: int, projection: Projection) -> Bool[Tensor, "m features"] | None:
+    """The features of a projection that each of the m slices of x along a dimension uses, by two gradients for up to 64
+    slices. None where a feature is used by several slices at one token, or no gradient arrives.
+
+    Both gradients are of a random combination of the numbers of x. In the second one slice i counts 2ⁱ times as much: a
+    backward pass is linear, and multiplying by a power of two rounds nothing, so where slice i alone uses a feature the
+    second is exactly 2ⁱ times the first.
+    """
+    size, parts = x.shape[dim], list[Tensor]()
+    weights = _weights(x)
+    shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
+    numbers = torch.arange(size, device=x.device)
+    for start in range(0, size, _AT_ONCE):
+        n = min(_AT_ONCE, size - start)
+        inside = ((numbers >= start) & (numbers < start + n)).to(x)
+        powers = torch.exp2((numbers - start - n // 2).clamp(-_AT_ONCE, _AT_ONCE).to(x))
+        grads = [_gradient(x, weights * own.view(shape), projection.node) for own in (inside, inside * powers)]
+        one, other = (None if g is None else projection.by_feature(g).to(widest(x.device)) for g in grads)
+        if one is None or other is None:
+            return None
+        mantissa, exponent = torch.frexp(other / one)
+        reached = (one != 0) | (other != 0)
+        number = exponent - 1 + n // 2
+        if not bool((~reached | ((mantissa == 0.5) & (number >= 0) & (number < n))).all()):
+            return None
+        found = torch.zeros(n + 1, one.shape[1], dtype=torch.bool, device=x.device)
+        found.scatter_(0, torch.where(reached, number, n).long(), True)
+        parts.append(found[:n])
+    return torch.cat(parts)
 
 
 # --- The dimensions of q or k that are heads, found by experiment: slices along them are made of different features
@@ -374,7 +423,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     reached = size == 1
     for projection in found.nearest:
         with opened(found.mixers), only(projection, found.nearest):
-            used = _used(x, dim, projection)
+            used = features_used(x, dim, projection)
         if used is None or not bool(used.any()):
             continue
         reached = True
@@ -385,36 +434,12 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
         if split == (size, 1, 1) and projection.convolves:
             # One that is the same for all heads, as where keys are pooled: they are those of what is pooled.
             with opened(found.mixers), only(projection, found.nearest):
-                made = [_used(x, dim, upper) for upper in projection.above]
+                made = [features_used(x, dim, upper) for upper in projection.above]
             splits |= {split for used in made if used is not None and used.any() and (split := _split(used))}
     heads = {split for split in splits if split[1] > 1}
     if len(heads) > 1 or not reached:
         return None
     return heads.pop() if heads else (size, 1, 1)
-
-
-def _used(x: Tensor, dim: int, projection: Projection) -> Bool[Tensor, "m features"] | None:
-    """The features that each slice along a dimension uses; None where one number at one token is used by several."""
-    size = x.shape[dim]
-    numbers = torch.arange(1, size + 1, device=x.device)
-    weights = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
-    weights = weights.to(x)
-    shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
-    codes: Tensor | None = None
-    for bit in range(size.bit_length()):
-        own = ((numbers >> bit) & 1).view(shape).to(x)
-        with no_operators_seen():
-            grad = torch.autograd.grad(
-                x, GradientEdge(projection.node, 0), weights * own, retain_graph=True, allow_unused=True
-            )[0]
-        if grad is None:
-            return None
-        part = projection.by_feature(grad).ne(0).long() << bit
-        codes = part if codes is None else codes | part
-    assert codes is not None
-    found = torch.zeros(1 << size.bit_length(), codes.shape[1], dtype=torch.bool, device=x.device)
-    found.scatter_(0, codes, True)
-    return None if bool(found[size + 1 :].any()) else found[1 : size + 1]
 
 
 def _split(used: Bool[Tensor, "m features"]) -> Split | None:

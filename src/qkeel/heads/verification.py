@@ -13,6 +13,7 @@ by one repetition; wherever anything differs it gets the whole experiment too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -122,11 +123,11 @@ class _Experiment:
         form, kind = self._kind(path, [*narrow.operations, *wide.operations])
         if form in kinds and kind.zeros_as_in(kinds[form]) and self._moves_as_known(narrow):
             return
-        again = self._logits(narrow({}))
-        if any(self._heads_that_change(self._seen, again)):
+        again = narrow({})
+        if any(self._heads_that_change(self._seen, self._logits(again))):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
-        yield from self._heads(narrow)
+        yield from self._heads(narrow, again)
         yield from self._rest(wide, path)
         kinds[form] = kind  # nobody asks for more unless no doubt was found
 
@@ -135,7 +136,7 @@ class _Experiment:
         site = self._site
         own = set(map(memory, self._weights.parameters.values()))
         form = _Form()
-        steps = [form.of((o.function, o.args, o.kwargs, o.out)) for o in operations]
+        steps = [(id(o.function), form.of(o.args), form.of(o.kwargs), form.of(o.out, made=True)) for o in operations]
         rows = [
             (s.axis, s.index.shape, s.index.cpu().numpy().tobytes(), s.bias_shift, *map(form.of, self._weights.of(s)))
             for s in (*site.query, *site.key)
@@ -169,9 +170,9 @@ class _Experiment:
         base = self._logits(narrow(self._weights.base())) if any(self._weights.empty) else self._seen
         return self._heads_that_change(base, self._logits(narrow(self._weights.rotated(chosen)))) == expected
 
-    def _heads(self, narrow: Repetition) -> Iterator[str]:
+    def _heads(self, narrow: Repetition, again: Lookup) -> Iterator[str]:
         """Rows that move the logits of other heads than theirs, or none."""
-        now = narrow(self._weights.base())
+        now = narrow(self._weights.base()) if any(self._weights.empty) else again
         self._base = base = self._logits(now)
         for side, slices in (("query", self._site.query), ("key", self._site.key)):
             for chosen, expected in _patterns(slices, side, self._site):
@@ -215,9 +216,10 @@ class _Experiment:
                 yield f"{words}{where} with its input: a part of them comes from other weights"
 
     def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
-        noise = 4 * self._rounding()
+        noise = 4 * self._rounding
         return any(float(difference(x, y).max()) > max(1e-3 * s, noise) for x, y, s in zip(a, b, scale))
 
+    @functools.cached_property
     def _rounding(self) -> float:
         """The most that rounding may change of a logit."""
         least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
@@ -227,7 +229,7 @@ class _Experiment:
     def _heads_that_change(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
         """Of each head, whether its logits changed by more than rounding."""
         change = torch.stack([difference(a, b).amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
-        return (change > self._rounding()).tolist()
+        return (change > self._rounding).tolist()
 
 
 def _patterns(slices: Sequence[HeadSlice], side: str, site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool]]]:
@@ -469,25 +471,30 @@ class _Form:
     """Numbers memory in the order in which it is met, so that equal operators on other tensors have one form."""
 
     def __init__(self) -> None:
-        self.given: list[Tensor] = []  # what was met first, as it was read
+        self.given: list[Tensor] = []  # every tensor in memory that an operator read before any wrote it
+        self._outside: set[int] = set()  # that memory
         self._numbers: dict[int, int] = {}
-        self._met: set[Place] = set()
+        self._met: dict[int, tuple[Tensor, Hashable]] = {}  # by id: an operator's output is the argument of others
 
     def number(self, m: int) -> int:
         """The number of some memory."""
         return self._numbers.setdefault(m, len(self._numbers))
 
-    def of(self, value: object) -> Hashable:
-        """Arguments or outputs as something that is equal for all that differ in their numbers alone."""
+    def of(self, value: object, *, made: bool = False) -> Hashable:
+        """Arguments, or what an operator `made`, as something that is equal for all that differ in numbers alone."""
         if isinstance(value, Tensor):
+            if (known := self._met.get(id(value))) is not None:
+                return known[1]
             where = place(value)
-            if where not in self._met:
-                self._met.add(where)
-                if where[0] not in self._numbers:
-                    self.given.append(value)
-            return self.number(where[0]), *where[1:], value.device
+            if where[0] not in self._numbers and not made:
+                self._outside.add(where[0])
+            if where[0] in self._outside:
+                self.given.append(value)
+            form = (self.number(where[0]), *where[1:], value.device)
+            self._met[id(value)] = (value, form)
+            return form
         if isinstance(value, (tuple, list)):
-            return tuple([self.of(x) for x in value])
+            return tuple([self.of(x, made=made) for x in value])
         if isinstance(value, Mapping):
             return tuple([(name, self.of(x)) for name, x in value.items()])
         return type(value), value if isinstance(value, Hashable) else id(value)
@@ -534,6 +541,8 @@ def _rows(call: AttentionCall | ScoresCall) -> slice:
     """The last rows or the first, whichever have more logits: some are of padding."""
     t = call.query_shape[1]
     last, first = slice(max(0, t - _ROWS), t), slice(0, min(t, _ROWS))
+    if t <= _ROWS or (type(call) is AttentionCall and call.mask is None):
+        return last
     return max(last, first, key=lambda rows: int(_logits(call, rows, unchanged).nan_to_num(0.0).count_nonzero()))
 
 

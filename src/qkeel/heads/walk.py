@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
@@ -94,8 +95,12 @@ class Projection:
         """The numbers of the rows or columns whose features a gradient reaches."""
         if grad is None:
             return torch.empty(0, dtype=torch.int64)
-        features = self.by_feature(grad).ne(0).any(0).nonzero().flatten().cpu()
-        return features if self.order is None else self.order[features].unique()
+        return self.numbers(self.by_feature(grad).ne(0).any(0).cpu())
+
+    def numbers(self, features: Bool[Tensor, " features"]) -> Tensor:
+        """The numbers of the rows or columns that make these features."""
+        found = features.nonzero().flatten()
+        return found if self.order is None else self.order[found].unique()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

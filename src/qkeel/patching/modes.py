@@ -24,6 +24,8 @@ Operator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its argument
 # Operators that are called otherwise in torch's Python functions.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
 
+INSIDE = "inside"  # see FunctionMode.wanted
+
 # What a tensor is asked about itself: nothing is computed, so nobody is asked whether to see it. Two calls of three.
 _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
@@ -62,11 +64,17 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKED or not (wanted := self.guard(self.wanted, func, args, kwargs)):
+        if func in _ASKED:
+            return func(*args, **kwargs)
+        plain = self.guard is unguarded
+        wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
+        if wanted is False or wanted is None:
             return func(*args, **kwargs)
         more = None
         self.inside += 1
         try:
+            if wanted is INSIDE:
+                return func(*args, **kwargs)
             if wanted is True:
                 out = func(*args, **kwargs)
             else:
@@ -77,8 +85,9 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         return out
 
     @abc.abstractmethod
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[Any, Any]]:
-        """Returns whether `saw` is to get this call; or what computes it in its place, and something more for `saw`."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Callable[[], tuple[Any, Any]]:
+        """Returns whether `saw` is to get this call; or what computes it in its place, and something more for `saw`.
+        INSIDE is a call that `saw` need not get, and of whose operators it need not either."""
 
     @abc.abstractmethod
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
