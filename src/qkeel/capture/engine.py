@@ -170,7 +170,7 @@ class Interceptor(CallObserver):
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
             return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
-        return True if name in SDPA or self.handwritten.minds(name) else INSIDE
+        return True if name in SDPA or self.handwritten.minds(name, args) else INSIDE
 
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
         """Reads what the function computed."""
@@ -255,6 +255,8 @@ class Interceptor(CallObserver):
         return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        if name not in SDPA and not self.handwritten.minds(name, args):
+            return
         self.handwritten.below = True
         try:
             self.apart(lambda: self._read(name, args, kwargs, out))

@@ -459,6 +459,15 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
     return tag if name in ELEMENTWISE and name not in ("div", "divide", "true_divide", "mul", "multiply") else None
 
 
+def may_be_outer(args: Args) -> bool:
+    """False of most arguments that are no outer product: what a call tells at once."""
+    a, b = args if len(args) == 2 else (None, None)
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return len(args) != 2  # by name
+    n = a.ndim
+    return n > 3 and b.ndim == n and (a.shape[-2] == 1 or b.shape[-2] == 1)
+
+
 def outer(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
     """The outer product q[..., :, None, :] * k[..., None, :, :], before its sum over the last dimension."""
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]

@@ -15,7 +15,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import Literal, final
 
 import torch
 from jaxtyping import Float
@@ -30,7 +30,7 @@ from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
 from qkeel.heads.operators import Record
-from qkeel.heads.rows import UnknownRowsError, side, sum_terms
+from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
 from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
 from qkeel.heads.verification import RecordedCall, verified
 from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
@@ -48,6 +48,8 @@ SEARCH = "the search for attention in a model that is split over processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
 
 Gains = tuple[NormGain, ...]
+# What is read of the sites of a pass: whether a norm is on the way, also the weights, or also whether these are right.
+Wanted = Literal["norms", "weights", "verified"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,11 +161,12 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool = True) -> ModelTrace:
-    """The trace of a pass on this example as it is, whose sites are not verified: to check what a pass shows."""
+def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
+    """The trace of a pass on this example as it is: which sites there are and whether their q or k is normed, without
+    the weights of their heads."""
     model = uncompiled(model)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        return _traced(model, args, kwargs, undo, expected=expected, verify=False)
+        return _traced(model, args, kwargs, undo, expected=True, read="norms")
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -198,11 +201,11 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
 
 
 def _traced(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, expected: bool, verify: bool = True
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, expected: bool, read: Wanted = "verified"
 ) -> ModelTrace:
-    """The trace of one pass on this example."""
+    """The trace of one pass on this example, with as much of its sites as is to be read."""
     check_devices(model, args, kwargs)
-    reading, below = _watched(model, args, kwargs, undo, record=verify)
+    reading, below = _watched(model, args, kwargs, undo, read)
     undo()
     watcher = reading.watcher
     if not reading.sites and expected:
@@ -224,7 +227,9 @@ def _traced(
         operators=watcher.operations,
         unrecorded=below,
     )
-    return dataclasses.replace(trace, sites=Sites(trace.verified(sites), watcher.missed)) if verify else trace
+    return (
+        dataclasses.replace(trace, sites=Sites(trace.verified(sites), watcher.missed)) if read == "verified" else trace
+    )
 
 
 def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo) -> dict[str, float] | None:
@@ -274,7 +279,7 @@ def _least(call: object) -> Tensor | None:
 def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo) -> Sites:
     """The same sites with norms as one whole sequence shows them: what follows a norm may grow with the position."""
     try:
-        trace = _traced(model, whole.args, whole.kwargs, undo, expected=True, verify=False)
+        trace = _traced(model, whole.args, whole.kwargs, undo, expected=True, read="weights")
         seen = {site.name: site for site in trace.sites}
     except Exception as error:
         undo()
@@ -318,12 +323,12 @@ class _Reading:
     """The sites of a pass, read from the first call of each: at the end of every checkpointed part, of whose graph
     nothing is kept, those that are complete; the others at the end of the pass."""
 
-    def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], *, dispatch: bool, record: bool, keep: bool):
+    def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
         self.watcher = Interceptor(
-            model, self._note, probing=True, dispatch=dispatch, record=record, guard=_guard(model)
+            model, self._note, probing=True, dispatch=dispatch, record=read == "verified", guard=_guard(model)
         )
         self.watcher.values = {}
-        self.given = given
+        self.given, self._wanted = given, read
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
@@ -347,7 +352,7 @@ class _Reading:
                 left += calls  # more heads may come
                 continue
             with unrounded(scored(calls[0])):
-                self.sites[calls[0].name] = _site(calls, self._names)
+                self.sites[calls[0].name] = _site(calls, self._names, self._wanted)
         self._waiting = left
 
     def run(self) -> None:
@@ -366,12 +371,12 @@ class _Reading:
         return not self.parts.missed
 
 
-def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, record: bool) -> tuple[_Reading, str]:
+def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
     """One forward pass as it was read, and why it was not read below torch's functions, where that is what fails. Where
     weights and the logits that they make lie in two checkpointed parts, another pass keeps both, and a warning says so.
     """
     for keep in (False, True):
-        reading, failed, why = _passed(model, args, kwargs, undo, record=record, keep=keep)
+        reading, failed, why = _passed(model, args, kwargs, undo, read, keep=keep)
         if failed is None and reading.finished():
             if keep:
                 caution(_KEPT.format(type(model).__name__))
@@ -390,13 +395,13 @@ def _failed(model: nn.Module, why: str) -> InvalidValueError:
 
 
 def _passed(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, record: bool, keep: bool
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
     """A pass below torch's functions, or without that where it fails; its error, and why the one below them failed."""
     why = ""
     for dispatch in (True, False):
         given, failed = (copied(args), copied(kwargs)), None
-        reading = _Reading(model, given, dispatch=dispatch, record=record, keep=keep)
+        reading = _Reading(model, given, read, dispatch=dispatch, keep=keep)
         try:
             reading.run()
             break
@@ -466,7 +471,7 @@ def grouped(firsts: Sequence[Sighting]) -> Iterator[list[Sighting]]:
         yield heads
 
 
-def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
+def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> AttentionSite:
     first = calls[0]
     call = first.call
     q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
@@ -482,13 +487,16 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
         products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
-    terms, normed, why = _terms(products, lost, first, names)
+    if read == "norms":
+        terms, normed, why = (), normed_on_the_way(products, first.frame, names), ""
+    else:
+        terms, normed, why = _terms(products, lost, first, names)
     if layout is not None and layout.guess:
         # Other features for every head say as much as the experiment would have.
         shown = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
         layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
         why = why if shown else "; ".join(filter(None, (why, layout.guess)))
-    query_gains, key_gains = _gains(calls, q, k, names)
+    query_gains, key_gains = ((), ()) if read == "norms" else _gains(calls, q, k, names)
     heads = scored(first).shape[1] * len(calls)
     return AttentionSite(
         name=first.name,
@@ -544,9 +552,6 @@ def _terms(
     except UnknownRowsError as error:
         return (), False, "; ".join((*lost, str(error)))
     return ((), normed, "; ".join(lost)) if lost else (terms, normed, "")
-
-
-Gains = tuple[NormGain, ...]
 
 
 def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:

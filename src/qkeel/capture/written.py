@@ -51,6 +51,7 @@ from qkeel.capture.scores import (
     hidden_through_view,
     is_lost,
     joined,
+    may_be_outer,
     mixed,
     outer,
     over_last,
@@ -91,9 +92,9 @@ class Handwritten:
         self.multiplied = False  # two activations were multiplied with each other
         self._report, self._known, self._names, self._valued = report, known, names, valued
 
-    def minds(self, name: str) -> bool:
+    def minds(self, name: str, args: Args) -> bool:
         """True if a call of this function can matter now: most can't."""
-        return bool(self.tags) or name in PRODUCTS or name in OUTER
+        return bool(self.tags) or name in PRODUCTS or (name in OUTER and may_be_outer(args))
 
     def follow(self, name: str, frame: Frame, args: Args, kwargs: Kwargs, out: object) -> None:
         """Take one call of a torch function into account; its name without underscores around it."""

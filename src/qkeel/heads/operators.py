@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -19,9 +21,12 @@ import torch
 from torch import Tensor
 
 from qkeel.capture.modules import mapped, tensors
+from qkeel.errors import RefusedError
 from qkeel.patching.modes import Args, Function, Kwargs, Operator, function_name
 from qkeel.patching.parallel_training import without_others
 from qkeel.patching.private_operators import written_arguments
+
+_LOG = logging.getLogger(__name__)
 
 # Where a tensor lies: its memory, offset, sizes, strides and number format. Two tensors at one place are the same.
 Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
@@ -50,7 +55,7 @@ def memory(x: Tensor) -> int:
         return id(x)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # not frozen: there are a hundred of a layer
 class Operation:
     """One operator that ran: what it was given, what came out, and the memory whose numbers it read and wrote.
 
@@ -235,6 +240,28 @@ class Repetition:
             args, kwargs = mapped(given, now.of)
             now.put(places, function(*args, **kwargs))
         return now
+
+    @torch.no_grad()
+    def at_once(
+        self, changes: Sequence[Values], wanted: Sequence[Tensor], contents: Contents | None = None
+    ) -> list[Tensor] | None:
+        """What each of the tensors wanted would be with each of several sets of numbers in the same places, [n ...];
+        None where these operators can't be run on a batch of numbers."""
+        places = list(changes[0])
+
+        def run(*numbers: Tensor) -> tuple[Tensor, ...]:
+            now = self(dict(zip(places, numbers)), contents)
+            return tuple(now(x) for x in wanted)
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of operators that torch runs one by one
+                return list(torch.func.vmap(run)(*[torch.stack([one[p] for one in changes]) for p in places]))
+        except RefusedError:
+            raise
+        except Exception as error:
+            _LOG.debug("operators are repeated one change after the other: %s", error)
+            return None
 
 
 class _Now:

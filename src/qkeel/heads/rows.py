@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -111,7 +112,31 @@ def sum_terms(
     return tuple(terms), normed
 
 
+def normed_on_the_way(
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
+) -> bool:
+    """True if a norm lies between the weights and a logit, a sum of products, each q [b h t d] · k [b g s d]."""
+    sides = [(x, what) for pair in products for x, what in zip(pair, "qk")]
+    if any(x is None for x, _ in sides):
+        return False
+    try:
+        found = [_walk_back(x, frame, names, what) for x, what in sides if x is not None]
+    except UnknownRowsError:
+        return False
+    return any(p.normed for one in found for p in one.nearest)
+
+
 def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what: str) -> Side:
+    """The q or k x [b h t d] of a call, and the projections that made it.
+
+    Raises:
+        UnknownRowsError: with the reason.
+    """
+    found = _walk_back(x, frame, names, what)
+    return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
+
+
+def _walk_back(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Walk:
     """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
     input is q itself), to that of the one around it."""
     if x.grad_fn is None:
@@ -130,11 +155,9 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
             f"{what} is a product with {', '.join(found.opaque)}, of whose rows it is not known which make which head"
         )
     if not found.nearest:
-        found = Walk(nearest=_tables(x, names, what))
-    else:
-        tables = [_entries(x, node, names) for node in found.tables]
-        found = dataclasses.replace(found, nearest=(*found.nearest, *filter(None, tables)))
-    return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
+        return Walk(nearest=_tables(x, names, what))
+    tables = [_entries(x, node, names) for node in found.tables]
+    return dataclasses.replace(found, nearest=(*found.nearest, *filter(None, tables)))
 
 
 def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ...]:
@@ -257,11 +280,11 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     """
     if projection.shared:
         return torch.arange(projection.size)[None]
-    used = features_used(x, 1, projection) if x.shape[1] > 2 else None
+    used = features_used(x, 1, projection, by_token=False) if x.shape[1] > 2 else None
     if used is None:  # by one probe for each head
         heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
     else:
-        heads = [projection.numbers(features) for features in used.cpu()]
+        heads = [projection.numbers(torch.from_numpy(features)) for features in used]
     sizes = {len(rows) for rows in heads}
     if sizes == {0} and inner:
         return torch.arange(projection.size)[None]
@@ -282,35 +305,40 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
 _AT_ONCE = 64  # slices whose powers of two a float holds; in half precision their gradients may underflow
 
 
-def features_used(x: Tensor, dim: int, projection: Projection) -> Bool[Tensor, "m features"] | None:
-    """The features of a projection that each of the m slices of x along a dimension uses, by two gradients for up to 64
-    slices. None where a feature is used by several slices at one token, or no gradient arrives.
+def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool = True) -> np.ndarray | None:
+    """The features [m features] of a projection that each of the m slices of x along a dimension uses, by two gradients
+    for up to 64 slices. None where several slices use a feature, `by_token` at one token, or no gradient arrives.
 
     Both gradients are of a random combination of the numbers of x. In the second one slice i counts 2ⁱ times as much: a
     backward pass is linear, and multiplying by a power of two rounds nothing, so where slice i alone uses a feature the
     second is exactly 2ⁱ times the first.
     """
-    size, parts = x.shape[dim], list[Tensor]()
+    size, parts = x.shape[dim], list[np.ndarray]()
     weights = _weights(x)
     shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
-    numbers = torch.arange(size, device=x.device)
     for start in range(0, size, _AT_ONCE):
         n = min(_AT_ONCE, size - start)
-        inside = ((numbers >= start) & (numbers < start + n)).to(x)
-        powers = torch.exp2((numbers - start - n // 2).clamp(-_AT_ONCE, _AT_ONCE).to(x))
-        grads = [_gradient(x, weights * own.view(shape), projection.node) for own in (inside, inside * powers)]
-        one, other = (None if g is None else projection.by_feature(g).to(widest(x.device)) for g in grads)
-        if one is None or other is None:
-            return None
-        mantissa, exponent = torch.frexp(other / one)
+        powers = np.zeros((2, size))
+        powers[0, start : start + n] = 1.0
+        powers[1, start : start + n] = np.exp2(np.arange(n) - n // 2)
+        found = []
+        for own in torch.from_numpy(powers).to(x):
+            grad = _gradient(x, weights * own.view(shape), projection.node)
+            if grad is None:
+                return None
+            features = projection.by_feature(grad).to(widest(grad.device))
+            found.append((features if by_token else features.abs().sum(0, keepdim=True)).cpu().double().numpy())
+        one, other = found
         reached = (one != 0) | (other != 0)
-        number = exponent - 1 + n // 2
-        if not bool((~reached | ((mantissa == 0.5) & (number >= 0) & (number < n))).all()):
+        with np.errstate(all="ignore"):
+            mantissa, exponent = np.frexp(other / one)
+        number = np.where(reached, exponent - 1 + n // 2, n)
+        if not (~reached | ((mantissa == 0.5) & (number >= 0) & (number < n))).all():
             return None
-        found = torch.zeros(n + 1, one.shape[1], dtype=torch.bool, device=x.device)
-        found.scatter_(0, torch.where(reached, number, n).long(), True)
-        parts.append(found[:n])
-    return torch.cat(parts)
+        used = np.zeros((n + 1, one.shape[1]), dtype=bool)
+        np.put_along_axis(used, number, True, 0)
+        parts.append(used[:n])
+    return np.concatenate(parts)
 
 
 # --- The dimensions of q or k that are heads, found by experiment: slices along them are made of different features
@@ -424,10 +452,10 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     for projection in found.nearest:
         with opened(found.mixers), only(projection, found.nearest):
             used = features_used(x, dim, projection)
-        if used is None or not bool(used.any()):
+        if used is None or not used.any():
             continue
         reached = True
-        split = _split(used)
+        split = _split(torch.from_numpy(used))
         if split is None:
             return None
         splits.add(split)
@@ -435,7 +463,9 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
             # One that is the same for all heads, as where keys are pooled: they are those of what is pooled.
             with opened(found.mixers), only(projection, found.nearest):
                 made = [features_used(x, dim, upper) for upper in projection.above]
-            splits |= {split for used in made if used is not None and used.any() and (split := _split(used))}
+            splits |= {
+                split for used in made if used is not None and used.any() and (split := _split(torch.from_numpy(used)))
+            }
     heads = {split for split in splits if split[1] > 1}
     if len(heads) > 1 or not reached:
         return None

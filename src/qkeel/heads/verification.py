@@ -5,9 +5,9 @@ the model is changed or run again, and what else depends on the same weights (la
 stays as it was.
 
 Layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided by
-these operators, not by the numbers, but where a number is zero. So the whole experiment is made on the first site of
-each kind. A further one of that kind is compared operator by operator, its zeros with those of the first, and confirmed
-by one repetition; wherever anything differs it gets the whole experiment too.
+these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site of
+each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what it
+hides; wherever anything differs, it gets an experiment of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -33,6 +33,7 @@ from qkeel.heads.operators import (
     Place,
     Record,
     Repetition,
+    Values,
     at_place,
     memory,
     place,
@@ -44,6 +45,7 @@ from qkeel.spec import AttentionCall
 Parameters = Mapping[str, nn.Parameter]
 Chosen = tuple[HeadSlice, Sequence[int] | None]  # the rows of one weight, and of which of their heads; None for all
 _ROWS = 32  # enough to see a head's logits move
+_AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,7 +123,7 @@ class _Experiment:
         narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
         wide = Repetition(path.wide, path.changed)
         form, kind = self._kind(path, [*narrow.operations, *wide.operations])
-        if form in kinds and kind.zeros_as_in(kinds[form]) and self._moves_as_known(narrow):
+        if form in kinds and kind.zeros_as_in(kinds[form]):
             return
         again = narrow({})
         if any(self._heads_that_change(self._seen, self._logits(again))):
@@ -154,38 +156,35 @@ class _Experiment:
         )
         return (tuple(steps), tuple(rows), tuple(logits), heads, terms, boundary, changed), found
 
-    def _moves_as_known(self, narrow: Repetition) -> bool:
-        """True if rows of the first half of the queries' heads and of the others of the keys' move their heads."""
-        chosen: list[Chosen] = []
-        expected = [False] * self._site.n_heads
-        for slices, first in ((self._site.query, True), (self._site.key, False)):
-            for s in slices:
-                half = (s.n + 1) // 2
-                heads = range(half) if first else range(half, s.n)
-                if s.n > 1:
-                    chosen.append((s, list(heads)))
-                    expected = [a or b for a, b in zip(expected, _expected(self._site, s.n, set(heads)))]
-        if not chosen:
-            chosen, expected = [(s, None) for s in self._site.query], [True] * self._site.n_heads
-        base = self._logits(narrow(self._weights.base())) if any(self._weights.empty) else self._seen
-        return self._heads_that_change(base, self._logits(narrow(self._weights.rotated(chosen)))) == expected
-
     def _heads(self, narrow: Repetition, again: Lookup) -> Iterator[str]:
         """Rows that move the logits of other heads than theirs, or none."""
         now = narrow(self._weights.base()) if any(self._weights.empty) else again
         self._base = base = self._logits(now)
-        for side, slices in (("query", self._site.query), ("key", self._site.key)):
-            for chosen, expected in _patterns(slices, side, self._site):
-                after = narrow(self._weights.rotated(chosen))
-                moved = self._heads_that_change(base, self._logits(after))
-                if moved != expected and not (
-                    sum(moved) == 0 and len(slices) > 1 and self._idle(narrow, chosen, now, after)
-                ):
-                    yield _words(chosen, moved, expected)
-                    return
+        patterns = [p for slices in (self._site.query, self._site.key) for p in _patterns(slices, self._site)]
+        changes = [functools.partial(self._weights.rotated, chosen) for chosen, _, _ in patterns]
+        for (chosen, expected, several), after in zip(patterns, self._after(narrow, changes)):
+            moved = self._heads_that_change(base, after)
+            if moved != expected and not (sum(moved) == 0 and several and self._idle(narrow, chosen, now)):
+                yield _words(chosen, moved, expected)
+                return
 
-    def _idle(self, narrow: Repetition, chosen: Sequence[Chosen], before: Lookup, after: Lookup) -> bool:
+    def _after(
+        self, repetition: Repetition, changes: Sequence[Callable[[], Values]], contents: Contents | None = None
+    ) -> Iterator[list[Tensor]]:
+        """The logits after each of several changes of the weights: of small ones all at once."""
+        numbers = sum(p.numel() for p in self._weights.parameters.values())
+        if len(changes) > 1 and numbers * len(changes) <= _AT_ONCE and self._logits.foldable:
+            values = [{where: x.clone() for where, x in change().items()} for change in changes]
+            found = repetition.at_once(values, self._logits.tensors, contents)
+            if found is not None:
+                yield from self._logits.of_several(found)
+                return
+        for change in changes:
+            yield self._logits(repetition(change(), contents))
+
+    def _idle(self, narrow: Repetition, chosen: Sequence[Chosen], before: Lookup) -> bool:
         """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
+        after = narrow(self._weights.rotated(chosen))
         made = {memory(self._weights.parameters[s.parameter]) for s, _ in chosen}
         outputs = [x for operation in narrow.products(made) for x in tensors((operation.out,))]
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
@@ -194,7 +193,6 @@ class _Experiment:
         """A part of the logits that comes from weights that are not known."""
         site, w = self._site, self._weights
         one, other = path.inputs()
-        scale = [float(difference(a, b).max()) for a, b in zip(self._base, self._logits(wide(w.base(), other)))]
         both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
         query, key = (
             (
@@ -206,9 +204,11 @@ class _Experiment:
             for side, own, dim in (("query", site.query, 2), ("key", site.key, 3))
         )
         # What a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing.
-        for where, words, slices, dim in (both,) if site.normed else (query, key):
-            zero = w.zeroed(slices)
-            before, after = self._logits(wide(zero, one)), self._logits(wide(zero, other))
+        sides = (both,) if site.normed else (query, key)
+        zeros = [functools.partial(w.zeroed, slices) for _, _, slices, _ in sides]
+        changed, *afters = self._after(wide, [w.base, *zeros], other)
+        scale = [float(difference(a, b).max()) for a, b in zip(self._base, changed)]
+        for (where, words, _, dim), before, after in zip(sides, self._after(wide, zeros, one), afters):
             if dim is not None:
                 # A constant in the place of a query makes one number per key, which is no product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
@@ -232,8 +232,9 @@ class _Experiment:
         return (change > self._rounding).tolist()
 
 
-def _patterns(slices: Sequence[HeadSlice], side: str, site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool]]]:
-    """Rows to change and the heads whose logits must move then, and each weight as a whole.
+def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool], bool]]:
+    """Rows to change and the heads whose logits must move then, and each weight as a whole; whether it is one of
+    several weights of this side.
 
     Each head is in half of the changes, no two in the same half: whichever heads a row makes besides its own, some
     change of that row is without a change of theirs.
@@ -246,10 +247,10 @@ def _patterns(slices: Sequence[HeadSlice], side: str, site: AttentionSite) -> It
         for change in range(changes):
             heads = [h for h in range(n) if change in codes[h]]
             if heads:
-                yield [(s, heads) for s in own], _expected(site, n, set(heads))
+                yield [(s, heads) for s in own], _expected(site, n, set(heads)), len(slices) > 1
     alone = [s for s in slices if s.n == 1 or len(slices) > 1]
     for s in alone:
-        yield [(s, None)], [True] * site.n_heads
+        yield [(s, None)], [True] * site.n_heads, len(slices) > 1
 
 
 def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
@@ -526,6 +527,40 @@ class RepeatedLogits:
     def __call__(self, now: Lookup = unchanged) -> list[Tensor]:
         found = [_logits(call, rows, now) for call, rows in zip(self._calls, self._rows)]
         return [torch.cat(found, 1)] if self._headless else found
+
+    @property
+    def foldable(self) -> bool:
+        """True if the logits of several changes can be read as those of a larger batch."""
+        return not self._headless and all(type(call) in (AttentionCall, ScoresCall) for call in self._calls)
+
+    @torch.no_grad()
+    def of_several(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The logits of each of n changes, from what `self.tensors` are then, [n ...] each."""
+        n, given = len(tensors[0]), iter(tensors)
+        found = []
+        for call, rows in zip(self._calls, self._rows):
+            b = call.query_shape[0]
+            now = {id(x): _folded(next(given), b) for x in _tensors(call)}
+            z = _logits(_of_batch(call, n), rows, lambda x, now=now: now[id(x)])
+            found.append(z.unflatten(0, (n, b)).unbind(0))
+        return [list(parts) for parts in zip(*found)]
+
+
+def _folded(x: Tensor, b: int) -> Tensor:
+    """[n b|1 ...] as [(n b) ...]."""
+    return x.expand(-1, b, *x.shape[2:]).flatten(0, 1)
+
+
+def _of_batch(call: Seen, n: int) -> Seen:
+    """A call whose batch is repeated n times, but for the tensors that its logits are read from."""
+
+    def times(x: Tensor | None) -> Tensor | None:
+        return x if x is None or len(x) == 1 else x.repeat(n, *[1] * (x.ndim - 1))
+
+    if isinstance(call, ScoresCall):
+        return dataclasses.replace(call, hidden=times(call.hidden))
+    mask = call.mask if call.mask is None or call.mask.dtype != torch.bool else times(call.mask)
+    return dataclasses.replace(call, mask=mask, pos_q=times(call.pos_q), pos_k=times(call.pos_k))
 
 
 def _tensors(call: AttentionCall | ScoresCall) -> list[Tensor]:
