@@ -29,10 +29,9 @@ from qkeel.capture.modules import Frame, tensors
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
-from qkeel.heads.operators import Record
 from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
 from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
-from qkeel.heads.verification import RecordedCall, verified
+from qkeel.heads.verification import RecordedCall, Verification
 from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
 from qkeel.patching.checkpointing import CheckpointedParts
 from qkeel.patching.compiler_state import uncompiled
@@ -48,8 +47,9 @@ SEARCH = "the search for attention in a model that is split over processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
 
 Gains = tuple[NormGain, ...]
-# What is read of the sites of a pass: whether a norm is on the way, also the weights, or also whether these are right.
-Wanted = Literal["norms", "weights", "verified"]
+# What is read of the sites of a pass: whether a norm is on the way (also of what is seen as operators only), also the
+# weights, or also whether these are right.
+Wanted = Literal["plain norms", "norms", "weights", "verified"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +90,6 @@ class ModelTrace:
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
         operators: every operator that ran, where they were recorded.
-        unrecorded: why they could not be.
     """
 
     model: nn.Module
@@ -101,16 +100,11 @@ class ModelTrace:
     called: frozenset[int]
     minima: dict[str, float]
     operators: Sequence[Operator] = ()
-    unrecorded: str = ""
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """These sites, with the reason where an experiment on the recorded operators does not confirm their weights."""
-        if not any(site.terms for site in sites):
-            return list(sites)
-        if self.unrecorded:
-            why = f"a pass in which operators are recorded failed: {self.unrecorded}"
-            return [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
-        return verified(self.model, sites, Record(self.operators), self.calls, self.given)
+        checks = Verification(self.model, self.operators, self.given)
+        return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
         """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
@@ -161,12 +155,12 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
+def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) -> ModelTrace:
     """The trace of a pass on this example as it is: which sites there are and whether their q or k is normed, without
-    the weights of their heads."""
+    the weights of their heads. With `below` it is watched operator by operator too."""
     model = uncompiled(model)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        return _traced(model, args, kwargs, undo, expected=True, read="norms")
+        return _traced(model, args, kwargs, undo, expected=True, read="norms" if below else "plain norms")
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -213,10 +207,13 @@ def _traced(
     if below:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
     sites = [reading.sites[name] for name in reading.order if name in reading.sites]
+    if read == "verified" and below:
+        why = f"a pass in which operators are recorded failed: {below}"
+        sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
     groups = grouped([call.sighting for call in reading.order.values()])
     calls = {group[0].name: [reading.order[sighting.name] for sighting in group] for group in groups}
     least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
-    trace = ModelTrace(
+    return ModelTrace(
         model=model,
         sites=Sites(sites, watcher.missed),
         given=reading.given,
@@ -225,10 +222,6 @@ def _traced(
         called=frozenset(watcher.stack.called),
         minima={name: float(x) for name, x in least.items() if x is not None},
         operators=watcher.operations,
-        unrecorded=below,
-    )
-    return (
-        dataclasses.replace(trace, sites=Sites(trace.verified(sites), watcher.missed)) if read == "verified" else trace
     )
 
 
@@ -328,12 +321,15 @@ class _Reading:
             model, self._note, probing=True, dispatch=dispatch, record=read == "verified", guard=_guard(model)
         )
         self.watcher.values = {}
-        self.given, self._wanted = given, read
+        self.given = given
+        self._wanted: Wanted = read
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
         self._names = names_of(model)
         self._waiting: list[Sighting] = []
+        self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
+        self._confirmed: dict[type[nn.Module], tuple[AttentionSite, Sighting]] = {}  # the last of each kind of module
 
     def _note(self, sighting: Sighting) -> None:
         if sighting.name not in self.order:
@@ -351,6 +347,7 @@ class _Reading:
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
                 left += calls  # more heads may come
                 continue
+            self._recorded[calls[0].name] = [self.order[call.name] for call in calls]
             with unrounded(scored(calls[0])):
                 self.sites[calls[0].name] = _site(calls, self._names, self._wanted)
         self._waiting = left
@@ -361,14 +358,37 @@ class _Reading:
         forward(self.watcher.stack.root.module, self.watcher, *self.given, parts=self.parts)
 
     def finished(self) -> bool:
-        """Reads what is left; False if something has asked for a part that is forgotten."""
+        """Reads what is left, and verifies the sites of a recorded pass; False if something has asked for a part that
+        is forgotten."""
+        checks = None
+        if self.watcher.operations:
+            checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
+            for name, site in self.sites.items():
+                self.sites[name] = checks.site(site, self._recorded[name])
         try:
             with torch.enable_grad():
-                self._read([])
+                for calls in grouped(self._waiting):
+                    self.sites[calls[0].name] = self._site(calls, checks)
         except RuntimeError:
             if not self.parts.missed:
                 raise
         return not self.parts.missed
+
+    def _site(self, calls: list[Sighting], checks: Verification | None) -> AttentionSite:
+        """The site of a call, which may be of the kind of one that is known and confirmed."""
+        recorded, kind = [self.order[call.name] for call in calls], type(calls[0].frame.module)
+        if checks is not None and kind in self._confirmed:
+            known, shown = self._confirmed[kind]
+            site = _as_another(known, shown, calls, self._names)
+            if site is not None and checks.is_of_known_kind(site, recorded):
+                return site
+        with unrounded(scored(calls[0])):
+            site = _site(calls, self._names, self._wanted)
+        if checks is not None:
+            site = checks.site(site, recorded)
+            if site.verified:
+                self._confirmed[kind] = site, calls[0]
+        return site
 
 
 def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
@@ -398,19 +418,28 @@ def _passed(
     model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
     """A pass below torch's functions, or without that where it fails; its error, and why the one below them failed."""
-    why = ""
-    for dispatch in (True, False):
-        given, failed = (copied(args), copied(kwargs)), None
-        reading = _Reading(model, given, read, dispatch=dispatch, keep=keep)
-        try:
-            reading.run()
-            break
-        except dist.ApartError:
-            raise
-        except Exception as error:
-            failed, why = error, f"{type(error).__name__}: {error}"
-            undo()
-    return reading, failed, why
+    given = copied(args), copied(kwargs)
+    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep)
+    below = _failure(reading, undo)
+    if below is None or read == "plain norms":
+        return reading, below, "" if below is None else f"{type(below).__name__}: {below}"
+    given = copied(args), copied(kwargs)
+    reading = _Reading(model, given, read, dispatch=False, keep=keep)
+    failed = _failure(reading, undo)
+    why = below if failed is None else failed
+    return reading, failed, f"{type(why).__name__}: {why}"
+
+
+def _failure(reading: _Reading, undo: Undo) -> Exception | None:
+    """What a pass raises."""
+    try:
+        reading.run()
+    except dist.ApartError:
+        raise
+    except Exception as error:
+        undo()
+        return error
+    return None
 
 
 def spread(model: nn.Module) -> bool:
@@ -487,7 +516,7 @@ def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> Attenti
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
         products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
-    if read == "norms":
+    if read.endswith("norms"):
         terms, normed, why = (), normed_on_the_way(products, first.frame, names), ""
     else:
         terms, normed, why = _terms(products, lost, first, names)
@@ -496,7 +525,7 @@ def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> Attenti
         shown = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
         layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
         why = why if shown else "; ".join(filter(None, (why, layout.guess)))
-    query_gains, key_gains = ((), ()) if read == "norms" else _gains(calls, q, k, names)
+    query_gains, key_gains = ((), ()) if read.endswith("norms") else _gains(calls, q, k, names)
     heads = scored(first).shape[1] * len(calls)
     return AttentionSite(
         name=first.name,
@@ -514,6 +543,61 @@ def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> Attenti
         key_heads=used,
         layout=layout,
     )
+
+
+def _as_another(
+    known: AttentionSite, shown: Sighting, calls: list[Sighting], names: dict[int, str]
+) -> AttentionSite | None:
+    """What the site of a call is if its weights are to its module what those of a known site, which another call
+    has shown, are to that one's; None if the calls differ."""
+    first = calls[0]
+    module, home = first.frame.module, known.name.partition("#")[0]
+    if len(calls) > 1 or first.headless or _form(first) != _form(shown):
+        return None
+    products = first.call.products if isinstance(first.call, ScoresCall) else ((first.call.q, first.call.k),)
+    if next((found for _, b in products if b is not None and (found := key_heads(b))), None) != known.key_heads:
+        return None
+
+    def here(name: str | None) -> str | None:
+        if name is None or not name.startswith(f"{home}."):
+            return name
+        parameter = module.get_parameter(name[len(home) + 1 :])
+        return names[id(parameter)]
+
+    try:
+        terms = tuple(
+            LogitTerm(
+                **{
+                    part: tuple(
+                        dataclasses.replace(s, parameter=here(s.parameter), bias=here(s.bias))
+                        for s in getattr(term, part)
+                    )
+                    for part in ("query", "key")
+                }
+            )
+            for term in known.terms
+        )
+    except (AttributeError, KeyError):
+        return None
+    gains: tuple[Gains, Gains] = ((), ())
+    if known.normed:
+        with unrounded(scored(first)):
+            gains = _gains(calls, first.call.q, first.call.k, names)
+    return dataclasses.replace(
+        known, name=first.name, module=module, terms=terms, query_gains=gains[0], key_gains=gains[1]
+    )
+
+
+def _form(sighting: Sighting) -> object:
+    """What two calls have in common if nothing but their numbers differs."""
+    call, layout = sighting.call, sighting.layout
+    products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
+    shapes = [None if x is None else x.shape for pair in products for x in pair]
+    lost = call.lost if isinstance(call, ScoresCall) else ()
+    arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
+    added = None if sighting.added is None else id(sighting)
+    how = (sighting.how, sighting.ordinal, sighting.below, added)
+    return type(call), call.spec, scored(sighting).shape, shapes, lost, arranged, how
 
 
 def scored(sighting: Sighting) -> Tensor:

@@ -39,7 +39,7 @@ from qkeel.heads.operators import (
     place,
 )
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.patching.modes import Args, Kwargs, function_name
+from qkeel.patching.modes import Args, Kwargs, Operator, function_name
 from qkeel.spec import AttentionCall
 
 Parameters = Mapping[str, nn.Parameter]
@@ -56,84 +56,99 @@ class RecordedCall:
     until: int
 
 
-@torch.no_grad()
-def verified(
-    model: nn.Module,
-    sites: Sequence[AttentionSite],
-    record: Record,
-    calls: Mapping[str, Sequence[RecordedCall]],
-    given: tuple[Args, Kwargs],
-) -> list[AttentionSite]:
-    """The sites of a recorded pass, with the reason where the experiment does not confirm their weights.
+@final
+class Verification:
+    """Experiments on the sites of a recorded pass.
 
     Args:
         model: the model.
-        sites: its sites.
-        record: the operators of the pass.
-        calls: the first call of each site, one for each head where heads are computed one by one.
-        given: the arguments of the pass.
+        operators: those of the pass.
+        given: its arguments.
     """
-    dynamic = record.reached(map(memory, tensors(given)))
-    kinds: dict[Hashable, _Kind] = {}
-    return [_Experiment(model, record, dynamic, calls, site).site(kinds) if site.terms else site for site in sites]
+
+    def __init__(self, model: nn.Module, operators: Sequence[Operator], given: tuple[Args, Kwargs]) -> None:
+        self.model, self.record = model, Record(operators)
+        self.dynamic = self.record.reached(map(memory, tensors(given)))
+        self.kinds: dict[Hashable, _Kind] = {}
+
+    @torch.no_grad()
+    def site(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
+        """A site, with the reason where the experiment does not confirm its weights.
+
+        Args:
+            site: the site.
+            calls: its first call, or one for each head where heads are computed one by one.
+        """
+        if not site.terms:
+            return site
+        try:
+            why = next(_Experiment(self, site, calls).doubts(), "")
+        except Exception as error:
+            why = (
+                "the operators between its weights and its logits could not be repeated: "
+                f"{type(error).__name__}: {error}"
+            )
+        return dataclasses.replace(site, unverified=why) if why else site
+
+    @torch.no_grad()
+    def is_of_known_kind(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> bool:
+        """True if the same operators make the same of the weights of this site as of those of one that is confirmed."""
+        try:
+            experiment = _Experiment(self, site, calls)
+            return not any(experiment.unfit()) and experiment.is_known()
+        except Exception:
+            return False
 
 
 @final
 class _Experiment:
     """The experiment on one site."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        record: Record,
-        dynamic: set[int],
-        calls: Mapping[str, Sequence[RecordedCall]],
-        site: AttentionSite,
-    ) -> None:
-        self._model, self._record, self._dynamic, self._site = model, record, dynamic, site
-        self._calls = calls.get(site.name, [])
+    def __init__(self, among: Verification, site: AttentionSite, calls: Sequence[RecordedCall]) -> None:
+        self._among, self._site, self._calls = among, site, calls
 
-    def site(self, kinds: dict[Hashable, _Kind]) -> AttentionSite:
-        """The site, with the reason where its weights are not confirmed; `kinds` are those that were, by their form."""
-        try:
-            why = next(self._doubts(kinds), "")
-        except Exception as error:
-            why = (
-                "the operators between its weights and its logits could not be repeated: "
-                f"{type(error).__name__}: {error}"
-            )
-        return dataclasses.replace(self._site, unverified=why) if why else self._site
-
-    def _doubts(self, kinds: dict[Hashable, _Kind]) -> Iterator[str]:
-        """The reasons not to trust the weights that are known, the simplest first."""
-        site, calls = self._site, self._calls
-        if not calls:
+    def unfit(self) -> Iterator[str]:
+        """The reasons why no experiment can be made."""
+        site = self._site
+        if not self._calls:
             yield "a second pass did not show it again"
             return
-        self._logits = RepeatedLogits([call.sighting.call for call in calls])
+        self._logits = RepeatedLogits([call.sighting.call for call in self._calls])
         self._seen = self._logits()
         if any(z.shape[1] != site.n_heads for z in self._seen):
             yield f"a second pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
             return
         if not any(bool(z.isfinite().any()) for z in self._seen):
             yield "every key is hidden from its queries in this example"
+
+    def is_known(self) -> bool:
+        """True if the experiment would show what it showed at another site."""
+        self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key])
+        parameters = self._weights.parameters
+        self._path = Path(self._among.record, self._among.dynamic, self._site, parameters, self._logits, self._calls)
+        self._narrow = Repetition(self._path.own, set(map(memory, parameters.values())))
+        self._wide = Repetition(self._path.wide, self._path.changed)
+        self._form, self._kind = self._looked_at([*self._narrow.operations, *self._wide.operations])
+        known = self._among.kinds.get(self._form)
+        return known is not None and self._kind.zeros_as_in(known)
+
+    def doubts(self) -> Iterator[str]:
+        """The reasons not to trust the weights that are known, the simplest first."""
+        unfit = next(self.unfit(), "")
+        if unfit:
+            yield unfit
             return
-        self._weights = ChangedWeights(self._model, [*site.query, *site.key])
-        path = Path(self._record, self._dynamic, site, self._weights.parameters, self._logits, calls)
-        narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
-        wide = Repetition(path.wide, path.changed)
-        form, kind = self._kind(path, [*narrow.operations, *wide.operations])
-        if form in kinds and kind.zeros_as_in(kinds[form]):
+        if self.is_known():
             return
-        again = narrow({})
+        again = self._narrow({})
         if any(self._heads_that_change(self._seen, self._logits(again))):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
-        yield from self._heads(narrow, again)
-        yield from self._rest(wide, path)
-        kinds[form] = kind  # nobody asks for more unless no doubt was found
+        yield from self._heads(self._narrow, again)
+        yield from self._rest(self._wide, self._path)
+        self._among.kinds[self._form] = self._kind  # nobody asks for more unless no doubt was found
 
-    def _kind(self, path: Path, operations: Sequence[Operation]) -> tuple[Hashable, _Kind]:
+    def _looked_at(self, operations: Sequence[Operation]) -> tuple[Hashable, _Kind]:
         """The form of all that decides which rows move which logits, and the numbers that it starts from."""
         site = self._site
         own = set(map(memory, self._weights.parameters.values()))
@@ -146,11 +161,11 @@ class _Experiment:
         logits = [form.of((_signature(call.sighting.call), *_tensors(call.sighting.call))) for call in self._calls]
         heads = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
         terms = tuple((len(t.query), len(t.key)) for t in site.terms)
-        boundary = form.of(path.boundary)
-        changed = frozenset(form.number(m) for m in path.changed)
+        boundary = form.of(self._path.boundary)
+        changed = frozenset(form.number(m) for m in self._path.changed)
         found = _Kind(
             given=[x for x in form.given if memory(x) not in own],
-            dynamic=self._dynamic,
+            dynamic=self._among.dynamic,
             visible=[z.isfinite() for z in self._seen],
             empty=self._weights.empty,
         )

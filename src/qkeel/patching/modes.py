@@ -6,7 +6,7 @@ import abc
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ Operator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its argument
 # Operators that are called otherwise in torch's Python functions.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
 
-INSIDE = "inside"  # see FunctionMode.wanted
+INSIDE: Literal["inside"] = "inside"  # see FunctionMode.wanted
 
 # What a tensor is asked about itself: nothing is computed, so nobody is asked whether to see it. Two calls of three.
 _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
@@ -73,12 +73,12 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         more = None
         self.inside += 1
         try:
-            if wanted is INSIDE:
+            if wanted == INSIDE:
                 return func(*args, **kwargs)
-            if wanted is True:
-                out = func(*args, **kwargs)
-            else:
+            if callable(wanted):
                 out, more = wanted()
+            else:
+                out = func(*args, **kwargs)
         finally:
             self.inside -= 1
         self.guard(self.saw, func, args, kwargs, out, more)

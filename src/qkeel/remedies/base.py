@@ -45,7 +45,10 @@ class Target:
 
     def short(self) -> Arguments:
         """Arguments of a pass that shows the sites: as little of the example as does."""
-        return self.example if self.trace is None else self.trace.given
+        if self.trace is None:
+            return self.example
+        args, kwargs = self.trace.given
+        return args, dict(kwargs)
 
     def parameter(self, name: str) -> nn.Parameter:
         """A parameter of the model by qualified name."""

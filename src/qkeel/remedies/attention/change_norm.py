@@ -197,7 +197,7 @@ def _check_ran(
     for new in placed:
         new.seen = []
     try:
-        trace = seen(target.model, *target.short())
+        trace = seen(target.model, *target.short(), below=any(site.below for site in sites))
     finally:
         sizes = [new.seen for new in placed]
         for new in placed:
