@@ -123,7 +123,7 @@ class Interceptor(CallObserver):
         guard: Guarded = unguarded,
     ) -> None:
         super().__init__(guard)
-        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, clock=self._operators)
+        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, clock=self._operators if record else None)
         self.probing = probing
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen

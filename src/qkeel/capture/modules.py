@@ -59,12 +59,13 @@ class ModuleStack:
         *,
         keep_inputs: bool = False,
         guard: Guarded = unguarded,
-        clock: Callable[[], int] = lambda: 0,
+        clock: Callable[[], int] | None = None,
     ) -> None:
-        """Hooks onto the modules; `guard` calls what the hooks do, `clock` counts the operators that have run."""
+        """Hooks onto the modules; `guard` calls what the hooks do, `clock` counts the operators of a recorded pass."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = list(model.modules())
         self.called: set[int] = set()  # the ids of modules that were called
+        self.frames: list[Frame] = []  # all calls of a recorded pass
         self._keep, self._clock = keep_inputs, clock
         self._guard = guard
         self.root = Frame(name="", module=model, parent=None)
@@ -97,8 +98,10 @@ class ModuleStack:
             parent=self.top,
             batch=batch,
             inputs=inputs if self._keep else (),
-            since=self._clock(),
+            since=0 if self._clock is None else self._clock(),
         )
+        if self._clock is not None:
+            self.frames.append(self.top)
 
     def _push_scripted(self, module: nn.Module, args: Args) -> None:
         if isinstance(module, torch.jit.ScriptModule) and id(module) in self._names:

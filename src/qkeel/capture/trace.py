@@ -29,6 +29,7 @@ from qkeel.capture.modules import Frame, tensors
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
+from qkeel.heads.operators import Record, Repetition, Values, memory
 from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
 from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
 from qkeel.heads.verification import RecordedCall, Verification
@@ -75,7 +76,7 @@ class Operand:
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelTrace:
     """The attention calls of one pass of a model, with what was computed on the way to them.
 
@@ -90,6 +91,7 @@ class ModelTrace:
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
         operators: every operator that ran, where they were recorded.
+        frames: every call of a module then.
     """
 
     model: nn.Module
@@ -100,11 +102,31 @@ class ModelTrace:
     called: frozenset[int]
     minima: dict[str, float]
     operators: Sequence[Operator] = ()
+    frames: Sequence[Frame] = ()
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """These sites, with the reason where an experiment on the recorded operators does not confirm their weights."""
         checks = Verification(self.model, self.operators, self.given)
         return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """The operators, with who reads and writes what."""
+        return Record(self.operators)
+
+    def repeated(self, name: str, values: Values, frame: Frame, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What a module was given behind a site's attention: as it was, and as it would be with other weights there.
+
+        Args:
+            name: the site's.
+            values: other numbers in the places of weights.
+            frame: the call of the module, inside that of the site's.
+            x: what it was given.
+        """
+        first, weights = self.calls[name][0], {where[0] for where in values}
+        inside = self.record.behind({memory(x)}, frame.since, since=first.sighting.frame.since)
+        again = Repetition(inside, weights)
+        return again({})(x), again(values)(x)
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
         """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
@@ -222,6 +244,7 @@ def _traced(
         called=frozenset(watcher.stack.called),
         minima={name: float(x) for name, x in least.items() if x is not None},
         operators=watcher.operations,
+        frames=watcher.stack.frames,
     )
 
 

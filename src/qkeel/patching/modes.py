@@ -73,12 +73,12 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         more = None
         self.inside += 1
         try:
-            if wanted == INSIDE:
+            if isinstance(wanted, str):
                 return func(*args, **kwargs)
-            if callable(wanted):
-                out, more = wanted()
-            else:
+            if wanted is True:
                 out = func(*args, **kwargs)
+            else:
+                out, more = wanted()
         finally:
             self.inside -= 1
         self.guard(self.saw, func, args, kwargs, out, more)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import arguments
-from qkeel.capture.trace import ModelTrace
+from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
@@ -217,8 +217,8 @@ def apply(
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
-    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them: for others,
-    and to see that the model still runs where the remedy itself has not run it."""
+    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them, for others; a
+    remedy that has not run the model itself is followed by one pass, to see that the model still runs."""
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_mates(bare.model, sites)
     for remedy in found:
@@ -232,9 +232,12 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         inner = remedy.apply(target)
         try:
             inner = check_added(remedy.name, target, before, inner)
-            others = remedy is not found[-1] or in_force(bare.model)  # that a look at the change is for
-            if not remedy.on_steps and known is None and (others or not remedy.changes_spec):
+            if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
+                pass
+            elif remedy is not found[-1] or in_force(bare.model):  # others are there to be looked at, or to come
                 sites, trace = _sites(remedy, bare)
+            elif trace is not None and not remedy.changes_spec:
+                run_once(bare.model, *bare.example)
             _check_others(remedy, sites)
         except BaseException:
             inner.remove()
