@@ -12,7 +12,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo test slow trackers fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims setup demo test machines slow trackers fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a p
 
 test: $(VENV)/.dev  ## everything but slow and GPU tests
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
+
+machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, locales, Pythons; writes docs/machines.md; hours
+	$(BIN)/python -m tests.machines --jobs $(JOBS)
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(PIP) -e '.[ray,dask,cross]'

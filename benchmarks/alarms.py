@@ -27,7 +27,6 @@ from qkeel.metrics import collapsed
 from qkeel.monitor import (
     DEFAULT,
     AlarmLog,
-    EntropyDrop,
     Forecast,
     History,
     PlannedRates,
@@ -239,7 +238,7 @@ def report_alarms(runs: Sequence[Case]) -> None:
         ("any alarm, a record every 10 steps", alarms, [every(history, 5) for history in all_]),
         ("any alarm, both", alarms, [every(history, 5) for history in blind]),
     ]
-    named += [(f"{rule.name} ({rule.severity})", [rule], all_) for rule in (*DEFAULT, EntropyDrop())]
+    named += [(f"{rule.name} ({rule.severity})", [rule], all_) for rule in DEFAULT]
     bad = [run for run in runs if run.bad]
     print(f"{len(runs)} runs: {len(bad)} collapsing, {len(runs) - len(bad)} healthy\n")
     print(f"| rule | alarm in collapsing | ≥ {LEAD} steps before the gap | of gaps from step {ROOM} on |", end="")

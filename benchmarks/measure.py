@@ -1,6 +1,6 @@
 """The harness of every benchmark: its command line, its rounds, the tables it prints and the results it writes.
 
-The timing is the package's own (`qkeel.bench.measure`).
+The timing is that of `qkeel bench` (`qkeel.cli.bench`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import qkeel
-from qkeel.bench.measure import Row, interleave, processor_ms, show
+from qkeel.cli.bench import Row, interleave, processor_ms
 
 __all__ = ["Bench", "Case", "Cases", "Row", "about", "between", "by_native", "restored", "take_turns"]
 
@@ -158,3 +158,12 @@ def about(command: str, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "command": command,
     }
+
+
+def show(title: str, rows: list[Row], base: str) -> None:
+    """Prints a table."""
+    print(f"\n{title}\n  (ms min / median / max; ratio to {base!r}, median of rounds)")
+    width = max(len(r.name) for r in rows)
+    for r in rows:
+        low, mid, high = min(r.times), statistics.median(r.times), max(r.times)
+        print(f"  {r.name:<{width}}  {low:9.2f} / {mid:9.2f} / {high:9.2f}   {r.ratio:6.3f}")

@@ -27,6 +27,7 @@ NEXT = {
     "claims": "[Choose a remedy](how-to/choose-a-remedy.md), then [ask your own question](lab-tutorial.md).",
     "processes": "[Watch in every setup](how-to/watch.md), and where the numbers go: [trackers and tables](sinks.md).",
     "gpu": "[Which kernel runs](choice.md), and [benchmarks](benchmarks.md).",
+    "machines": "[Trust](trust.md): what is promised of files and kills. [CPU kernels](native.md): their options.",
     "autopilot": "[A script at ten times its rate](autopilot-tutorial.md) shows one at work.",
     "autopilot-tutorial": "[What it does when](autopilot.md), or [choose](how-to/choose-a-remedy.md) yourself.",
     "recipes": "[Studies on many machines](clusters.md) spreads the runs.",

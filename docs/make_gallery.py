@@ -1,14 +1,21 @@
 """Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
 
 Needs chromium, Pillow and matplotlib. With a folder as argument the runs
-are kept there, and what is newer there than the code is not run again.
-A command that fails, or whose watcher says that it failed, ends the
-program, and then no picture and no page is changed.
+are kept there, and what is newer there than the code is not run again;
+names of pictures behind it make those only. A command that fails, or whose
+watcher says that it failed, ends the program, and then no picture and no
+page is changed.
+
+What the picture of the demo shows stands in demo.json next to it, with the
+study's definition: tests compare it with the code and with README.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import io
+import json
 import re
 import shlex
 import shutil
@@ -56,10 +63,10 @@ PAGES = (
     Picture(
         "demo",
         "Six remedies at three rates",
-        "The demo: what each remedy gained, with its interval, and the largest logit with and without QK-norm.",
+        "The demo: how often attention collapsed, the comparison that it decides, and the largest logit.",
         ("qkeel demo --out demo",),
         page="demo/report.html",
-        rows=(0, 1640),
+        rows=(0, 1570),
     ),
     Picture(
         "watch",
@@ -200,6 +207,61 @@ def plot(name: str, draw: Callable[[Path, str], Foreign], folder: Path, dpi: int
         save(Image.open(drawn), IMAGES / f"{name}-{scheme}.png")
 
 
+DEMO = IMAGES / "demo.json"
+DEFINITION = ("remedies", "lrs", "seeds", "primary")  # of study.json
+
+
+def described(study: Path) -> dict[str, object]:
+    """What a finished demo was asked and what it found at the rate of its primary comparison."""
+    from qkeel.report.study.collect import collect
+    from qkeel.report.study.compare import primary_gain
+
+    about = json.loads((study / "study.json").read_text(encoding="utf-8"))
+    with open(study / "table.csv", newline="", encoding="utf-8") as file:
+        whole = list(csv.DictReader(file))
+    lines = [line for line in whole if float(line["lr"]) == about["primary"]["lr"]]
+    drifting = {run["run_id"] for run in about["runs"] if run["role"] == "drift"}
+    gain = primary_gain(collect(study))
+    assert gain is not None
+    assert gain.effect is not None
+    by = {name: [line for line in lines if line["remedy"] == name] for name in about["remedies"]}
+    return {
+        "study": {**{name: about[name] for name in DEFINITION}, "runs": len(about["runs"])},
+        "collapsed": {name: [sum(x["collapsed"] == "true" for x in of), len(of)] for name, of in by.items()},
+        "largest_logit": {name: round(max(float(x["max_logit"]) for x in of), 1) for name, of in by.items()},
+        "drift": {x["remedy"]: round(float(x["max_logit"]), 1) for x in whole if x["run_id"] in drifting},
+        "gain": {**{x: round(getattr(gain.effect, x), 4) for x in ("mean", "low", "high")}, "seeds": gain.effect.n},
+    }
+
+
+def alt(found: dict) -> str:
+    """The sentence that stands for the picture of the demo."""
+    named, gain, tops = found["study"]["primary"], found["gain"], found["largest_logit"]
+    mine, theirs = named["remedy"], named["baseline"]
+    fallen = [f"{k} of {n}" for k, n in (found["collapsed"][name] for name in (theirs, mine))]
+    better = f"{gain['mean']:.3f} nats better ({gain['low']:.3f} to {gain['high']:.3f}, {gain['seeds']} seeds)"
+    return (
+        f"The page of make demo. At LR {named['lr']:g} attention collapsed in {fallen[0]} runs without a remedy and in "
+        f"{fallen[1]} with {mine}; the largest logit was {tops[theirs]:,.0f} against {tops[mine]:,.0f}. "
+        f"Held-out loss with {mine} is {better}"
+    )
+
+
+def write_description(study: Path) -> None:
+    """Writes demo.json and the picture's text in README."""
+    found = described(study)
+    names = [f"{name}-{scheme}.png" for name in ("demo", "drift") for scheme in SCHEMES]
+    found["sha256"] = {name: hashlib.sha256((IMAGES / name).read_bytes()).hexdigest() for name in names}
+    DEMO.write_text(json.dumps({**found, "alt": alt(found)}, indent=1) + "\n", encoding="utf-8")
+    readme = ROOT / "README.md"
+    text = re.sub(
+        r'<img alt="[^"]*" src="docs/images/gallery/demo',
+        f'<img alt="{alt(found)}" src="docs/images/gallery/demo',
+        readme.read_text(encoding="utf-8"),
+    )
+    readme.write_text(text, encoding="utf-8")
+
+
 def section(made: Picture, language: str) -> str:
     """The part of the page about one picture."""
     shown = "\n\n".join(
@@ -224,21 +286,25 @@ def main() -> None:
     """Runs the commands, takes the pictures and writes the page."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(*sys.argv[1:] or [place]).resolve()
+        folder, wanted = Path(*sys.argv[1:2] or [place]).resolve(), {*sys.argv[2:]}
+        pages = [made for made in PAGES if made.name in wanted or not wanted]
         folder.mkdir(exist_ok=True)
         if not (folder / "examples").exists():
             (folder / "examples").symlink_to(ROOT / "examples")
-        places = {made.name: folder / (made.page or f"{made.name}.html") for made in PAGES}
-        for made in PAGES:
+        places = {made.name: folder / (made.page or f"{made.name}.html") for made in pages}
+        for made in pages:
             if not is_new(places[made.name]):
                 for old in made.outputs(folder):
                     shutil.rmtree(old, ignore_errors=True)
                 for command in made.commands:
                     run(command, folder)
-        for made in PAGES:
+        for made in pages:
             photograph(places[made.name], made.name, made.rows)
-        plot("drift", draw_drift, folder, dpi=200)
-        plot(PLOT.name, draw_heads, folder, dpi=110)
+        if "demo" in places:
+            plot("drift", draw_drift, folder, dpi=200)
+            write_description(folder / "demo")
+        if "watch" in places:
+            plot(PLOT.name, draw_heads, folder, dpi=110)
     (ROOT / "docs" / "gallery.md").write_text(page(), encoding="utf-8")
 
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import locale
 import os
+import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-import run_time_types
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as static checkers have it (PEP 484)
 
 # Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
 # Compile tests run in processes of their own, which do not load this file.
 # Not what the operators are given to refuse.
 KERNELS = ("choose", "chunked", "compiled_attention", "encode", "prepare", "sdpa", "stats", "windowed")
 CHECKED = ["qkeel.functional", "qkeel.nn.mla_absorbed", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
-run_time_types.install(CHECKED)
+install_import_hook(CHECKED, "each_test.checked")
 
 import torch  # noqa: E402
 
-# Tests see torch's own path, so that none waits for a compiler; tests/kernels/native turns the compiled kernels on,
-# and QKEEL_NATIVE=1 in the environment does so everywhere.
-os.environ.setdefault("QKEEL_NATIVE", "0")
+# Tests run what users run: the compiled kernels, where there is a compiler. QKEEL_NATIVE=0 in the environment takes
+# torch's path everywhere. Without a compiler qkeel itself takes it after one warning, which has a test of its own.
+if shutil.which(os.environ.get("CXX", "c++")) is None:
+    os.environ.setdefault("QKEEL_NATIVE", "0")
 
 # Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
 if not torch.cuda.is_available():
@@ -34,7 +42,11 @@ if not torch.accelerator.is_available():
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = lambda seed: None
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+
+# Numbers are written and read as this user's programs do, where a comma may stand for the decimal point.
+with contextlib.suppress(locale.Error):
+    locale.setlocale(locale.LC_ALL, "")
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +56,16 @@ def _same_start() -> Iterator[None]:
     yield
     assert torch.get_default_dtype() is torch.float32, "a test left another default dtype behind"
     assert torch.is_grad_enabled(), "a test left gradients switched off"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With QKEEL_TEST_ORDER=SEED: files in random order, and the tests of each file too."""
+    if "QKEEL_TEST_ORDER" not in os.environ:
+        return
+    chance = random.Random(os.environ["QKEEL_TEST_ORDER"])
+    places: dict[Path, float] = {path: chance.random() for path in sorted({item.path for item in items})}
+    items.sort(key=lambda item: (places[item.path], chance.random()))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -57,14 +79,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)  # a look at each 700 objects of short lives finds little
     gc.enable()
-    wanted = os.environ["QKEEL_NATIVE"] != "0" or any("native" in item.path.parts for item in session.items)
-    if not session.items or session.config.option.collectonly or not wanted or shutil.which("c++") is None:
+    wanted = os.environ.get("QKEEL_NATIVE") != "0" or any("native" in item.path.parts for item in session.items)
+    if not session.items or session.config.option.collectonly or not wanted:
         return
     from qkeel.kernels.native import build
 
-    def compiled(name: str) -> None:
-        with contextlib.suppress(OSError, build.BuildError):  # told by the test that needs it
+    if not _can_be_written(build.cache_folder()):
+        os.environ["QKEEL_NATIVE_CACHE"] = str(Path(tempfile.gettempdir()) / f"qkeel-native-{os.getuid()}")
+
+    def compiled(name: str) -> bool:
+        with contextlib.suppress(OSError, build.BuildError):  # told by the tests of the kernels themselves
             build.compiled(name)
+            return True
+        return False
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
+        made = list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
+    if not all(made):
+        os.environ.setdefault("QKEEL_NATIVE", "0")
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder itself where it is missing."""
+    nearest = next(above for above in (folder, *folder.parents) if above.exists())
+    return os.access(nearest, os.W_OK)

@@ -95,7 +95,7 @@ class Python:
         self._process.join()
         shutil.rmtree(self._said)
 
-    def wait_for(self, text: str, seconds: float = 120) -> None:
+    def wait_for(self, text: str, seconds: float = 400) -> None:
         """Waits until it has printed this; an AssertionError when it has ended or this time is over before."""
         deadline = time.monotonic() + seconds
         while text not in self._read("out"):

@@ -14,3 +14,14 @@ def quick(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
         value if keep(value) else pytest.param(*value if type(value) is tuple else (value,), marks=pytest.mark.slow)
         for value in values
     ]
+
+
+def one_in(values: Iterable[Any], every: int) -> list[Any]:
+    """All values, but for the first of each `every` marked as slow: where they differ in kind by their neighbours."""
+    return [_slow(value) if i % every else value for i, value in enumerate(values)]
+
+
+def _slow(value: Any) -> Any:
+    if isinstance(value, type(pytest.param())):
+        return pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.slow])
+    return pytest.param(*value if type(value) is tuple else (value,), marks=pytest.mark.slow)

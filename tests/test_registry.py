@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
-from qkeel.registry import Term, build, lookup, parse
+from qkeel.options import build
+from qkeel.registry import Term, lookup, parse
 
 
 @pytest.mark.parametrize(

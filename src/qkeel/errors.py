@@ -83,6 +83,25 @@ def needed(what: str, pip: str) -> Iterator[None]:
         raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
 
 
+@contextlib.contextmanager
+def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectoryError) -> Iterator[None]:
+    """A context in which an error of the operating system becomes one of qkeel's: what was tried, the reason, advice.
+
+    An error that is one of qkeel's already, as RunDirectoryError is both, passes.
+
+    >>> with reported("cannot read notes.txt"):
+    ...     raise OSError(13, "Permission denied")
+    Traceback (most recent call last):
+    qkeel.errors.RunDirectoryError: cannot read notes.txt: Permission denied
+    """
+    try:
+        yield
+    except OSError as failure:
+        if isinstance(failure, QkeelError):
+            raise
+        raise error(f"{said}: {failure.strerror or failure}{advice}") from failure
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest names.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 
@@ -99,11 +99,3 @@ def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value) if isinstance(value, float) else str(value)
-
-
-def build(kind: str, cls: type[T], options: Mapping[str, Any]) -> T:
-    """Make the dataclass `cls` from options; an unknown key names the nearest field."""
-    fields = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    for key in options:
-        check_known(f"option of {kind}", key, fields)
-    return cls(**options)

@@ -71,7 +71,7 @@ def test_nothing_is_imported_inside_a_function_but_what_may_be_missing() -> None
     """The command line is the other exception: a command imports what it runs, so that `--help` waits for nothing."""
     late = []
     for name, node in all_functions().items():
-        if name.startswith(("qkeel.cli.", "qkeel.__main__.", "qkeel.bench.")):
+        if name.startswith(("qkeel.cli.", "qkeel.__main__.")):
             continue
         for n in ast.walk(node):
             wanted = [a.name for a in n.names] if isinstance(n, ast.Import) else []

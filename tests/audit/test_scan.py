@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -93,7 +94,11 @@ def test_shards_and_one_file_give_the_same_scan(tmp_path: Path) -> None:
     for a, b in zip(one.sites, many.sites):
         assert a.interaction_spectral == pytest.approx(b.interaction_spectral, rel=1e-13)
         assert a.logit_bound == pytest.approx(b.logit_bound, rel=1e-13)
-    assert {t.name: t for t in one.tensors} == {t.name: t for t in many.tensors}
+    others = {t.name: t for t in many.tensors}
+    assert {t.name for t in one.tensors} == others.keys()
+    for t in one.tensors:  # a float32 sum depends on where its numbers begin in memory
+        assert dataclasses.replace(t, frobenius=0.0) == dataclasses.replace(others[t.name], frobenius=0.0)
+        assert t.frobenius == pytest.approx(others[t.name].frobenius, rel=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-5), (torch.float64, 1e-9)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -102,7 +101,6 @@ def part(folder: Path, first: int, last: int, policy: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ.setdefault("QKEEL_NATIVE", "0")
     case, place, *numbers = sys.argv[1:]
     if case == "parallel":
         parallel(Path(place), *map(int, numbers))

@@ -9,14 +9,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import benchmarks
 import pytest
 
-from qkeel.bench.__main__ import call_line
-from qkeel.bench.kernels import Cell
-from qkeel.bench.measure import Row
 from qkeel.cli.app import main
+from qkeel.cli.bench import (
+    HEAD_DIMS,
+    SIZES,
+    TOKENS,
+    Cell,
+    Row,
+    call_line,
+    fastest_first,
+    grid,
+    interleave,
+    processor_ms,
+    steady,
+)
 from qkeel.ops import KERNELS
 
 Capture = pytest.CaptureFixture[str]
@@ -77,7 +89,7 @@ def test_what_ends_the_command_ends_the_measuring_process_too(sent: signal.Signa
             time.sleep(0.05)
             measuring = children.read_text().split()
         it.send_signal(sent)
-        _, errors = it.communicate(timeout=60)  # the measuring process has the same pipes, so they end with it
+        _, errors = it.communicate(timeout=300)  # the measuring process has the same pipes, so they end with it
     assert it.returncode == (130 if sent is signal.SIGINT else -signal.SIGKILL)
     assert sent is signal.SIGKILL or errors.startswith("interrupted. Go on with: qkeel bench --device")
     assert "Traceback" not in errors
@@ -87,6 +99,57 @@ def test_what_ends_the_command_ends_the_measuring_process_too(sent: signal.Signa
             break
         time.sleep(0.1)
     assert not left
+
+
+def test_every_case_is_called_once_a_round_in_an_order_that_turns_round() -> None:
+    called: list[str] = []
+    cases = {name: (lambda name=name: called.append(name)) for name in "abc"}
+    interleave(cases, "a", rounds=2, calls=2, warmup=1)
+    assert "".join(called) == "abc" + "aabbcc" + "ccbbaa"
+
+
+def test_a_ratio_is_that_of_its_own_round() -> None:
+    ticks = iter([1.0, 3.0, 8.0, 2.0])  # a and b, then b and a
+
+    def clock(case: Callable[[], object], calls: int) -> float:
+        return next(ticks)
+
+    a, b = interleave({"a": lambda: None, "b": lambda: None}, "a", rounds=2, warmup=0, clock=clock)
+    assert (a.times, a.ratios) == ([1.0, 2.0], [1.0, 1.0])
+    assert (b.times, b.ratios) == ([3.0, 8.0], [3.0, 4.0])
+    assert b.ratio == 3.5
+    assert b.as_dict() == {"case": "b", "cpu_ms": [3.0, 5.5, 8.0], "ratio": [3.0, 3.5, 4.0]}
+
+
+def test_the_clock_of_a_processor_counts_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 1.5])
+    monkeypatch.setattr(time, "process_time", lambda: next(seconds))
+    assert processor_ms(lambda: None, calls=5) == 100.0
+
+
+def test_the_fastest_is_first() -> None:
+    rows = [Row("a", [1.0] * 3, [1.0] * 3), Row("b", [1.0] * 3, [0.5, 0.6, 9.0]), Row("c", [1.0] * 3, [2.0] * 3)]
+    assert fastest_first(rows) == ("b", "a", "c")
+
+
+def test_the_full_grid_has_every_combination_once() -> None:
+    cells = list(grid(SIZES["full"], "cpu"))
+    assert len(cells) == len(set(cells)) == 2 * 2 * 4 * 2 * (2 * len(TOKENS) - 1)
+    assert {cell.head_dim for cell in cells} == set(HEAD_DIMS)
+    assert not [cell for cell in cells if cell.gradient and cell.tokens == 1]  # decoding
+
+
+def test_a_process_starts_steady_or_starts_again_by_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(benchmarks.os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(benchmarks.sys, "orig_argv", ["python", "-m", "some.module", "--toy"])
+    for name, value in steady(3).items():
+        monkeypatch.setenv(name, value)
+    benchmarks.settle(3)
+    assert started == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    benchmarks.settle(3)
+    assert [words[1:] for words in started] == [["-m", "some.module", "--toy"]]
 
 
 def _runs(pid: str) -> bool:

@@ -37,9 +37,9 @@ def same_when_watched(folder: Path, *names: str) -> str:
 
 
 def test_the_example_trains_to_the_same_bits_when_watched(tmp_path: Path) -> None:
-    said = same_when_watched(tmp_path, "plain", "handwritten", "aot_eager")
-    assert said.count("qkeel: watching 2 attention layers of GPT") == 3
-    for name in ("plain", "handwritten", "aot_eager"):
+    said = same_when_watched(tmp_path, "plain", "handwritten")
+    assert said.count("qkeel: watching 2 attention layers of GPT") == 2
+    for name in ("plain", "handwritten"):
         assert [line["step"] for line in RunDirectory(tmp_path / name).metrics()] == [0, 2, 4]  # the last is the end
         assert len(RunDirectory(tmp_path / name).eval_metrics()) == 1
 
@@ -47,7 +47,7 @@ def test_the_example_trains_to_the_same_bits_when_watched(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_example_trains_to_the_same_bits_when_watched_and_compiled(tmp_path: Path) -> None:
-    same_when_watched(tmp_path, "inductor", "inductor_handwritten")
+    same_when_watched(tmp_path, "aot_eager", "inductor", "inductor_handwritten")
 
 
 PILOTED = """

@@ -189,7 +189,7 @@ except KeyboardInterrupt:
     with forked.Python(words, tmp_path) as process:
         process.wait_for("ready\n")
         process.send_signal(signal.SIGINT)
-        done = process.end(60)
+        done = process.end(300)
     assert done.returncode == 130
     assert done.stdout == "ready\ntidied up\n"
     assert "\nKeyboardInterrupt\n" in done.stderr

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.quick import one_in
 from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, scores_stats
@@ -94,7 +95,7 @@ def taken_apart(stats: ClassStats) -> dict[str, Tensor]:
     return {name: getattr(stats, name) for name in TENSORS}
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", one_in(SPECS, 4))
 def test_they_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
     for i, (case, call) in enumerate(calls(SPECS[name], torch.float64, share(name, 2), seed=5)):
         split = classed(call, i, alike=i % 2 == 0)
@@ -116,7 +117,7 @@ def test_cutting_the_rows_into_blocks_changes_nothing(monkeypatch: pytest.Monkey
         assert_same(logit_stats(split).classes, recomputed(split), case)
 
 
-@pytest.mark.parametrize("name", SOFT[::4])
+@pytest.mark.parametrize("name", one_in(SOFT[::4], 4))
 def test_hand_written_attention_gives_the_same(name: str) -> None:
     for i, (case, call) in enumerate(calls(SPECS[name], torch.float64, SOME, seed=8)):
         split = classed(call, i)

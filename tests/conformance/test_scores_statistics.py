@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.quick import one_in
 
 from qkeel.capture import calls as scores
 from qkeel.capture.calls import ScoresCall, scores_maxima, scores_stats
@@ -38,7 +39,7 @@ def assert_same(ours: LogitStats, theirs: LogitStats, fields: list[str], case: s
         )
 
 
-@pytest.mark.parametrize("name", SOFT)
+@pytest.mark.parametrize("name", one_in(SOFT, 4))
 def test_scores_give_the_statistics_of_the_call(name: str) -> None:
     for case, call in calls(SPECS[name], torch.float64, share(name, 2), seed=20):
         written = by_hand(call)

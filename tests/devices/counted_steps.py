@@ -170,7 +170,7 @@ if __name__ == "__main__":
     bracket.is_plain = lambda x: True  # type: ignore[assignment]
     bracket._GPU, logsumexp.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
     logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
-    available.takes_heads, available.head_table = lambda views: True, Heads  # type: ignore[assignment]
+    available.takes_heads, available.head_table = lambda views, write=False: True, Heads  # type: ignore[assignment]
     call_statistics.row_statistics, per_head.head_numbers = rows_found, heads_found
     trace.verified = lambda model, seen, *recorded: (
         seen
@@ -178,9 +178,9 @@ if __name__ == "__main__":
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
         weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-        available.takes_heads = lambda views: False
+        available.takes_heads = lambda views, write=False: False
         on_lists = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-    available.takes_heads = lambda views: True
+    available.takes_heads = lambda views, write=False: True
     large = {name: read_large(*how) for name, how in LARGE.items()}
     told = {"weights, gains, gradients": weights, "of large models": large, "without Triton": on_lists}
     print(json.dumps({**steps, **told}, default=Counter))

@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "recipes/README.md")]
 PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))
 # Results and the notebook: written by programs, or dated.
-EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu"}
+EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu", "machines"}
 EVIDENCE |= {"autopilot", "autopilot-results", "autopilot-tutorial", "recommend"}
 
 

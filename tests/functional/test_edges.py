@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -38,8 +39,8 @@ from qkeel.functional.scaling import (
     log_n,
     qk_norm_init,
 )
-from qkeel.functional.statistics import head_formulas
 from qkeel.functional.statistics.class_stats import norm_ratio
+from qkeel.functional.statistics.logit_stats import LogitStats, merge
 from qkeel.functional.theory import expected_squared_norm, logit_std, softmax_jacobian_norm
 from qkeel.functional.updates import newton_schulz
 
@@ -82,16 +83,18 @@ def test_a_forward_mode_derivative_is_that_of_the_backward_pass(formula: Callabl
     torch.testing.assert_close(change, torch.autograd.functional.jacobian(of, x) @ v)
 
 
-def test_values_of_two_data_sets_merge_by_their_query_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_entropies_merge_by_their_query_rows_and_one_that_was_not_measured_leaves_the_other() -> None:
     a, b = torch.tensor([1.0, 2.0, 7.0, 8.0, 3.0]), torch.tensor([5.0, 10.0, 9.0, 6.0, 4.0])
     # Of a head without rows any number will do, but no NaN.
-    counts = torch.tensor([3, 0, 1, 0, 0]), torch.tensor([1, 2, 0, 1, 0])
-    means, most, least = [2.0, 10.0, 7.0, 6.0], [5.0, 10.0, 9.0, 8.0], [1.0, 2.0, 7.0, 6.0]
-    for merge, expected in {"mean": means, "max": most, "min": least}.items():
-        monkeypatch.setitem(head_formulas.HEAD_FORMULAS, "mine", head_formulas.HeadFormula(None, merge))  # type: ignore[arg-type]
-        merged = head_formulas.merge_formulas({"mine": a}, {"mine": b}, *counts)["mine"]
-        assert merged[:4].tolist() == expected
-        assert merged.isfinite().all()
+    n_a, n_b = torch.tensor([3, 0, 1, 0, 0]), torch.tensor([1, 2, 0, 1, 0])
+    nothing = LogitStats.empty(5, 5, a)
+    first, second = (dataclasses.replace(nothing, n_queries=n, entropy_error=x) for n, x in ((n_a, a), (n_b, b)))
+    both = merge(first, second).entropy_error
+    assert both is not None
+    assert both[:4].tolist() == [2.0, 10.0, 7.0, 6.0]
+    assert both.isfinite().all()
+    assert merge(first, nothing).entropy_error is merge(nothing, first).entropy_error is a
+    assert merge(nothing, nothing).entropy_error is None
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])

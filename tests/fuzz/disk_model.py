@@ -1,4 +1,4 @@
-"""Disks that lose power and disks that fail, in the place of `records.system_calls.SYSTEM`."""
+"""Disks that lose power and disks that fail, in the place of `os` and `open` in the modules of qkeel.records."""
 
 from __future__ import annotations
 
@@ -11,20 +11,55 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from qkeel.records import system_calls
-from qkeel.records.system_calls import System
+import pytest
+
+from qkeel.records import disk, files, regular_files
 
 _DIRECTORY = -1  # in the place of a file's number
+
+
+class System:
+    """The calls of `os`, as qkeel.records.disk makes them, and `open`, by which its neighbours read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Path, flags: int, mode: int) -> int:
+        return os.open(path, flags, mode)
+
+    def reader(self, path: Path, mode: str) -> BinaryIO:
+        return open(path, mode)  # type: ignore[return-value]
+
+    def write(self, file: int, data: bytes | memoryview) -> int:
+        return os.write(file, data)
+
+    def ftruncate(self, file: int, size: int) -> None:
+        os.ftruncate(file, size)
+
+    def fsync(self, file: int) -> None:
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def replace(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
 
 
 @contextlib.contextmanager
 def in_place(system: System) -> Iterator[None]:
     """Lets every file of a run go through this system."""
-    before, system_calls.SYSTEM = system_calls.SYSTEM, system
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "os", system)
+        for module in (files, regular_files):
+            patch.setattr(module, "open", system.reader, raising=False)
         yield
-    finally:
-        system_calls.SYSTEM = before
 
 
 class Unsynced(System):
@@ -57,9 +92,9 @@ class Journal(Unsynced):
         number = self._files[path]
         self.calls += [("write", number, at, bytes(raw[at : at + 1])), ("sync", number)]
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int, mode: int) -> int:
         new = not path.exists()
-        file = super().open(path, flags)
+        file = super().open(path, flags, mode)
         if path.is_dir():
             self._opened[file] = path
             return file
@@ -79,8 +114,8 @@ class Journal(Unsynced):
         self._sizes[number] += taken
         return taken
 
-    def truncate(self, file: int, size: int) -> None:
-        super().truncate(file, size)
+    def ftruncate(self, file: int, size: int) -> None:
+        super().ftruncate(file, size)
         number = self._opened[file]
         assert isinstance(number, int)
         self.calls.append(("truncate", number, size))
@@ -192,15 +227,15 @@ class Failing(Unsynced):
     def _fail(self) -> None:
         raise OSError(self.number, os.strerror(self.number))
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int, mode: int) -> int:
         if self._due(fills=bool(flags & os.O_CREAT) and not path.exists()):
             self._fail()
-        return super().open(path, flags)
+        return super().open(path, flags, mode)
 
-    def reader(self, path: Path) -> BinaryIO:
+    def reader(self, path: Path, mode: str) -> BinaryIO:
         if self._due():
             self._fail()
-        return super().reader(path)
+        return super().reader(path, mode)
 
     def write(self, file: int, data: bytes | memoryview) -> int:
         if self._due(fills=True):
@@ -208,10 +243,10 @@ class Failing(Unsynced):
             self._fail()
         return super().write(file, data)
 
-    def truncate(self, file: int, size: int) -> None:
+    def ftruncate(self, file: int, size: int) -> None:
         if self._due():
             self._fail()
-        super().truncate(file, size)
+        super().ftruncate(file, size)
 
     def fsync(self, file: int) -> None:
         if self._due():

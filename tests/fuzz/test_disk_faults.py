@@ -19,7 +19,7 @@ from tests.fuzz.disk_model import Journal, after_power_loss, in_place
 from qkeel.records import RunDirectory, checksums, files
 
 PAIRS = list(itertools.product(CLASSES, SUBJECTS))
-FEW = {"study": 6, "watched": 25}
+FEW = {"study": 3, "watched": 12}
 
 
 def sampled(found: Iterator[Any], count: int) -> list[Any]:

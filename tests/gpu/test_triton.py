@@ -23,7 +23,7 @@ from qkeel.kernels.native.adamw import AdamTensors
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
-from qkeel.kernels.triton import adam_lines, available
+from qkeel.kernels.triton import adam_lines, available, first_use
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm
@@ -64,6 +64,11 @@ def test_tensors_here_go_through_triton() -> None:
     from qkeel.kernels.triton import norm_rope
 
     assert encode.operator_for(torch.device(DEVICE)) is norm_rope.norm_rope
+
+
+@pytest.mark.parametrize("family", list(first_use.CASES))
+def test_every_family_computes_what_torch_does(family: str) -> None:
+    assert first_use.difference(family, torch.device("cuda", 0)) <= 1
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
@@ -180,7 +185,7 @@ def test_heads_of_many_weights_are_copied_measured_moved_and_scaled(dtype: torch
 @pytest.mark.parametrize("remedy", STEPPED)
 def test_a_step_by_the_kernels_is_the_step_by_torchs_operators(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for native in ("1", "0"):
+    for native in ("write", "0"):
         monkeypatch.setenv("QKEEL_TRITON", native)
         model, optimizer = trained(remedy, capturable=False)
         optimizer.step()
@@ -205,8 +210,7 @@ def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Mo
 
 
 def test_a_step_of_adam_with_a_rate_per_line_is_the_formula_and_leaves_its_squares() -> None:
-    kernels = available.adamw_kernels(torch.device("cuda", 0))
-    assert kernels is not None
+    kernels = adam_lines
     for seed in range(60):
         torch.manual_seed(seed)
         t, o = any_tensors(random.Random(seed))
@@ -228,8 +232,9 @@ def test_a_fused_step_taken_over_is_the_one_that_is_rescaled(remedy: str, monkey
     """At factor 1 that is torch's own step."""
     found, taken, theirs = [], Counter[str](), adam_lines._launch
     count = lambda *given: (taken.update(["step" if given[-1]["STEP"] else "sum"]), theirs(*given))  # noqa: E731
+    assert available.trusted("step of AdamW", torch.device("cuda", 0))  # its case is not counted
     monkeypatch.setattr(adam_lines, "_launch", count)
-    for native in ("1", "0"):
+    for native in ("write", "0"):
         monkeypatch.setenv("QKEEL_TRITON", native)
         model, optimizer = trained("none" if native == "0" and "=1" in remedy else remedy, False, "fused")
         optimizer.step()

@@ -41,7 +41,6 @@ def test_the_cell_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(pages) == 6  # empty, three samples, an alarm, the end
     assert "nothing measured yet" in pages[0]
     assert "step 10" in pages[2]
-    assert "polyline" in pages[2]
     assert "ceiling 1000" in pages[4] or str(alarm(step=20))[:20] in pages[4]
     assert repr(view).startswith("step 20")
     slow = sink("notebook:seconds=1000")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.forked import forkserver
 
-KILLS = 8
+KILLS = 5
 
 
 def session(leader: int) -> list[int]:
@@ -44,7 +44,7 @@ def table(out: Path) -> list[dict[str, str]]:
 
 
 def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int) -> None:
-    """Run `work` in processes of its own, the first eight killed within `longest` seconds, until one ends well."""
+    """Run `work` in processes of its own, the first five killed within `longest` seconds, until one ends well."""
     context = forkserver()
     instants = random.Random(seed)
     kills, child = 0, None

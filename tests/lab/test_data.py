@@ -14,7 +14,7 @@ from qkeel.lab import ModelConfig, RunConfig, run
 from qkeel.lab.config import DataConfig
 from qkeel.lab.data import corpus as corpus_module
 from qkeel.lab.data.corpus import batch, heldout, load, split
-from qkeel.records import system_calls
+from qkeel.records import regular_files
 
 
 def text(n: int, seed: int = 0) -> bytes:
@@ -223,7 +223,7 @@ def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(system_calls.SYSTEM, "reader", refuse)
+    monkeypatch.setattr(regular_files, "open", refuse, raising=False)
     refused(data(path), "cannot read .*secret.txt: Permission denied")
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import stat
 import time
@@ -119,9 +120,9 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {
-        "sbatch": SBATCH.format(kept=tmp_path),
+        "sbatch": SBATCH.format(kept=shlex.quote(str(tmp_path))),
         "sacct": "#!/bin/sh\necho 'JobID|State'\necho '77_0|FAILED'\necho '77_1|FAILED'\n",
-        "scancel": f"#!/bin/sh\necho $@ >> {tmp_path}/cancelled\n",
+        "scancel": f"#!/bin/sh\necho $@ >> {shlex.quote(str(tmp_path))}/cancelled\n",
         "srun": "#!/bin/sh\n",
     }.items():
         (commands / name).write_text(text)

@@ -14,7 +14,7 @@ for name in ({blocked}):
 
 def python(code: str, *blocked: str) -> subprocess.CompletedProcess[str]:
     block = BLOCK.format(blocked=", ".join(map(repr, blocked)) + ",")
-    return subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, timeout=400)
 
 
 def test_the_command_line_says_what_it_needs() -> None:

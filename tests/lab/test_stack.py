@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.lab.killing import kill_until_done
+from tests.quick import one_in
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
@@ -116,7 +117,7 @@ def check_steps(
         assert held["val_loss"] == pytest.approx(score["val_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("remedy", [*STACKED, *MORE])
+@pytest.mark.parametrize("remedy", one_in([*STACKED, *MORE], 2))
 def test_each_remedy_in_a_stack_has_the_numbers_it_has_alone(tiny: Make, remedy: str) -> None:
     check_steps(several(tiny, steps=3, remedy=remedy)[1:])
 
@@ -131,7 +132,7 @@ def micro(remedy: str, **fields: Any) -> list[RunConfig]:
 FUSED = ("none", "qk_norm", "qk_norm:kind=l2,gain=scalar", "softcap", "peri_norm", "lalr:tau=0.3+qk_clip:threshold=1")
 
 
-@pytest.mark.parametrize("remedy", FUSED)
+@pytest.mark.parametrize("remedy", one_in(FUSED, 2))
 def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(
     remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from qkeel.lab.execution.workers import Job, Outcome, work, work_here
 from qkeel.lab.plan import FULL_GRID, PlannedRun, product
 from qkeel.lab.training import environment, step
 from qkeel.lab.training.run_state import RunState
-from qkeel.metrics import paired_gain
+from qkeel.metrics import paired_gain, planned_power
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.records.rundir import locked
 from qkeel.report import write
@@ -240,9 +240,42 @@ def test_the_demo_is_the_grid_and_the_drift_pair() -> None:
     made = make_plan("demo")
     roles = [run.role for run in made.runs]
     assert (roles.count("grid"), roles.count("drift")) == (72, 2)
+    at = [(run.config.remedy, run.config.optim.lr) for run in made.runs if run.role == "grid"]
+    assert [at.count(("qk_norm", lr)) for lr in made.grid.lrs] == [2, 8, 2]
     assert all(run.config.optim.schedule == "constant" for run in made.runs)
     drift = [run.config for run in made.runs if run.role == "drift"]
     assert [(c.remedy, c.optim.lr, c.steps) for c in drift] == [("none", 0.03, 800), ("qk_norm", 0.03, 800)]
+
+
+def test_the_demo_names_the_comparison_that_it_decides_with_power_to_spare(tmp_path: Path) -> None:
+    named = make_plan("demo").primary
+    assert named is not None
+    assert (named.remedy, named.baseline, named.lr) == ("qk_norm", "none", 0.1)
+    assert named.expected is not None
+    assert named.spread is not None
+    assert planned_power(named.expected, named.spread, 8) > 0.95
+    shorter = make_plan("demo", RunConfig(steps=3)).primary
+    assert shorter == named.without_power()  # of other settings no spread is known
+    assert make_plan("demo", grid=Grid(remedies=["none"], lrs=[0.1], seeds=[0])).primary is None
+    assert make_plan("lr").primary is None
+
+
+def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: Make, tmp_path: Path) -> None:
+    grid = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0])
+    out = tmp_path / "s"
+    for seeds in ([0], [0, 1]):
+        plan = make_plan("demo", tiny(), dataclasses.replace(grid, seeds=seeds))
+        result = run_plan(plan, out, Execution())
+        assert read_json(out / "study.json")["primary"] == {
+            **{"remedy": "qk_norm", "baseline": "none", "lr": 0.1},
+            **{"expected": None, "spread": None, "source": ""},
+        }
+        assert [row["primary"] for row in result.table] == [True] * 2 * len(seeds) + [False] * 2  # the longer pair
+    assert "primary" in (out / "table.csv").read_text().splitlines()[0].split(",")
+    about = {k: v for k, v in read_json(out / "study.json").items() if k != "primary"}
+    write_json(out / "study.json", about)
+    with pytest.raises(RunDirectoryError, match="primary: the comparison"):
+        run_plan(plan, out, Execution())
 
 
 def test_the_full_grid_is_three_decades() -> None:

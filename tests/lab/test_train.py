@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tests.quick import quick
+from tests.fuzz.disk_model import System
+from tests.quick import one_in, quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
@@ -19,7 +20,7 @@ from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
 from qkeel.lab.training.evaluate import PROBE_FIELDS, remembered
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
-from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, system_calls, write_json
+from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
 
 Make = Callable[..., RunConfig]
 TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
@@ -231,12 +232,15 @@ def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [
-        ("env.json", "env.json is not whole JSON"),
-        ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
-        ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
-        ("heads.f32", "heads.f32 has 40 bytes"),
-    ],
+    one_in(
+        [
+            ("env.json", "env.json is not whole JSON"),
+            ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
+            ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
+            ("heads.f32", "heads.f32 has 40 bytes"),
+        ],
+        2,
+    ),
 )
 def test_a_torn_file_is_named_and_the_run_starts_again(
     tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, place: str
@@ -331,14 +335,13 @@ def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
 def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = system_calls.System.write
+    class Full(System):
+        def write(self, file: int, data: bytes | memoryview) -> int:
+            if b'"step": 6,' in bytes(data):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(file, data)
 
-    def full(system: system_calls.System, file: int, data: bytes) -> int:
-        if b'"step": 6,' in bytes(data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(system, file, data)
-
-    monkeypatch.setattr(system_calls.System, "write", full)
+    monkeypatch.setattr(disk, "os", Full())
     with pytest.raises(RunDirectoryError, match=r"No space left on device.*run the same command again"):
         run(tiny(), tmp_path / "r")
     monkeypatch.undo()

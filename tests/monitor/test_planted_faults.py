@@ -73,12 +73,10 @@ UNREACHED = {
     "monitor.alarms.forecast:PlannedRates.when": "of a forecast",
     "monitor.alarms.recording:Recording.": "of the history, which the user asks for, and after 4,096 samples",
     "monitor.alarms.rule:": "trends need tens of steps",
-    "monitor.alarms.rules:EntropyDrop.check": "only where it is asked for",
     "monitor.alarms.setup_rules:": "facts that these models do not have: fused rounding, a bound of gains",
     "monitor.cadence:Cadence.": "abstract",
     "monitor.cadence:LogSpaced.": "made by the user",
     "monitor.measure.call_statistics:CallStatistics.rows": "needs a compiled kernel: tests/kernels/native/test_watched",
-    "monitor.measure.call_statistics:_formulas": "statistics that somebody has added",
     "monitor.measure.gain_bounds:_largest": "gains that are split over processes; see tests/processes",
     "monitor.measure.gain_bounds:GainBounds._longest": "a learned factor of log n: tests/monitor/test_gains",
     "monitor.monitor:Monitor.compiled": "the user asks for it",
@@ -96,7 +94,6 @@ UNREACHED = {
     "monitor.monitor:Monitor.plot": "called by the user, as the one before, and needs matplotlib",
     "records.checksums:": "reads records, for commands",
     "records.disk:": "goes on with runs of the lab, or what is left where writing has failed",
-    "records.system_calls:": "as the one before",
     "records.file_fields:": "reads records, for commands",
     "records.files:": "reads records, or makes the directories of a study",
     "records.heads_file:": "reads records, for commands",
@@ -256,13 +253,13 @@ def check(wrong: Callable[[str, int], str], names: Iterable[str]) -> None:
 
 
 def test_a_fault_in_a_function_leaves_training_as_it_is(tmp_path: Path) -> None:
-    """One in seven of the functions of four settings; `test_a_fault_in_any_function…` plants all."""
+    """One in fourteen of the functions of four settings; `test_a_fault_in_any_function…` plants all."""
     calls = Calls(tmp_path, list(SETTINGS)[:4])
     assert len(calls.found) > 400
     check(
         lambda name, i: wrong(name, calls, Fault(KINDS[i % len(KINDS)])),
         # By the name, so that what is planted does not change with the functions that run on one machine only.
-        [name for name in calls.found if crc32(name.encode()) % 7 == 0],
+        [name for name in calls.found if crc32(name.encode()) % 14 == 0],
     )
 
 

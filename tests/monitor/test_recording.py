@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import ShapeError
-from qkeel.monitor import AlarmLog, EntropyDrop, History, Recording, replay
+from qkeel.monitor import AlarmLog, History, Recording, replay
 from qkeel.monitor.alarms.forecast import clock
 from qkeel.monitor.alarms.rules import DEFAULT
 from qkeel.records import Heads
@@ -104,7 +104,7 @@ def test_a_logit_beyond_float32_is_infinite() -> None:
 
 
 def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:
-    recording, log, heads = Recording(LAYERS), AlarmLog([*DEFAULT, EntropyDrop()]), []
+    recording, log, heads = Recording(LAYERS), AlarmLog(DEFAULT), []
     steps = np.arange(1, 1401)
     for step in steps:
         logit = np.full((2, 3), 2.0 + 3e-4 * step**2)

@@ -28,10 +28,10 @@ def run(where: Path, names: list[str], seconds: float) -> None:
 
 
 def test_two_processes_measure_as_one_and_stop_as_one(tmp_path: Path) -> None:
-    run(tmp_path, [case.__name__ for case in FAST], 100)
+    run(tmp_path, [case.__name__ for case in FAST], 500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
 def test_two_processes_with_sharded_or_split_weights(case: object, tmp_path: Path) -> None:
-    run(tmp_path, [case.__name__], 100)  # type: ignore[attr-defined]
+    run(tmp_path, [case.__name__], 500)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.quick import quick
+from tests.quick import one_in, quick
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -62,7 +62,7 @@ def checkpointed(reentrant: bool) -> Callable[[nn.Module], None]:
 
 @pytest.mark.filterwarnings("ignore:`use_cache=True` is incompatible")
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("build", one_in([llama, gpt2], 2))
 def test_with_gradient_checkpointing(build: Callable[[], nn.Module], reentrant: bool) -> None:
     family = Family(build=build, loss=hf_loss)
     plain, seen, bound = [
@@ -102,7 +102,7 @@ def qk_normed() -> nn.Module:
     return decoder(spec=preset("olmo2"), dropout=0.0)
 
 
-@pytest.mark.parametrize("around", [torch.enable_grad, bf16])
+@pytest.mark.parametrize("around", one_in([torch.enable_grad, bf16], 3))
 @pytest.mark.parametrize("build", [qk_normed, decoder, llama])
 def test_the_bound_of_an_adaptive_cadence_changes_nothing(build: Callable[[], nn.Module], around: Any) -> None:
     family = Family(build=build, loss=hf_loss if build is llama else token_loss)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tests.monitor.small import Small, batch, hooks, small
+from tests.quick import one_in
 from torch import Tensor, nn
 
 from qkeel import watch
 from qkeel.errors import (
+    AlarmWarning,
     AlreadyAppliedError,
     InvalidTypeError,
     InvalidValueError,
@@ -23,6 +25,7 @@ from qkeel.errors import (
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.monitor import Adaptive, History, LogSpaced, Rule
 from qkeel.monitor.measure.query_mask import Given
+from qkeel.nn import Attention
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
@@ -165,13 +168,16 @@ def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batche
 
 @pytest.mark.parametrize(
     ("every", "measured"),
-    [
-        (1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-        (3, [0, 3, 6, 9]),
-        (LogSpaced(per_decade=4), [0, 1, 2, 3, 6, 10]),
-        (Adaptive(least=2, most=4, change=1e9), [0, 4, 8]),
-        (Adaptive(least=3, most=50, change=1e-12), [0, 3, 6, 9]),
-    ],
+    one_in(
+        [
+            (1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+            (3, [0, 3, 6, 9]),
+            (LogSpaced(per_decade=4), [0, 1, 2, 3, 6, 10]),
+            (Adaptive(least=2, most=4, change=1e9), [0, 4, 8]),
+            (Adaptive(least=3, most=50, change=1e-12), [0, 3, 6, 9]),
+        ],
+        2,
+    ),
 )
 def test_a_cadence_says_which_steps_are_measured(every: Any, measured: list[int]) -> None:
     model, optimizer, monitor = setup(every=every)
@@ -488,3 +494,52 @@ def test_inputs_on_another_device_are_the_models_own_error() -> None:
             model(batch(0).to("meta")).sum().item()
         model(batch(0))
         assert counts(monitor.read()) == [[10, 10]] * 2
+
+
+# --- the largest logits alone ---------------------------------------------------------------------------------------
+
+
+class WrittenOut(nn.Module):
+    """Attention as a matrix product and a softmax, with two query heads to a key head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k))
+        k = k.repeat_interleave(2, 1)
+        return ((q @ k.mT / 2).softmax(-1) @ k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("make", [small, WrittenOut, lambda: nn.Sequential(Attention(8, 4, 2))])
+def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(make: Callable[[], nn.Module]) -> None:
+    model, found = make(), {}
+    for stats in (True, "max"):
+        with watch(model, stats=stats) as monitor:
+            model(30 * batch(0))
+            model(batch(1))
+            table, tops = monitor.table(), monitor.history.series("max_logit")
+            sample = monitor.sample
+            assert sample is not None
+            found[stats] = {name: x for name, x in sample.heads.items() if not np.isnan(x).all()}, tops
+        assert "max logit" in table
+    assert {"max_logit", "entropy"} <= found[True][0].keys()
+    assert {*found["max"][0]} - {"non_finite"} == {"max_logit"}
+    np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_maxima_alone_merge_over_batches_and_raise_alarms() -> None:
+    model, optimizer, monitor = setup(stats="max")
+    step(model, optimizer, 0, 1)
+    both = {name: s.max_logit for name, s in monitor.read().items()}
+    fresh = small()
+    with watch(fresh, stats=True) as whole:
+        fresh(torch.cat([batch(0), batch(1)]))
+        assert all(torch.allclose(s.max_logit, both[name]) for name, s in whole.read().items())
+    model.blocks[0].q.weight.data.mul_(1e5)
+    with pytest.warns(AlarmWarning, match="max logit .* is over 1"):
+        step(model, optimizer, 2)
+    model.blocks[1].k.weight.data.fill_(math.nan)
+    with pytest.warns(AlarmWarning, match="NaN or infinite"):
+        step(model, optimizer, 3)

@@ -6,12 +6,11 @@ import importlib
 
 import torch
 import torch._dynamo
+from tests.patching.private_names import PRIVATE_NAMES, PrivateName
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn import functional
-
-from qkeel.patching.private_names import PRIVATE_NAMES, PrivateName
 
 
 def test_the_installed_torch_has_every_private_name() -> None:

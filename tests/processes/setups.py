@@ -35,9 +35,7 @@ class Setup:
 SETUPS: dict[str, Setup] = {
     "ddp": Setup(title="DistributedDataParallel", processes=2, quick=True, remedies=WHOLE),
     "ddp_no_sync": Setup(title="DistributedDataParallel, two micro-batches with no_sync", processes=2, remedies=WHOLE),
-    "ddp_closure": Setup(
-        title="DistributedDataParallel, optimizer.step(closure)", processes=2, quick=True, remedies=WHOLE
-    ),
+    "ddp_closure": Setup(title="DistributedDataParallel, optimizer.step(closure)", processes=2, remedies=WHOLE),
     "ddp_checkpointing": Setup(title="DistributedDataParallel, gradient checkpointing", processes=2, remedies=WHOLE),
     "ddp_compile": Setup(title="DistributedDataParallel around torch.compile", processes=2, remedies=WHOLE),
     "ddp_uneven": Setup(title="DistributedDataParallel, 5 and 3 sequences", processes=2, remedies=WHOLE),

@@ -21,7 +21,7 @@ def run(folder: Path, *cases: str) -> None:
         assert all(f"{case}\n" in text for case in cases), text
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_fault_of_one_process_and_a_late_one_leave_nobody_waiting(tmp_path: Path) -> None:
     run(tmp_path, "some_faults", "late_processes")
 

@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.fuzz.disk_model import System
 
 from qkeel.errors import DamagedFileError, RunDirectoryError
-from qkeel.records import append_line, disk, read_json, read_lines, system_calls, write_bytes, write_json, write_text
+from qkeel.records import append_line, disk, read_json, read_lines, write_bytes, write_json, write_text
 from qkeel.records.checksums import check_seal, seal
 from qkeel.records.disk import make_directory
 
@@ -138,7 +139,7 @@ def test_a_last_line_that_was_surely_written_is_damaged_not_torn(tmp_path: Path)
         list(read_lines(path, sure=size))
 
 
-class Nearly(system_calls.System):
+class Nearly(System):
     """A disk that takes so many bytes more, in pieces of seven; it counts its waits."""
 
     def __init__(self, room: int) -> None:
@@ -158,7 +159,7 @@ class Nearly(system_calls.System):
 def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_line(tmp_path / "m.jsonl", {"step": 0})
     before = (tmp_path / "m.jsonl").read_bytes()
-    monkeypatch.setattr(system_calls, "SYSTEM", Nearly(len(before) + 20))
+    monkeypatch.setattr(disk, "os", Nearly(len(before) + 20))
     append_line(tmp_path / "m.jsonl", {"step": 1})
     with pytest.raises(RunDirectoryError, match=r"cannot append to .*m\.jsonl: No space left"):
         append_line(tmp_path / "m.jsonl", {"step": 2})
@@ -169,7 +170,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyt
 
 def test_only_what_was_appended_since_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = Nearly(10_000)
-    monkeypatch.setattr(system_calls, "SYSTEM", system)
+    monkeypatch.setattr(disk, "os", system)
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     waits = []
     for written in ([0, 1], [0], [], [1]):

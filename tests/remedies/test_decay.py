@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import one_in
 from torch import nn
 
 import qkeel
@@ -113,7 +114,7 @@ def test_weights_without_a_gradient_are_not_decayed() -> None:
 # --- qk_weight_decay
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_in(FAMILIES, 3))
 def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys(family: str) -> None:
     model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
     plain, decayed = (FAMILIES[family].model() for _ in range(2))

@@ -53,13 +53,13 @@ def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_misuse_is_an_error_on_every_process_and_leaves_nothing_behind(tmp_path: Path) -> None:
     run(tmp_path, 2, ["some_misuses", "a_swapped_weight_stops_all"])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_every_misuse_in_both_ways_to_wrap(tmp_path: Path) -> None:
     run(tmp_path, 2, ["misuses"])
 

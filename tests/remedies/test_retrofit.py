@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import one_in
 from torch import Tensor, nn
 
 import qkeel
@@ -182,7 +183,7 @@ def test_weights_that_something_else_uses_are_not_scaled(batches: list[Tensor]) 
     assert Balance(model, sites).sites == []
 
 
-@pytest.mark.parametrize("gain", ["dim", "head_dim", "one_plus_dim"])
+@pytest.mark.parametrize("gain", one_in(["dim", "head_dim", "one_plus_dim"], 3))
 def test_gains_alone_bring_it_closer_by_attention_and_by_output(
     llama: nn.Module, batches: list[Tensor], held_out: list[Any], gain: str
 ) -> None:

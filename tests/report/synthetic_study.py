@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkeel.metrics import alarm_step, collapsed, spike_score
-from qkeel.records import HeadRecorder, RunDirectory, append_line, write_json, write_text
+from qkeel.records import HeadRecorder, RunDirectory, append_line, read_json, write_json, write_text
 
 REMEDIES = ("none", "qk_norm", "lalr:tau=0.1", "qk_lr:factor=0.1", "softcap:cap=50", "qk_clip:threshold=30")
 LRS = (0.01, 0.03, 0.1)
@@ -221,3 +221,29 @@ def _summary(made: Made, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "spike_score": spike_score([r["train_loss"] for r in records if r["train_loss"] is not None]),
         "status": "done",
     }
+
+
+PRIMARY = {
+    "remedy": "qk_norm",
+    "baseline": "none",
+    "lr": 0.1,
+    "expected": 0.1,
+    "spread": 0.06,
+    "source": "as on seeds 1000 to 1015",
+}
+FEW = (0, 1)  # seeds at the rates where nothing is decided
+
+
+def planned(path: Path, remedies: Sequence[str] = REMEDIES, seeds: int = 8, **primary: Any) -> Path:
+    """Write a study that names a primary comparison, with `seeds` seeds at its rate, in which gains differ."""
+    runs = [*grid(remedies, (0.01, 0.03), FEW), *grid(remedies, (0.1,), range(seeds))]
+    runs = [
+        made
+        if made.remedy == "none"
+        else dataclasses.replace(made, val_loss=made.val_loss + 0.05 * math.sin(made.seed))
+        for made in runs
+    ]
+    make_study(path, [*runs, *drift()], name="demo")
+    about = read_json(path / "study.json")
+    write_json(path / "study.json", {**about, "primary": {**PRIMARY, **primary}})
+    return path

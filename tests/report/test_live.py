@@ -24,7 +24,7 @@ SMALL = Seen(layers=2, heads=2, samples=4, complete=False)
 
 def get(server: LiveServer, path: str = "/", host: str | None = None, method: str = "GET") -> tuple[int, str]:
     port = int(server.url.rstrip("/").rpartition(":")[2])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request(method, path, headers={} if host is None else {"Host": host.replace("PORT", str(port))})
     answer = connection.getresponse()
     body = answer.read().decode()
@@ -129,7 +129,7 @@ def test_closing_frees_the_port_and_leaves_no_thread(tmp_path: Path):
     waiting.start()
     server.close()
     server.close()
-    waiting.join(timeout=5)
+    waiting.join(timeout=300)
     assert not waiting.is_alive()
     assert not any(thread.name == "qkeel-live" for thread in threading.enumerate())
     with socket.socket() as other:
@@ -161,7 +161,7 @@ def test_the_run_goes_on_while_the_page_is_made(tmp_path: Path):
         reader.start()
         make_watch(tmp_path / "run", Seen(layers=2, heads=2, samples=80, complete=True))
         stop.set()
-        reader.join(timeout=30)
+        reader.join(timeout=300)
         last = get(server)[1]
     assert "790 steps" in last
     assert all(page.rstrip().endswith("</html>") for page in pages)

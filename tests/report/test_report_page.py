@@ -87,7 +87,7 @@ sys.modules["qkeel"] = package
 
 def alone(code: str, *arguments: str) -> None:
     command = [sys.executable, "-c", ALONE + code, *arguments]
-    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

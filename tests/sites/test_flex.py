@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.each_row import each_row
 from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
+from tests.quick import one_in
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
@@ -130,7 +131,7 @@ def seen(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LogitStats]:
     return found
 
 
-@pytest.mark.parametrize("rows", [1 << 20, 2])
+@pytest.mark.parametrize("rows", one_in([1 << 20, 2], 3))
 @pytest.mark.parametrize("case", CASES)
 def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
     case: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +201,7 @@ def aliases() -> dict[str, Callable[..., Any]]:
     }
 
 
-@pytest.mark.parametrize("name", aliases())
+@pytest.mark.parametrize("name", one_in(aliases(), 2))
 def test_it_is_seen_and_its_rows_are_found_under_every_alias(name: str) -> None:
     model = nn.Sequential(Block(aliases()[name]))
     x = torch.randn(B, T, H * D)

@@ -190,7 +190,7 @@ def test_a_preset_that_is_not_a_name_is_refused(bad: object) -> None:
 
 @pytest.mark.parametrize("bad", ["512", None, [1]])
 def test_an_option_that_is_not_a_number_is_refused(bad: object) -> None:
-    with pytest.raises(InvalidTypeError, match="expected a number for option 'train_length' of preset 'cosa'"):
+    with pytest.raises(InvalidTypeError, match="expected a whole number for option 'train_length' of preset 'cosa'"):
         preset("cosa", train_length=bad)  # type: ignore[arg-type]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from qkeel.autopilot.ladder import Ladder
 from qkeel.autopilot.policy import Policy
 from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.registry import Term, build, lookup, parse
+from qkeel.options import build
+from qkeel.registry import Term, lookup, parse
 
 POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
 
@@ -17,7 +18,7 @@ def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
         InvalidValueError for a ladder that may add parameters where it must not.
 
     >>> policy("ladder:threshold=50").threshold
-    50
+    50.0
     """
     found = _built(named) if isinstance(named, str) else named
     if not isinstance(found, Policy):

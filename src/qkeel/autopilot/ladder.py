@@ -9,10 +9,10 @@ import numpy as np
 
 from qkeel.autopilot.growing_heads import ahead, at_the_end, growing
 from qkeel.autopilot.policy import Action, Decision, Policy, Records
-from qkeel.errors import InvalidValueError, check
 from qkeel.monitor.alarms import thresholds
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.alarms.rules import Approach, Ceiling, EntropyCollapse, Growth, Outlook
+from qkeel.options import Count, Positive, settle
 
 # What makes it act: the alarms whose quality docs/alarms.md measures, but none of the notices, which healthy runs have.
 RULES: tuple[Rule, ...] = (
@@ -43,11 +43,11 @@ class Ladder(Policy):
     each release doubles `calm` for that action and site. The norm stays.
     """
 
-    threshold: float = 15.0
-    tau: float = 0.1
-    every: int = 2
-    patience: int = 3
-    calm: int = 20
+    threshold: Positive = 15.0
+    tau: Positive = 0.1
+    every: Count = 2
+    patience: Count = 3
+    calm: Count = 20
     allow_new_parameters: bool = False
     ask_for_rate: bool = False
 
@@ -57,14 +57,7 @@ class Ladder(Policy):
     )
 
     def __post_init__(self) -> None:
-        for option, value in (("threshold", self.threshold), ("tau", self.tau)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < np.inf:
-                raise InvalidValueError(f"expected a number above 0 as {option} of the policy ladder, got {value!r}")
-        for option, count in (("every", self.every), ("patience", self.patience), ("calm", self.calm)):
-            if type(count) is not int or count < 1:
-                raise InvalidValueError(f"expected a whole number above 0 as {option} of ladder, got {count!r}")
-        for option, flag in (("allow_new_parameters", self.allow_new_parameters), ("ask_for_rate", self.ask_for_rate)):
-            check(isinstance(flag, bool), f"true or false as {option} of the policy ladder", repr(flag))
+        settle(self, "the policy ladder")
 
     def decide(self, records: Records) -> tuple[Decision, ...]:
         series = records.history.series("max_logit")

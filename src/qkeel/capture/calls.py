@@ -453,8 +453,7 @@ def _keys_seen(call: ScoresCall) -> Tensor:
 def cat_heads(parts: list[LogitStats]) -> LogitStats:
     """The statistics of calls of one head each as those of one site."""
     whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
-    formulas = {name: torch.cat([p.formulas[name] for p in parts]) for name in parts[0].formulas}
-    return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]), formulas=formulas)
+    return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))
 
 
 # --- The per-head statistics of an attention call that was seen, and its maxima alone, and those of a pass by site

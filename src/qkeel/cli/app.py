@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from cyclopts import App, CycloptsError
@@ -16,7 +15,6 @@ from qkeel.cli.commands import HELP_ALL, commands, example
 from qkeel.cli.exits import FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
 
-COMPLETIONS = Path(__file__).with_name("completions")  # written beforehand: to make one imports every command
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout: no command opens files bare
 
 
@@ -49,12 +47,15 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the script that completes commands and options in bash, zsh or fish.
 
     For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`; for zsh a file `_qkeel` in a
-    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. A new shell knows it.
+    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. A new shell knows it. After an upgrade of qkeel
+    write it again. Takes seconds: to ask every command for its options imports all of them.
 
     Args:
         shell: The shell.
     """
-    print((COMPLETIONS / shell).read_text(), end="")
+    script = make_app(()).generate_completion(prog_name="qkeel", shell=shell).rstrip()
+    # zsh runs the file as the function: one that only defined another would complete nothing at the first Tab or later.
+    print(script + '\n\n_cyclopts_qkeel "$@"' * (shell == "zsh"))
     return OK
 
 

@@ -17,8 +17,8 @@ from cyclopts import Parameter
 from qkeel.cli.commands import HELP_ALL
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.config_fields import field_types
 from qkeel.lab.studies.multimodal import BASE
+from qkeel.options import annotations
 from qkeel.records.strict_toml import read_toml, toml_line
 
 Settings = dict[str, Any]  # a TOML table: numbers, text, booleans, lists and tables by name
@@ -43,7 +43,7 @@ _RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
 _ENTRIES: dict[str, tuple[str, str]] = {
     _RENAMED.get((section, field), field): (section, field)
     for section, (cls, _) in _SECTIONS.items()
-    for field, kind in field_types(cls).items()
+    for field, kind in annotations(cls).items()
     if not dataclasses.is_dataclass(kind)
 }
 
@@ -68,7 +68,7 @@ def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), s
 
 def _kind(cls: type, field: str, several: bool) -> object:
     """The type of a field's flag: a list of the field's where it may be given several times, of which none is None."""
-    kind: Any = field_types(cls)[field]
+    kind: Any = annotations(cls)[field]
     alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
     return list[alone] if several else kind
 

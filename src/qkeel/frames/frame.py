@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from qkeel.errors import needed
+from qkeel.frames.markup import plain_table, tag
 from qkeel.registry import lookup
 
 Foreign = Any  # what a library makes that need not be installed: a DataFrame, an Axes
@@ -53,17 +53,14 @@ class Frame:
         """The first and the last rows."""
         n = len(self)
         rows = [*range(min(n, _SHOWN)), *range(max(_SHOWN, n - _SHOWN), n)]
-        left_out = f"<tr>{'<td>…</td>' * len(self.columns)}</tr>" if n > len(rows) else ""
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        lines = ["".join(f"<td>{_cell(values[row])}</td>" for values in self.columns.values()) for row in rows]
-        lines = [f"<tr>{line}</tr>" for line in lines]
-        body = "".join([*lines[:_SHOWN], left_out, *lines[_SHOWN:]])
-        return f"<div><p>{n:,} rows</p><table><tr>{head}</tr>{body}</table></div>"
+        lines = [[_cell(values[row]) for values in self.columns.values()] for row in rows]
+        if n > len(rows):
+            lines.insert(_SHOWN, ["…"] * len(self.columns))
+        return tag("div", {}, tag("p", {}, f"{n:,} rows"), plain_table(self.columns, lines))
 
 
 def _cell(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
-    return html.escape(text)
+    return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
 
 
 def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:

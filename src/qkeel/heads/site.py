@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from qkeel.capture.calls import Layout
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.frames import Frame
+from qkeel.frames.markup import join, tag
 from qkeel.functional.updates import repeat_groups
 from qkeel.spec import AttentionSpec
 
@@ -378,8 +378,7 @@ class Sites(list[AttentionSite]):
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
-        missed = "".join(f"<p>not understood: {html.escape(str(one))}</p>" for one in self.missed)
-        return f"{Frame(columns)._repr_html_()}{missed}"
+        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
 
 
 def share(known: int, missed: int) -> str:

@@ -1,4 +1,4 @@
-"""A live view in a notebook: the sample measured last, the alarms, and the course of the largest logit, in one cell."""
+"""A live view in a notebook: the sample measured last and the alarms, in one cell."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Sink
 from qkeel.monitor.record.sample_table import sample_html, sample_line
 
-_WIDTH, _HEIGHT = 480, 80  # of the curve, in pixels
-_LEAST = 0.1  # a logarithmic axis shows no zero
-
 
 @final
 class NotebookSink(Sink):
@@ -25,7 +22,6 @@ class NotebookSink(Sink):
         self._display: Foreign = None
         self._sample: Sample | None = None
         self._alarms: list[Alarm] = []
-        self._course: list[tuple[int, float]] = []
         self._shown = -math.inf
 
     def open(self, about: Mapping[str, object]) -> None:
@@ -41,7 +37,6 @@ class NotebookSink(Sink):
         if sample.phase != "train":
             return
         self._sample = sample
-        self._course.append((sample.step, sample.overall("max_logit")))
         if time.monotonic() - self._shown >= self.seconds:
             self._update()
 
@@ -65,26 +60,4 @@ class NotebookSink(Sink):
     def _repr_html_(self) -> str:
         if self._sample is None:
             return "<p>nothing measured yet</p>"
-        return sample_html(self._sample, self._alarms) + _curve(self._course)
-
-
-def _curve(course: list[tuple[int, float]]) -> str:
-    """The largest logit over the steps as a line on a logarithmic axis; "" of fewer than two numbers.
-
-    >>> "polyline" in _curve([(0, 1.0), (10, 100.0)]), _curve([(0, 1.0)])
-    (True, '')
-    """
-    points = [(step, math.log10(max(_LEAST, value))) for step, value in course if math.isfinite(value)]
-    if len(points) < 2:
-        return ""
-    (first, *_, last), low, high = points, min(y for _, y in points), max(y for _, y in points)
-    across, up = (last[0] - first[0]) or 1, (high - low) or 1
-    line = " ".join(
-        f"{_WIDTH * (x - first[0]) / across:.1f},{4 + (_HEIGHT - 8) * (high - y) / up:.1f}" for x, y in points
-    )
-    ends = f"largest logit, steps {first[0]:,} to {last[0]:,}: {10**low:.3g} to {10**high:.3g}, logarithmic"
-    return (
-        f'<figure style="margin:0.5em 0"><svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{ends}">'
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
-        f"<figcaption>{ends}</figcaption></figure>"
-    )
+        return sample_html(self._sample, self._alarms)

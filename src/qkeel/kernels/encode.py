@@ -173,7 +173,7 @@ def operator_for(device: torch.device) -> Operator | None:
     """The operators that norm and rotate tensors on a device; None where torch does."""
     if device.type == "cpu":
         return norm_rope if ready() else None
-    if not available.usable(device):
+    if not available.trusted("norm and rotation", device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
 
@@ -182,7 +182,7 @@ def operator_for(device: torch.device) -> Operator | None:
 
 def both_operator(device: torch.device) -> BothOperator | None:
     """The operator that norms and rotates q and k in one launch, with a gradient too; None where there is none."""
-    if device.type == "cpu" or not available.usable(device):
+    if device.type == "cpu" or not available.trusted("norm and rotation", device):
         return None
     from qkeel.kernels.triton import norm_rope_two
 

@@ -61,7 +61,7 @@ class _Read(NamedTuple):
     how: dict[str, Any]
 
 
-def _read(call: AttentionCall) -> _Read | None:
+def _read(call: AttentionCall, family: available.Family = "statistics") -> _Read | None:
     """None where Triton's kernels do not read a call: other devices, biases, masks of pairs, positions of the caller's
     own, other subclasses than BandCall. q and k are those that the definition takes, in float32; where the spec leaves
     them as they are, in their own precision, which makes the same products.
@@ -73,7 +73,7 @@ def _read(call: AttentionCall) -> _Read | None:
     padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
     if not (padding and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
         return None
-    if not available.takes(call.q, call.k):
+    if not available.takes(call.q, call.k, family):
         return None
     scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
     bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
@@ -107,7 +107,7 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
 
 def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """The largest and smallest logit [h] by a pass of two comparisons a logit on a GPU; None where that does not do."""
-    read = _read(call)
+    read = _read(call, "sampled statistics")
     if read is None:
         return None
     from qkeel.kernels.triton import sampled
@@ -125,7 +125,7 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
     """
     t = call.q.shape[2]
     strata = t // (2 * rate)
-    read = _read(call) if strata > 1 else None
+    read = _read(call, "sampled statistics") if strata > 1 else None
     if read is None:
         return None
     from qkeel.kernels.triton import sampled, statistics
@@ -140,7 +140,7 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
 
 def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
     """Bounds [2 h] on the largest logits from logsumexps of a whole call, in one launch of a GPU; None elsewhere."""
-    if lse.dtype != torch.float32 or not lse.numel() or not available.usable(lse.device):
+    if lse.dtype != torch.float32 or not lse.numel() or not available.trusted("sampled statistics", lse.device):
         return None
     from qkeel.kernels.triton import sampled
 
@@ -149,7 +149,7 @@ def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
     """Returns the statistics of heads from those of rows, in one launch of a GPU; None on other devices."""
-    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.usable(rows.lse.device)):
+    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.trusted("statistics", rows.lse.device)):
         return None
     from qkeel.kernels.triton import statistics
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.lab.config_fields import Json, read_fields, settle
+from qkeel.options import Json, read_fields, settle
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, final
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.lab.axes import SETTINGS, variants
 from qkeel.lab.config import RunConfig, with_values
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 from qkeel.registry import Term, parse
 
 # The types of an axis; the others are text.
@@ -132,6 +132,32 @@ class LongContexts:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Primary:
+    """The comparison that a study is made to decide, named before its runs: by held-out loss, paired by seed.
+
+    It is judged alone, by one interval of 95 %. All other comparisons of the study are secondary: the page gives their
+    intervals without a verdict. `expected` and `spread` are what the number of seeds was chosen by; they are from
+    other seeds than the study's, and hold for its own configuration only.
+    """
+
+    remedy: str  #: the spec string of the one
+    baseline: str = "none"  #: that of the other
+    lr: float  #: the learning rate of both
+    expected: float | None = None  #: the difference that is to be shown, in nats
+    spread: float | None = None  #: standard deviation of the differences of pairs, in nats
+    source: str = ""  #: the runs that both numbers are from
+
+    def holds(self, run: PlannedRun) -> bool:
+        """Returns whether a run is one of those compared."""
+        return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
+
+    def without_power(self) -> Self:
+        """The same for runs of another configuration, of which no spread is known."""
+        return dataclasses.replace(self, expected=None, spread=None, source="")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
     """One run of a study. `role` keeps runs of another length, model or optimizer apart from the grid.
 
@@ -173,6 +199,8 @@ class Plan:
     contexts: LongContexts | None = None  #: what is measured at longer lengths; None: nothing
     tuned: Sequence[Json] = ()
     """The rate that was chosen for each remedy of each role, see `lab.tuning`."""
+    primary: Primary | None = None
+    """The comparison that it is made to decide, where one is named."""
 
     def bases(self) -> dict[str, Json]:
         """Per role, what its runs share: their configuration without remedy, rate and seed."""
@@ -245,6 +273,8 @@ class Study:
     """Studies of the same runs with another grid and base, by the switch that takes them in place of this one."""
     out: str = ""
     """The directory of its command, where that is not runs/NAME."""
+    primary: Primary | None = None
+    """The comparison that it is made to decide; None where all are judged alike, together."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -260,7 +290,14 @@ class Study:
             for run in self.runs(variant, grid):
                 both = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
                 runs.append(dataclasses.replace(run, role=", ".join(both) or "grid", part=part))
-        return Plan(name=name, grid=grid, runs=runs, contexts=contexts)
+        return Plan(name=name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
+
+    def _primary(self, runs: Sequence[PlannedRun], base: RunConfig | None) -> Primary | None:
+        """The primary comparison, where the runs hold both sides of it."""
+        named = self.primary
+        if named is None or {run.name for run in runs if named.holds(run)} != {named.remedy, named.baseline}:
+            return None
+        return named if base in (None, self.base or RunConfig()) else named.without_power()
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from qkeel.errors import RunDirectoryError
-from qkeel.lab.config_fields import Json
 from qkeel.lab.plan import Plan
+from qkeel.options import Json
 
 FOLDER = "tuning"  # of a study's directory: the study that its rates are chosen by
 

@@ -3,7 +3,7 @@
 from qkeel.metrics.bootstrap import bootstrap_interval
 from qkeel.metrics.divergence import distance, divergence_rate
 from qkeel.metrics.logit_errors import FRACTION_BITS, fused_logit_error, stored_logit_error
-from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects
+from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects, planned_power
 from qkeel.metrics.run_scalars import (
     ALARM_THRESHOLD,
     COLLAPSE_ENTROPY,
@@ -39,6 +39,7 @@ __all__ = [
     "paired_effect",
     "paired_effects",
     "paired_gain",
+    "planned_power",
     "slope",
     "spike_score",
     "stored_logit_error",

@@ -101,6 +101,26 @@ def paired_effect(
     return PairedEffect(mean=mean, spread=spread, low=low, high=high, p=p, n=n, level=level, margin=margin)
 
 
+def planned_power(expected: float, spread: float, n: int, level: float = 0.95) -> float:
+    """The probability that n pairs show a difference: that the interval of `paired_effect` leaves 0 on its side.
+
+    Args:
+        expected: the true mean of the differences. spread: their standard deviation, above 0. n: pairs, at least 2.
+        level: of the interval.
+
+    Raises: InvalidValueError for anything else.
+
+    Source: the noncentral t distribution, as in Cohen 1988, Statistical Power Analysis, chapter 2.
+
+    >>> round(planned_power(0.1, 0.1, 10), 2)
+    0.8
+    """
+    check(0 < spread < math.inf, "a standard deviation above 0", spread)
+    check(n >= 2, "at least 2 pairs", n)
+    check(0 < level < 1, "a level between 0 and 1", level)
+    return power(abs(expected) / spread * math.sqrt(n), n - 1, level)
+
+
 def paired_effects(
     several: Sequence[Sequence[float]] | np.ndarray, margin: float | None = None, level: float = 0.95
 ) -> list[PairedEffect]:

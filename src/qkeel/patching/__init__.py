@@ -1,7 +1,8 @@
 """Every way in which qkeel reaches into torch from outside, one module per mechanism.
 
 Elsewhere torch is used as its documentation says. Here are torch's modes, hooks, tables and operators that it keeps
-private; `private_names` lists each of them, why it is used, and what stops working where a version of torch lacks it.
+private. `tests/patching/private_names.py` lists each of them, why it is used, and what stops working where a version of
+torch lacks it.
 
 | what is changed or observed | module |
 |---|---|

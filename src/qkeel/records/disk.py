@@ -7,14 +7,15 @@ import errno
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qkeel.errors import RunDirectoryError
-from qkeel.records import system_calls
 from qkeel.records.regular_files import refuse_irregular
 
 _PART = ".part"
+_BINARY = os.O_BINARY if sys.platform == "win32" else 0
 _unsynced: set[Path] = set()  # files that this process appended to since they were synced, folders with new names
 _WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network disks sync no directory
 
@@ -34,11 +35,11 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
         try:
             with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 _write(file, data)
-                system_calls.SYSTEM.fsync(file)
-            system_calls.SYSTEM.replace(temporary, path)
+                os.fsync(file)
+            os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                system_calls.SYSTEM.unlink(temporary)
+                os.unlink(temporary)
             raise
         _sync_names(path.parent)
 
@@ -57,7 +58,7 @@ def append(path: Path, data: bytes) -> None:
                 _write(file, data)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    system_calls.SYSTEM.truncate(file, size or 0)
+                    os.ftruncate(file, size or 0)
                 raise
 
 
@@ -65,8 +66,8 @@ def cut(path: Path, size: int) -> None:
     """Leaves the first `size` bytes of a file, on the disk too."""
     advice = "Expected a writable place; run the same command again to go on."
     with _reported("cut", path, advice), _opened(path, os.O_RDWR) as file:
-        system_calls.SYSTEM.truncate(file, size)
-        system_calls.SYSTEM.fsync(file)
+        os.ftruncate(file, size)
+        os.fsync(file)
 
 
 def sync(paths: Iterable[Path]) -> None:
@@ -79,7 +80,7 @@ def sync(paths: Iterable[Path]) -> None:
     for path in paths:
         if path in _unsynced:
             with _reported("write", path, advice), _opened(path, os.O_RDWR) as file:
-                system_calls.SYSTEM.fsync(file)
+                os.fsync(file)
             _unsynced.discard(path)
     for folder in {path.parent for path in paths} & _unsynced:
         with _reported("write", folder, advice):
@@ -93,7 +94,7 @@ def remove(paths: Iterable[Path]) -> None:
     """
     for path in [path for path in paths if path.exists()]:
         with _reported("remove", path, "Expected a writable place; run the same command again to go on."):
-            system_calls.SYSTEM.unlink(path)
+            _unlink(path)
             _sync_names(path.parent)
 
 
@@ -101,7 +102,7 @@ def remove_leftovers(directory: Path) -> None:
     """Removes the unfinished files of a killed process; only for the process that holds the directory."""
     for path in directory.glob(f".*{_PART}"):
         with _reported("remove", path, "Expected a writable place; choose another directory."):
-            system_calls.SYSTEM.unlink(path)
+            _unlink(path)
 
 
 def make_directory(path: Path, parents: bool = True) -> bool:
@@ -115,7 +116,7 @@ def make_directory(path: Path, parents: bool = True) -> bool:
         make_directory(path.parent)
     with _reported("make", path, "Choose a writable directory with free space."):
         try:
-            system_calls.SYSTEM.mkdir(path)
+            os.mkdir(path)
         except FileExistsError:
             if not path.is_dir():  # else another process was faster
                 raise
@@ -130,8 +131,36 @@ def move_directory(path: Path, to: Path) -> None:
     Raises: RunDirectoryError if it cannot be moved.
     """
     with _reported("make", to, "Choose a writable directory with free space."):
-        system_calls.SYSTEM.replace(path, to)
+        os.replace(path, to)
         _sync_names(to.parent)
+
+
+def hold_lock(file: int, wait: float) -> bool:
+    """Locks an open file for this process, until the last descriptor of it is closed; whether that was possible.
+
+    The lock is advisory and exclusive, `flock`'s; the kernel frees it however the process ends. A system without it
+    (Windows) locks nothing and answers yes: runs can still be resumed there, they are only not guarded.
+
+    Args:
+        file: the descriptor.
+        wait: seconds to wait for another process.
+
+    Raises:
+        OSError: files on this disk cannot be locked.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    start = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() - start >= wait:
+                return False
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -149,21 +178,26 @@ def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = system_calls.SYSTEM.open(path, flags)
+    file = os.open(path, flags | _BINARY, 0o644)
     try:
         yield file
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is the one to report
-            system_calls.SYSTEM.close(file)
+            os.close(file)
         raise
-    system_calls.SYSTEM.close(file)
+    os.close(file)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.unlink(path)
 
 
 def _write(file: int, data: bytes | bytearray) -> None:
     """All of the bytes; a disk that is nearly full, or a network's, may take some of them at a time."""
     left = memoryview(data)
     while left:
-        left = left[system_calls.SYSTEM.write(file, left) :]
+        left = left[os.write(file, left) :]
 
 
 def _sync_names(folder: Path) -> None:
@@ -172,7 +206,7 @@ def _sync_names(folder: Path) -> None:
         return
     with _opened(folder, os.O_RDONLY) as file:
         try:
-            system_calls.SYSTEM.fsync(file)
+            os.fsync(file)
         except OSError as error:
             if error.errno not in _WITHOUT_SYNC:
                 raise

@@ -72,7 +72,7 @@ _FILES: dict[str, Mapping[str, str]] = {
         "a list of numbers": "lrs weight_decay",
         "a list of whole numbers": "seeds tuning_seeds d_model n_layers n_heads head_dim context batch steps",
         "a list of objects": "tuned",
-        "an object": "contexts",
+        "an object": "contexts primary",
         "an object of objects": "base",
     },
     "study.json, runs": {
@@ -80,6 +80,13 @@ _FILES: dict[str, Mapping[str, str]] = {
         "!a number": "lr",
         "!a whole number": "seed",
         "text": "role part",
+        "true or false": "primary",
+    },
+    "study.json, primary": {
+        "!text": "remedy baseline",
+        "!a number": "lr",
+        "a number": "expected spread",
+        "text": "source",
     },
     "study.json, tuned": {
         "text": "role remedy border",

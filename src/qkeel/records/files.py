@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkeel.errors import DamagedFileError
-from qkeel.records import disk, system_calls
+from qkeel.errors import DamagedFileError, reported
+from qkeel.records import disk
 from qkeel.records.checksums import FIELD, check_seal, is_sealed, seal
 from qkeel.records.regular_files import MOST_BYTES, read_regular, refuse_irregular
 from qkeel.records.strict_json import json_value
@@ -112,7 +112,7 @@ def whole_bytes(path: Path, keep: Callable[[JSONObject], bool], sealed: bool = F
 def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
     """For each line the byte after it, and its value or the ValueError that it gave."""
     end = 0
-    with system_calls.reported(f"cannot read {path}"), system_calls.SYSTEM.reader(path) as file:
+    with reported(f"cannot read {path}"), open(path, "rb") as file:
         while line := file.readline(MOST_BYTES):
             end += len(line)
             try:

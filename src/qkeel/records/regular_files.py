@@ -7,7 +7,6 @@ import stat
 from pathlib import Path
 
 from qkeel.errors import QkeelError, RunDirectoryError
-from qkeel.records import system_calls
 
 MOST_BYTES = 1 << 28  # of a file that is read whole
 _KINDS = {
@@ -111,7 +110,7 @@ def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryErr
 
 def _read(path: Path, count: int, error: type[QkeelError]) -> bytes:
     try:
-        with system_calls.SYSTEM.reader(path) as file:
+        with open(path, "rb") as file:
             return file.read(count)
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}. Expected a readable file.") from failure

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 
-from qkeel.errors import DamagedFileError, RunDirectoryError, caution
-from qkeel.records import disk, system_calls
+from qkeel.errors import DamagedFileError, RunDirectoryError, caution, reported
+from qkeel.records import disk
 from qkeel.records.checksums import is_sealed
 from qkeel.records.file_fields import check_fields, check_parts, read_checked
 from qkeel.records.files import JSONObject, read_json, read_lines, whole_bytes, write_json
@@ -278,36 +277,20 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     refuse_irregular(path)
     disk.make_directory(path.parent)
     writes = f"cannot write in {path.parent}", ". Choose a writable directory with free space."
-    with system_calls.reported(*writes):
-        file = system_calls.SYSTEM.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    with reported(*writes):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        deadline = time.monotonic() + wait
-        while not (held := _try_lock(file, path)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        advice = ". Choose a directory on a disk whose files can be locked."
+        with reported(f"cannot lock {path}", advice):
+            held = disk.hold_lock(file, wait)
         if not held:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        with system_calls.reported(*writes):
-            system_calls.SYSTEM.truncate(file, 0)
-            system_calls.SYSTEM.write(file, str(os.getpid()).encode())
+        with reported(*writes):
+            os.ftruncate(file, 0)
+            os.write(file, str(os.getpid()).encode())
         yield
     finally:
         with suppress(OSError):  # all that was written there is a number of a process
-            system_calls.SYSTEM.close(file)
-
-
-def _try_lock(file: int, path: Path) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; runs are still resumable, only not guarded
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot lock {path}: {error.strerror or error}. Choose a directory on a disk whose files can be locked."
-        ) from error
-    return True
+            os.close(file)

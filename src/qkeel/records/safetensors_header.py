@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from qkeel.errors import DataError, QkeelError
+from qkeel.errors import DataError, QkeelError, reported
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.strict_json import json_value
-from qkeel.records.system_calls import reported
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64

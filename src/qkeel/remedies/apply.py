@@ -14,9 +14,10 @@ from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
+from qkeel.options import build
 from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.forward_passes import unwrapped
-from qkeel.registry import Term, build, lookup
+from qkeel.registry import Term, lookup
 from qkeel.registry import parse as parse_terms
 from qkeel.remedies.base import Remedy, Target, compose_all, where
 from qkeel.remedies.final_softcap import FinalSoftcap

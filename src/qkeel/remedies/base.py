@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import NoneType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,10 +14,11 @@ from torch.optim import Optimizer
 
 from qkeel.capture.example import Arguments, copied, undisturbed
 from qkeel.capture.trace import ModelTrace, seen
-from qkeel.errors import InvalidTypeError, RefusedError, check, check_known
+from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
+from qkeel.options import Bound, annotations, check_bound, checked
 
 Heads = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
 Args = tuple[Any, ...]  # of a call of somebody else's function
@@ -105,15 +103,12 @@ class Remedy(abc.ABC):
     def __post_init__(self) -> None:
         """Raise unless every option is what its annotation says."""
         for option, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
-            kind = _annotations(type(self))[option]
-            if get_origin(kind) is Literal:
-                check_known(f"{option} of {self.name}", value, get_args(kind))
-            elif kind is bool:
-                check_flag(self.name, option, value)
-            elif kind == Heads | None:
+            name = f"{option} of {self.name}"
+            if option == "heads":
                 check_heads(self.name, value)
-            elif kind is not str and not (value is None and NoneType in get_args(kind)):
-                check_number(self.name, option, value, zero=option in self.may_be_zero)
+            checked(value, annotations(type(self))[option], name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                check_bound(value, Bound(0.0, included=option in self.may_be_zero), name)
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """The sites of a model that the remedy is for: all, unless an option names some."""
@@ -134,9 +129,6 @@ class Remedy(abc.ABC):
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
         """Make the change; the handle undoes it. A change that raises leaves everything as it was."""
-
-
-_annotations = functools.cache(get_type_hints)
 
 
 @contextmanager
@@ -171,20 +163,6 @@ def unconfirmed(site: AttentionSite) -> Refusal:
         "give an example in which its inputs differ, apply the remedy to a part of the model without this attention, "
         "or use one that changes what the call computes (softcap)",
     )
-
-
-def check_number(remedy: str, option: str, value: object, *, zero: bool = False) -> None:
-    """Raise unless an option is a finite number above 0 (with `zero`, at least 0)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(f"expected a number for {option} of {remedy}, got {value!r}")
-    sound = math.isfinite(value) and (value > 0 or (zero and value == 0))
-    check(sound, f"a finite number {'of at least' if zero else 'above'} 0 for {option} of {remedy}", value)
-
-
-def check_flag(remedy: str, option: str, value: object) -> None:
-    """Raise unless an option is true or false."""
-    if not isinstance(value, bool):
-        raise InvalidTypeError(f"expected true or false for {option} of {remedy}, got {value!r}")
 
 
 def check_heads(remedy: str, value: object) -> None:

@@ -12,14 +12,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal, final
 
-from qkeel.errors import InvalidTypeError, check
+from qkeel.errors import check
 from qkeel.functional.scaling import sigmoid_bias
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
+from qkeel.options import settle
 from qkeel.remedies.attention.change_spec import ChangeSpec, known_length, refuse_added_scores
 from qkeel.remedies.attention.refusals import SlotName, refuse_taken
-from qkeel.remedies.base import Target, check_flag
+from qkeel.remedies.base import Target
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
 from qkeel.spec.cap import Cap
 from qkeel.spec.normalizer import Normalizer
@@ -154,9 +155,7 @@ class SinkRemedy(OneSlot):
     source = "gpt-oss as shipped in transformers 5.23; Miller 2023, Attention is off by one"
 
     def __post_init__(self) -> None:
-        check_flag(self.name, "learned", self.learned)
-        if isinstance(self.init, bool) or not isinstance(self.init, (int, float)):
-            raise InvalidTypeError(f"expected a number for init of {self.name}, got {self.init!r}")
+        settle(self, self.name)
         Sink(init=float(self.init))  # checks the number
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Sink:

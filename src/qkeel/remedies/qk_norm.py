@@ -7,9 +7,9 @@ from typing import final
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.scaling import cosine_scale, qk_norm_init
+from qkeel.options import Count, checked
 from qkeel.remedies.attention.change_norm import ChangeNorm, NormOptions
 from qkeel.remedies.attention.change_spec import known_length
-from qkeel.remedies.base import check_number
 from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.norm import Gain, GainNorm
 from qkeel.spec.scale import Scale
@@ -34,7 +34,7 @@ class QKNorm(NormOptions):
     def __post_init__(self) -> None:
         NormOptions.__post_init__(self)
         if self.length is not None:
-            check_number(self.name, "length", self.length)
+            checked(self.length, Count, f"length of {self.name}")
             qk_norm_init(self.length)  # checks that there is a logarithm to take
             if not self._learned_scale:
                 raise InvalidValueError(

@@ -6,7 +6,8 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known, unknown
+from qkeel.errors import InvalidValueError, check, unknown
+from qkeel.options import build
 from qkeel.registry import Recipe, described, parse
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.position.bias import ALiBi, Kerple
@@ -147,19 +148,14 @@ def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | N
     name, options = terms[0].name, terms[0].options
     if name not in POSITIONS:
         return (_stretched(spec, name, options, train_length),) * n_layers
-    build = POSITIONS[name].build
-    known = [n for n in inspect.signature(build).parameters if n not in ("spec", "n_layers")]
-    for option, value in options.items():
-        check_known(f"option of position {name!r}", option, known)
-        if isinstance(value, str | bool):
-            raise InvalidTypeError(f"expected a number for option {option!r} of position {name!r}, got {value!r}")
-    if "train_length" in known and "train_length" not in options:
+    make = POSITIONS[name].build
+    if "train_length" in inspect.signature(make).parameters and "train_length" not in options:
         if train_length is None:
             raise InvalidValueError(f"{name} needs the training length: {name}:train_length=512")
         options = {**options, "train_length": train_length}
     if name == "window" and "window" not in options:
         raise InvalidValueError("window needs the number of tokens that a query sees: window:window=128")
-    return build(spec, n_layers, **options)
+    return build(f"position {name!r}", make, options, spec, n_layers)
 
 
 def _stretched(

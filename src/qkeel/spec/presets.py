@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
-from qkeel.errors import InvalidTypeError, check_known
+from qkeel.errors import InvalidTypeError
 from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
+from qkeel.options import build
 from qkeel.registry import Recipe, described, lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
@@ -243,16 +243,4 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     """
     if not isinstance(name, str):
         raise InvalidTypeError(f"expected the name of a preset, got {name!r}")
-    build = lookup("preset", PRESETS, name).build
-    known = inspect.signature(build).parameters
-    for option in options:
-        check_known(f"option of preset {name!r}", option, known)
-        if not isinstance(options[option], int | float):
-            raise InvalidTypeError(
-                f"expected a number for option {option!r} of preset {name!r}, got {options[option]!r}"
-            )
-        if isinstance(known[option].default, bool) and not isinstance(options[option], bool):
-            raise InvalidTypeError(
-                f"expected true or false for option {option!r} of preset {name!r}, got {options[option]!r}"
-            )
-    return build(**options)
+    return build(f"preset {name!r}", lookup("preset", PRESETS, name).build, options)

@@ -357,6 +357,7 @@ def test_a_watch_bounds_the_logits_of_it() -> None:
     assert top <= mode.bound <= top + torch.tensor(20.0).log()
 
 
+@pytest.mark.slow
 def test_compiled_into_one_graph_it_gives_eagers_numbers() -> None:
     cases = [word for case in ("fullgraph", "stated") for word in (case, "qwen3", "native", "aot_eager")]
     done = forked.python([str(CASES), *cases], CASES.parent, environment={"QKEEL_NATIVE": "1"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from qkeel.kernels.native.operator import OperatorSource
 
 # Stands in for a compiler, which takes half a minute: tells its calls and hands out a given file, or the one that has
 # the name of what is compiled in a given folder.
-COMPILER = """#!{python} -S
+COMPILER = """
 import pathlib, sys, time
 name = next(pathlib.Path(a).stem for a in sys.argv if a.endswith(".cpp"))
 with open({log!r}, "a") as log:
@@ -39,9 +40,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def compiler(folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> Path:
     """Puts a compiler in place that makes copies of `source`; returns the log of its calls."""
-    script, log = folder / "compiler", folder / "log"
-    text = COMPILER.format(python=sys.executable, log=str(log), seconds=seconds, source=str(source))
-    script.write_text(text, encoding="utf-8")
+    script, log, text = folder / "compiler", folder / "log", folder / "compiler.py"
+    text.write_text(COMPILER.format(log=str(log), seconds=seconds, source=str(source)), encoding="utf-8")
+    # By the shell: a line of #! takes no interpreter with a space in its path.
+    command = shlex.join([sys.executable, "-S", str(text)])
+    script.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(script))
     return log
@@ -102,7 +105,7 @@ def test_a_read_only_cache_with_the_library_in_it_serves(
     assert build.compiled("norm_rope") == path
 
 
-def test_another_processor_torch_source_or_header_has_another_file(
+def test_another_processor_target_torch_source_or_header_has_another_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys = {build.key("norm_rope")}
@@ -112,12 +115,32 @@ def test_another_processor_torch_source_or_header_has_another_file(
     with monkeypatch.context() as m:
         m.setattr(torch, "__version__", "9.9.9")
         keys.add(build.key("norm_rope"))
+    for processor in ("x86-64-v3", "x86-64-v4"):
+        with monkeypatch.context() as m:
+            m.setenv("QKEEL_NATIVE_ARCH", processor)
+            keys.add(build.key("norm_rope"))
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     (tmp_path / "norm_rope.cpp").write_text("int main() {}")
     keys.add(build.key("norm_rope"))
     (tmp_path / "shared.h").write_text("")
     keys.add(build.key("norm_rope"))
-    assert len(keys) == 5
+    assert len(keys) == 7
+
+
+def test_the_compiler_is_given_the_processor_that_the_environment_names(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, log = cache.parent / "compiler", cache.parent / "log"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(log))}\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    for arch, expected in (("", "=native "), ("x86-64-v3", "=x86-64-v3 ")):
+        monkeypatch.setenv("QKEEL_NATIVE_ARCH", arch)
+        with pytest.raises(build.BuildError, match="failed"):
+            build.compiled("norm_rope")
+        given = log.read_text().splitlines()[-1]
+        assert expected in given
+        assert given.count("-march=") + given.count("-mcpu=") == 1
 
 
 def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +234,9 @@ def test_two_processes_at_once_compile_once_and_agree_with_one_that_may_not(
         assert found.exists()  # the conftest of all tests compiles them before the first
         (ready / name).write_bytes(found.read_bytes()[:-32])
     log = compiler(cache.parent, ready, monkeypatch, seconds=1.0)
+    # New interpreters: one that is forked was seen to compile in the name of the server that it came from.
     running = [start(), start(), start(CXX="/no/compiler", QKEEL_NATIVE_CACHE=str(cache / "other"))]
-    said = [process.communicate(timeout=100) for process in running]
+    said = [process.communicate(timeout=500) for process in running]
     one, two, without = [out.split() for out, _ in said]
     assert one == two, said
     assert one[:3] == ["True", "True", "0"], said

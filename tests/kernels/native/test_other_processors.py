@@ -40,7 +40,7 @@ NO_ZIG = "the compiler for other machines is not installed: pip install 'qkeel[c
 def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(lanes: int, more: str, tmp_path: Path) -> None:
     flags = f"-DQKEEL_LANES={lanes} {more}"
     width = f'#include "tile.h"\nstatic_assert(qkeel::LANES == {lanes});'
-    check = ["c++", *build.FLAGS, *flags.split(), f"-I{build.FOLDER}", "-fsyntax-only", "-x", "c++", "-"]
+    check = ["c++", *build.flags(), *flags.split(), f"-I{build.FOLDER}", "-fsyntax-only", "-x", "c++", "-"]
     subprocess.run(check, input=width, text=True, check=True)
     run_tests(tmp_path, {"QKEEL_TEST_FLAGS": flags})
 

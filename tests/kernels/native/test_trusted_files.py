@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import functools
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -211,8 +212,7 @@ def test_waiting_for_another_process_is_told_and_ends(
 ENDLESS = """#!/bin/sh
 [ "$1" = -E ] && exit  # asked for its version
 echo half > "$TMPDIR/made.so"
-echo $$ > {pid}.new
-mv {pid}.new {pid}
+echo $$ > {pid}.new && mv {pid}.new {pid}
 exec sleep 300
 """
 
@@ -229,7 +229,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, pid = cache.parent / "endless", cache.parent / "pid"
-    script.write_text(ENDLESS.format(pid=pid))
+    script.write_text(ENDLESS.format(pid=shlex.quote(str(pid))))
     script.chmod(0o700)
     use = f"from qkeel.kernels.native import build; build.compiled({NAME!r})"
     process = subprocess.Popen([sys.executable, "-c", use], env={**os.environ, "CXX": str(script)})
@@ -241,7 +241,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(
         (cache / f".{NAME}.so").write_bytes(b"half")  # as if killed while it wrote the result
         assert (cache / f".{NAME}" / "made.so").read_text() == "half\n"
         # Its compiler ends with it, though it was killed alone.
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while running(int(pid.read_text())) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not running(int(pid.read_text()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import one_in
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,7 +156,7 @@ class Trained:
         return len(self.bits) == len(other.bits) and all(map(torch.equal, self.bits, other.bits))
 
 
-@pytest.mark.parametrize("again", [None, True, False])
+@pytest.mark.parametrize("again", one_in([None, True, False], 2))
 @pytest.mark.parametrize("mask", [None, "attention_mask"])
 def test_entropy_costs_no_pass_and_changes_no_bit(passes: list[str], mask: str | None, again: bool | None) -> None:
     plain = Trained(None, Model(again=again))

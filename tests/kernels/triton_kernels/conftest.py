@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from torch import Tensor
 
 from qkeel.kernels.triton import available
@@ -55,12 +56,14 @@ def _interpreter() -> Iterator[None]:
 def _no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand for CUDA's here, which the kernels compiled for CPUs never see."""
     monkeypatch.setenv("QKEEL_NATIVE", "0")
+    monkeypatch.setenv("QKEEL_TRITON", "write")
 
 
 @pytest.fixture
 def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; the dtypes of the passes over q and k that were made there."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
+    assert all(available.trusted(family, torch.device("cpu")) for family in ("statistics", "sampled statistics"))
     seen: list[Any] = []
     from qkeel.kernels.triton import sampled, statistics
 

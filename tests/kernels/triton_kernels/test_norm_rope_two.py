@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.quick import one_in
 from torch import Tensor
 
 import qkeel
@@ -51,8 +52,9 @@ def found(case: Given, apart: bool = False) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("_poisoned")
-def test_the_bits_are_those_of_two_launches(launches: list[str]) -> None:
-    for turn, norm in enumerate(NORMS):
+@pytest.mark.parametrize("part", one_in(range(2), 2))
+def test_the_bits_are_those_of_two_launches(part: int, launches: list[str]) -> None:
+    for turn, norm in list(enumerate(NORMS))[part::2]:
         position = POSITIONS[turn % len(POSITIONS)]
         if isinstance(norm, NoNorm) and isinstance(position, NoPosition):
             continue
@@ -67,14 +69,17 @@ def test_the_bits_are_those_of_two_launches(launches: list[str]) -> None:
                 assert torch.equal(a, b), (norm, position)
 
 
-def test_interleaved_pairs_have_the_numbers_of_the_definition(launches: list[str]) -> None:
-    for turn, norm in enumerate(NORMS):
+@pytest.mark.parametrize("part", one_in(range(4), 4))
+def test_interleaved_pairs_have_the_numbers_of_the_definition(part: int, launches: list[str]) -> None:
+    for turn, norm in list(enumerate(NORMS))[part::4]:
         position = Rope(pairing="interleaved", rotary=(1.0, 0.5)[turn % 2])
         case = given(norm, position, (5, 1)[turn % 2], (24, 16)[turn % 2], torch.float32, list(LAYOUTS)[turn % 5])
         check(case, torch.float32, f"{norm} {position.formula()}")
         for a, b in zip(found(case), found(case, apart=True), strict=True):
             assert torch.equal(a, b), (norm, position)
-    assert {"one", "two"} == set(launches)
+        launches.clear()
+        found(case)
+        assert launches == (["one", "one"] if norm.sides != "qk" and len(norm.sides) == 1 else ["two"]), norm
 
 
 def test_nan_stays_in_its_row_and_other_widths_and_types_take_two_launches(launches: list[str]) -> None:

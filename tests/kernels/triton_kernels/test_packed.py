@@ -54,7 +54,7 @@ def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
         torch.testing.assert_close(sampled.max_logit, found.lower)
         apart = (sampled.entropy - found.entropy).abs()
         assert (apart <= math.log(one.k.shape[2])).all()
-        assert (sampled.formulas["entropy_error"] > 0).all()
+        assert (sampled.entropy_error > 0).all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

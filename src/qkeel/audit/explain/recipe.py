@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import re
 from collections.abc import Sequence
 from typing import final
 
 from qkeel.audit.explain.responses import Rotation
+from qkeel.frames.markup import join, plain_table, tag
 
 
 @final
@@ -137,13 +137,10 @@ class Explanation:
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
-        cells = [
-            (html.escape(names), "<br>".join(map(html.escape, recipe.lines()))) for names, recipe in self.grouped()
-        ]
-        rows = "".join(f"<tr><td><code>{names}</code></td><td>{recipe}</td></tr>" for names, recipe in cells)
-        items = "".join(f"<li>{html.escape(text)}</li>" for text in self.differences)
-        more = f"<p>differs from config:</p><ul>{items}</ul>" if items else ""
-        return f"<p>{html.escape(self.model)}</p><table>{rows}</table>{more}"
+        rows = [(tag("code", {}, names), join(recipe.lines(), "<br>")) for names, recipe in self.grouped()]
+        items = [tag("li", {}, text) for text in self.differences]
+        more = [tag("p", {}, "differs from config:"), tag("ul", {}, *items)] if items else []
+        return join([tag("p", {}, self.model), plain_table((), rows), *more])
 
     def grouped(self) -> list[tuple[str, SiteRecipe]]:
         """Returns each distinct recipe once, with the names of the layers that have it."""

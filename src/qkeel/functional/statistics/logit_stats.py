@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import field
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.statistics.class_stats import ClassStats, merge_classes
-from qkeel.functional.statistics.head_formulas import PerHead, merge_formulas
 from qkeel.functional.statistics.merging import Merge, merge_rules, merged, rule, tensors
 
+PerHead = Float[Tensor, " h"]
 POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
 
 
@@ -41,7 +41,7 @@ class LogitStats:
         key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
             is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
         classes: the same split by token classes, where those of the call are known.
-        formulas: the statistics of HEAD_FORMULAS by name, where they are measured.
+        entropy_error: half the width of a 95 % interval of `entropy`, where that is of a sample of rows; else None.
     """
 
     max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
@@ -68,21 +68,19 @@ class LogitStats:
     key_norm_by_position: Float[Tensor, "g bins"] = field(metadata=rule("mean", count="n_keys_by_position"))
     n_keys_by_position: Int[Tensor, "g bins"] = field(metadata=rule("sum"))
     classes: ClassStats | None = None
-    formulas: Mapping[str, PerHead] = field(default_factory=dict)
+    entropy_error: PerHead | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every statistic and count by name, but for those by class and by formula."""
+        """Every statistic and count that was measured, by name; those by class are left out."""
         return tensors(self)
 
     def value(self, name: str) -> Tensor | None:
-        """A statistic by its recorded name (records.HEAD_FIELDS), a formula's too; None if it is none of these.
+        """A statistic by its recorded name (records.HEAD_FIELDS); None if it has no such name or was not measured.
 
         >>> LogitStats.empty(2, 1, torch.zeros(0)).value("entropy")
         tensor([0., 0.])
         """
-        if name in self.formulas:
-            return self.formulas[name]
-        return getattr(self, name) if name in TENSORS or name in DERIVED else None
+        return getattr(self, name) if name in RECORDED else None
 
     @property
     def non_finite(self) -> PerHead:
@@ -120,6 +118,7 @@ class LogitStats:
 MERGES = merge_rules(LogitStats)
 TENSORS = tuple(MERGES)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
+RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
 
 
 def merge(a: LogitStats, b: LogitStats) -> LogitStats:
@@ -134,9 +133,11 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
             f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
             f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
         )
-    formulas = merge_formulas(a.formulas, b.formulas, a.n_queries, b.n_queries)
     fields = merged(tensors(a), tensors(b), MERGES)
-    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), formulas=formulas)
+    error = b.entropy_error if a.entropy_error is None else a.entropy_error
+    if a.entropy_error is not None and b.entropy_error is not None:
+        error = merged(tensors(a), tensors(b), {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
+    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), entropy_error=error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

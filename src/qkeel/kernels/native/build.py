@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +21,12 @@ import torch
 from qkeel.kernels.native.compiler_process import run_compiler
 from qkeel.kernels.native.trusted_files import BuildError as BuildError
 from qkeel.kernels.native.trusted_files import cache_folder, opened_folder, opened_library, sealed
+from qkeel.records.disk import hold_lock
 
 FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that they share
 FLAGS = (
     "-std=gnu++20",
     "-O3",
-    "-march=native" if platform.machine() == "x86_64" else "-mcpu=native",
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
@@ -96,11 +95,20 @@ def opened(name: str, from_scratch: bool = False) -> int:
     return library
 
 
+def flags() -> tuple[str, ...]:
+    """Returns FLAGS and the processor to compile for: this one, or the one that QKEEL_NATIVE_ARCH names.
+
+    The name is the compiler's: `x86-64-v3` gives a machine with AVX512 the code of one that has AVX2 only.
+    """
+    option = "-march" if platform.machine() == "x86_64" else "-mcpu"
+    return (*FLAGS, f"{option}={os.environ.get('QKEEL_NATIVE_ARCH') or 'native'}")
+
+
 def key(name: str) -> str:
     """Returns one key per source, headers, flags, torch, Python and processor: several machines may share a cache."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
     built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
-    parts = (*texts, repr(FLAGS).encode(), built_for.encode())
+    parts = (*texts, repr(flags()).encode(), built_for.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -129,23 +137,14 @@ def _processor() -> str:
 @contextmanager
 def _locked(folder: int, name: str) -> Iterator[int]:
     """Holds the lock of everything that is written for a source, once no other process does."""
-    import fcntl  # not on Windows, where nothing is compiled
-
     lock = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     try:
-        start, reported = time.monotonic(), False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - start
-            if waited >= PATIENCE:
-                raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
-            if waited >= REPORT_AFTER and not reported:
-                print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
-                reported = True
-            time.sleep(0.05)
+        held = hold_lock(lock, min(REPORT_AFTER, PATIENCE))
+        if not held and PATIENCE > REPORT_AFTER:
+            print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
+            held = hold_lock(lock, PATIENCE - REPORT_AFTER)
+        if not held:
+            raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
         yield lock
     finally:
         os.close(lock)
@@ -156,7 +155,7 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
     print(f"qkeel: compiling {where} (QKEEL_NATIVE=0 switches this off)", file=sys.stderr)
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     made, whole = "made.so", f".{name}.so"
-    command = [compiler, *FLAGS, *INCLUDE, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
+    command = [compiler, *flags(), *INCLUDE, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
     with _workplace(folder, f".{name}") as inside:
         done = run_compiler(
             command,

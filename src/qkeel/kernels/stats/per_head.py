@@ -145,8 +145,8 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
 def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
     """The same with entropies from a sample of rows, every `rate`-th in the mean, and exact largest logits.
 
-    `formulas` holds entropy_error, half the width of a 95 % interval; entropy_min is NaN, and n_queries an estimate
-    where rows are left out or see nothing. None where no kernel does it, or all rows cost as little.
+    `entropy_error` is half the width of a 95 % interval; entropy_min is NaN, and n_queries an estimate where rows are
+    left out or see nothing. None where no kernel does it, or all rows cost as little.
     """
     heads = sampled_numbers(call, rate)
     return None if heads is None else _of_heads(call, heads)
@@ -160,7 +160,7 @@ def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
         entropy=heads.entropy,
         entropy_min=heads.least_entropy,
         n_queries=heads.n,
-        formulas={} if heads.error is None else {"entropy_error": heads.error},
+        entropy_error=heads.error,
     )
     return _with_capped(call, found)
 

@@ -1,4 +1,8 @@
-"""The entry point to the Triton kernels: whether they can be used, and their loading for the first CUDA tensor."""
+"""The entry point to the Triton kernels: whether they can be used, and their loading for the first CUDA tensor.
+
+QKEEL_TRITON=0 leaves everything to torch. QKEEL_TRITON=write also allows the kernels that write weights: no GPU has
+recorded a result of them yet.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,7 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,6 +22,9 @@ from qkeel.patching.compiler_state import constant_when_compiled, transformed
 
 if TYPE_CHECKING:
     from qkeel.kernels.triton.heads import HeadTable
+
+# The families of kernels, each with a case of `first_use`.
+Family = Literal["norm and rotation", "statistics", "sampled statistics", "heads of weights", "step of AdamW"]
 
 _LOADING = threading.Lock()
 _OLDEST = (8, 0)  # compute capability with bfloat16
@@ -69,6 +75,49 @@ def usable(device: torch.device) -> bool:
         return _modern(device) and loaded()
 
 
+@constant_when_compiled
+def trusted(family: Family, device: torch.device) -> bool:
+    """Returns whether tensors on that device go through the kernels of a family here and now.
+
+    At the first use on a device the kernels compute a small case, see `first_use`. Where that fails or differs from
+    torch's result, one warning says so, and the answer is no from then on. A case waits for the device, so there is
+    none while a CUDA graph is captured: until then the answer is no.
+    """
+    if not usable(device):
+        return False
+    with _LOADING:
+        try:
+            return _agrees(family, device)
+        except _CapturingError:
+            return False
+
+
+def may_write() -> bool:
+    """Returns whether kernels that write weights were asked for, by QKEEL_TRITON=write."""
+    return os.environ.get("QKEEL_TRITON", "1") == "write"
+
+
+class _CapturingError(Exception):
+    """A CUDA graph is being captured, so nothing may wait for the device."""
+
+
+@functools.cache  # not of an exception
+def _agrees(family: Family, device: torch.device) -> bool:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise _CapturingError
+    from qkeel.kernels.triton import first_use
+
+    try:
+        off = first_use.difference(family, device)
+        why = f"differ from torch's result by {off:.1e} times what rounding explains"
+        if off <= 1:
+            return True
+    except Exception as error:  # of Triton, its compiler or the driver
+        why = f"fail: {type(error).__name__}: {error}"
+    caution(f"qkeel's Triton kernels ({family}) on {device} {why}. Torch is used. QKEEL_TRITON=0 silences this")
+    return False
+
+
 @functools.cache
 def loaded() -> bool:
     """Returns whether Triton can be imported; registers the operators the first time."""
@@ -87,16 +136,18 @@ def _modern(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _OLDEST
 
 
-def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:
-    """Returns whether `statistics.row_statistics` computes such q and k."""
+def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], family: Family = "statistics") -> bool:
+    """Returns whether `statistics.row_statistics`, or the passes of `sampled`, compute such q and k."""
     plain = all(is_plain(x) and x.dtype in STORED for x in (q, k))
-    return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
+    return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and trusted(family, q.device)
 
 
-def takes_heads(heads: Sequence[Float[Tensor, "n r m"]]) -> bool:
-    """Returns whether `head_table` takes such views of weights of one device and dtype."""
+def takes_heads(heads: Sequence[Float[Tensor, "n r m"]], *, write: bool = False) -> bool:
+    """Returns whether `head_table` takes such views of weights of one device and dtype, to write them or to read."""
+    if write and not may_write():
+        return False
     small = all(view[0].numel() < _LARGEST for view in heads)
-    return heads[0].dtype in STORED and small and usable(heads[0].device)
+    return heads[0].dtype in STORED and small and trusted("heads of weights", heads[0].device)
 
 
 def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
@@ -104,23 +155,3 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
     from qkeel.kernels.triton.heads import HeadTable
 
     return HeadTable(heads)
-
-
-@functools.cache
-def adamw_kernels(device: torch.device) -> ModuleType | None:
-    """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines`, `sum_lines` as in `native.adamw`.
-
-    It writes weights, so it is tried on small ones first. Returns None, with one warning, where it fails on the device
-    or is not torch's fused step there.
-    """
-    from qkeel.kernels.triton import adam_lines, adam_trial
-
-    try:
-        off = adam_trial.deviation(device)
-        why = f"differs from torch's by {off:.1e} where {adam_trial.ROUNDING:.0e} is rounding"
-        if off <= adam_trial.ROUNDING:
-            return adam_lines
-    except Exception as error:  # of Triton, its compiler or the driver
-        why = f"fails: {type(error).__name__}: {error}"
-    caution(f"qkeel's own step of AdamW on {device} {why}. Torch's is used. QKEEL_TRITON=0 silences this")
-    return None

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
 from qkeel.lab.model.optimizers import learning_rate
+from qkeel.options import Json
 
 # What each letter of a monomial divides by before the logarithm is taken: the middle of what was measured.
 MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 from qkeel.records import read_json
 
 EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m predictions.drift_law`

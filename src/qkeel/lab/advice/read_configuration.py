@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 from qkeel.records import read_json
 from qkeel.records.strict_toml import read_toml
 from qkeel.spec import PRESETS

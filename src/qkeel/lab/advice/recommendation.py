@@ -13,7 +13,7 @@ from qkeel.lab.advice.law import FIRST_STEP, Expected, expected_logit, predict, 
 from qkeel.lab.advice.measured import evidence, outside
 from qkeel.lab.advice.read_configuration import read_configuration
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 
 THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
 _STEPS = 5  # at which logits are said

@@ -11,12 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from qkeel.errors import DataError
+from qkeel.errors import DataError, reported
 from qkeel.lab.config import DataConfig
 from qkeel.lab.data.byte_pairs import byte_pairs
 from qkeel.lab.data.needles import Needles, insert_needles
 from qkeel.lab.data.sources import BUILT_IN, read_documents
-from qkeel.records.system_calls import reported
 from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes

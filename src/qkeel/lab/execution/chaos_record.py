@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from qkeel.lab.config_fields import Json
 from qkeel.lab.plan import MOVED, UNMOVED
 from qkeel.metrics import distance, divergence_rate
+from qkeel.options import Json
 from qkeel.records import RunDirectory, RunStatus, write_json
 
 _LOGITS = ("max_logit", "min_logit")

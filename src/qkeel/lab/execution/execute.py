@@ -10,7 +10,6 @@ from typing import final
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.chaos_record import write_chaos
 from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.results_table import rows, write_table
@@ -24,6 +23,7 @@ from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
 from qkeel.lab.training.environment import identity, refuse_mixture
 from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
+from qkeel.options import Json
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
 from qkeel.records.disk import remove_leftovers
 from qkeel.records.rundir import locked

@@ -10,17 +10,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import final
 
-from qkeel.errors import DamagedFileError, RunDirectoryError
-from qkeel.lab.config_fields import Json
+from qkeel.errors import DamagedFileError, RunDirectoryError, reported
 from qkeel.lab.execution.execute import write_tables
 from qkeel.lab.execution.progress import last_step
 from qkeel.lab.execution.study_record import joined_study, read_study
 from qkeel.lab.training.environment import refuse_mixture
+from qkeel.options import Json
 from qkeel.records import RunDirectory, RunStatus, write_json
 from qkeel.records.disk import make_directory, move_directory, replace_file
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.rundir import locked
-from qkeel.records.system_calls import reported
 
 _OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # how long a run took is no result of it
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qkeel import metrics
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
+from qkeel.options import Json
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, write_text
 
 
@@ -33,6 +33,7 @@ def _row(directory: RunDirectory, entry: Json) -> Json:
     results = directory.summary() if status is RunStatus.DONE else {}
     more = {"mix": entry["role"]} if any("/" in name for name in results) else {}
     more |= {"part": entry["part"]} if entry.get("part") else {}
+    more |= {"primary": entry["primary"]} if "primary" in entry else {}
     return {**blank, **more, **results, **named, "status": str(status)}
 
 

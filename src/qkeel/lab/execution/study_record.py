@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qkeel.errors import RunDirectoryError
-from qkeel.lab.config_fields import Json
-from qkeel.lab.plan import Grid, Plan
+from qkeel.lab.plan import Grid, Plan, PlannedRun
 from qkeel.lab.tuning import check_choices
+from qkeel.options import Json
 from qkeel.records.file_fields import read_checked
 from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import differences
@@ -27,11 +27,17 @@ def study_of(plan: Plan, command: str) -> Json:
         **dataclasses.asdict(plan.grid),
         **contexts,
         **({"tuned": list(plan.tuned)} if plan.tuned else {}),
-        "runs": [run.entry() for run in plan.runs],
+        **({"primary": dataclasses.asdict(plan.primary)} if plan.primary else {}),
+        "runs": [_entry(run, plan) for run in plan.runs],
         "base": plan.bases(),
     }
     # As JSON reads it back: a tuple becomes a list, a float that is whole stays a float.
     return json.loads(json.dumps(about))
+
+
+def _entry(run: PlannedRun, plan: Plan) -> Json:
+    """The run's line, with whether it is of the primary comparison where the plan names one."""
+    return run.entry() if plan.primary is None else {**run.entry(), "primary": plan.primary.holds(run)}
 
 
 def joined_study(out: Path, old: Json, new: Json) -> Json:
@@ -53,6 +59,7 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
         **axes,
         **contexts,
         **({"tuned": _joined_choices(old, new, out)} if "tuned" in new else {}),
+        **({"primary": new["primary"]} if "primary" in new else {}),
         "runs": in_order([*old["runs"], *more], axes["remedies"], list(bases)),
         "base": bases,
     }
@@ -113,6 +120,8 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
     changed = [] if old["study"] == new["study"] else [f"study: {old['study']}, not {new['study']}"]
     if ("tuned" in old) != ("tuned" in new):
         changed.append("tune: whether each remedy is compared at a rate of its own")
+    if old.get("primary") != new.get("primary"):
+        changed.append("primary: the comparison that it is made to decide")
     for role, base in new["base"].items():
         changed += differences(old["base"].get(role, base), base)
     if changed:

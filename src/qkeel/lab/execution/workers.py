@@ -13,13 +13,13 @@ from typing import Any, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, check
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.lifeline import begin_worker, lifeline
 from qkeel.lab.lengths.longer_texts import measure
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.stack.what_runs_share import How, plan_stacks
 from qkeel.lab.train_runs import train_runs
 from qkeel.lab.training.environment import identity, refuse_mixture
+from qkeel.options import Json
 from qkeel.records import RunDirectory
 
 # A run directory may still be held, for an instant, by a worker that is dying with a killed study.

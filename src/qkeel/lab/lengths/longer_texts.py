@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from qkeel.errors import DamagedFileError, RefusedError, caution
 from qkeel.lab.config import RunConfig, with_values
-from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import batch, long_texts
 from qkeel.lab.data.corpus import load as load_corpus
 from qkeel.lab.lengths.angles import Range, attentions, cosine_ranges, outside
@@ -25,6 +24,7 @@ from qkeel.lab.training.checkpoint import load
 from qkeel.lab.training.evaluate import measuring
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
+from qkeel.options import Json
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
 from qkeel.records.disk import cut, remove, sync
 from qkeel.records.files import JSONObject, whole_bytes

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.functional.bounds import dilution_bound
-from qkeel.lab.config_fields import Json
 from qkeel.lab.data.needles import Needles, ask
 from qkeel.lab.lengths.angles import largest_logit, observed
+from qkeel.options import Json
 from qkeel.spec import AttentionCall
 
 _TOKENS = 8192  # of one forward pass

@@ -15,10 +15,10 @@ from torch import nn
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import Corpus
 from qkeel.lab.model.run_remedies import note, rules
 from qkeel.lab.tasks.text import load_task
+from qkeel.options import Json
 from qkeel.records import RunDirectory
 from qkeel.records.made_on import made_on
 from qkeel.sites import find_sites

@@ -12,7 +12,6 @@ from typing import final
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, caution
 from qkeel.lab.config import RunConfig
-from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.results_table import summarize
 from qkeel.lab.model.optimizers import learning_rate
 from qkeel.lab.training.checkpoint import Checkpoint, Progress, read_checkpoint, restore, save
@@ -20,6 +19,7 @@ from qkeel.lab.training.environment import check_alike, environment
 from qkeel.lab.training.evaluate import PROBE_FIELDS, Probe
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.throughput import peak, speed
+from qkeel.options import Json
 from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 from qkeel.records.disk import remove
 from qkeel.records.rundir import Sizes, note_checksums

@@ -162,26 +162,6 @@ class EntropyCollapse(Rule):
         return self.alarm(history, text, low, at=Place("entropy", layer, None), trend=was)
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EntropyDrop(Rule):
-    """The model's mean entropy fell under `share` of its first value. Kept to show that it is a bad alarm.
-    Attention that learns where to look loses entropy: in docs/alarms.md many healthy runs raise it.
-    """
-
-    share: float = thresholds.ENTROPY_SHARE
-    severity: Severity = Severity.NOTICE
-    source: str = "folklore"
-
-    def check(self, history: History) -> Alarm | None:
-        means = _layer_means(history)
-        if means is None or np.isnan(means).all(-1).any():
-            return None
-        was, now = np.nanmean(means, -1).tolist()
-        text = f"mean attention entropy fell from {was:.3g} to {now:.3g} nats"
-        return self.alarm(history, text, now) if now < self.share * was else None
-
-
 def _layer_means(history: History) -> np.ndarray | None:
     """Mean entropy over the heads that were measured, [2 layers]: at first and now; NaN where none was."""
     series, top = history.series("entropy"), history.top("entropy")

@@ -19,7 +19,6 @@ APPROACH_FLOOR = 30.0
 HORIZON = 4.0  # times the training so far
 OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
 ENTROPY = COLLAPSE_ENTROPY / 2  # of a layer; half of what counts as collapsed for a whole model
-ENTROPY_SHARE = 0.5  # of its first value; folklore
 
 # Rules that know the setting of a run.
 ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys

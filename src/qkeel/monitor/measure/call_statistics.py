@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
-from torch import Tensor
 
-from qkeel.capture.calls import ScoresCall, Seen, statistics
-from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS, Formula
+from qkeel.capture.calls import ScoresCall, Seen, maxima, statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.heads.site import AttentionSite, Kind, NormGain
@@ -20,11 +17,10 @@ from qkeel.kernels.stats.per_head import sampled_stats, stats_of_rows
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.spec import AttentionCall
-from qkeel.spec.band_call import of_key
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
-# the entropy from one of so many rows.
-Wanted = Literal[True, "entropy", "entropy:sample=16", "entropy:sample=32"]
+# the entropy from one of so many rows; "max" for the largest logit alone.
+Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
 
 @final
@@ -38,11 +34,10 @@ class CallStatistics:
         """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
         self.setting.see(call)
         counted = self.tokens.on(call)
+        if self._wanted == "max":
+            return maxima(counted)
         found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
-        if found is not None:
-            return found
-        stats, formulas = statistics(counted), {n: f.of for n, f in HEAD_FORMULAS.items() if f.of is not None}
-        return dataclasses.replace(stats, formulas=_formulas(counted, formulas)) if formulas else stats
+        return statistics(counted) if found is None else found
 
     def _few(self, call: AttentionCall) -> LogitStats | None:
         """Largest logits and entropies; None where only the pass for everything finds them."""
@@ -53,23 +48,15 @@ class CallStatistics:
         return sampled if rows is None else stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
     def rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
-        """Largest logits and entropies, from the pass that attended."""
+        """Largest logits and entropies, or the former alone, from the pass that attended."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
-        return stats_of_rows(counted, rows)
-
-
-def _formulas(call: Seen, formulas: Mapping[str, Formula]) -> dict[str, Tensor]:
-    """The statistics of HEAD_FORMULAS of a call; none of packed sequences, or where only the scores were seen."""
-    if isinstance(call, AttentionCall) and of_key(call) is None:
-        q, k = call.encoded()
-    elif isinstance(call, ScoresCall) and call.q is not None and call.k is not None:
-        q, k = call.q, call.k
-    else:
-        return {}
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return {name: formula(q, k, call.query_mask) for name, formula in formulas.items()}
+        found = stats_of_rows(counted, rows)
+        if self._wanted != "max":
+            return found
+        nothing = LogitStats.empty(len(found.max_logit), len(found.max_logit), found.max_logit)  # as `maxima` has it
+        return dataclasses.replace(nothing, max_logit=found.max_logit)
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

@@ -13,7 +13,6 @@ from torch import Tensor
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
 from qkeel.functional.statistics.class_stats import ClassStats
-from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS
 from qkeel.functional.statistics.logit_stats import MERGES, LogitStats, merge
 from qkeel.monitor.processes.share import WHOLE_MODEL, Key, Numbers, Share
 from qkeel.monitor.processes.transfer import Form, Merged, Sent, Stats, shared
@@ -286,7 +285,6 @@ def _outline(m: Member) -> object:
 
 
 Span = tuple[int, int, int]  # the first head, how many, of how many
-_NOTHING = {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
 
 
 def placed(stats: LogitStats, heads: Span, keys: Span, *, count_keys: bool = True) -> LogitStats:
@@ -305,13 +303,13 @@ def placed(stats: LogitStats, heads: Span, keys: Span, *, count_keys: bool = Tru
         of_keys = name.startswith(("key_", "n_keys"))
         return put_in_place(value, keys if of_keys else heads, nothing, blank=of_keys and not count_keys)
 
-    fields = {name: put(name, value, MERGES[name].neutral) for name, value in stats.tensors().items()}
-    formulas = {n: put_in_place(x, heads, _NOTHING[HEAD_FORMULAS[n].merge]) for n, x in stats.formulas.items()}
+    neutral = {name: rule.neutral for name, rule in MERGES.items()} | {"entropy_error": 0.0}
+    fields = {name: put(name, value, neutral[name]) for name, value in stats.tensors().items()}
     classes = stats.classes
     if classes is not None:
         parts = {n: put(n, x, -torch.inf if n == "max_logit" else 0.0) for n, x in classes.tensors().items()}
         classes = ClassStats(names=classes.names, **parts)
-    return LogitStats(**fields, classes=classes, formulas=formulas)  # type: ignore[arg-type]
+    return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]
 
 
 def put_in_place(value: Tensor, at: Span, nothing: float, *, blank: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from qkeel.monitor.processes.share import Given, Key, Numbers, Share, combined, 
 Stats = dict[str, LogitStats]
 # Of each tensor that is sent: the site, the name, the shape, and how shares make one number ("" of statistics).
 Form = tuple[tuple[str, str, tuple[int, ...], str], ...]
-_FORMULA, _WEIGHT = "formula ", "weight of "
+_WEIGHT = "weight of "
 
 
 @final
@@ -190,7 +190,7 @@ def _unpacked(form: Form, row: Tensor) -> Sent:
         site: LogitStats(
             **{f: _counted(f, found.pop((site, f))) for f in TENSORS},  # type: ignore[arg-type]
             classes=_classes(site, found),
-            formulas=_formulas(site, found),
+            entropy_error=found.pop((site, "entropy_error"), None),
         )
         for site in sites
     }
@@ -198,18 +198,12 @@ def _unpacked(form: Form, row: Tensor) -> Sent:
 
 
 def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
-    """Every tensor of a site's statistics; those by class carry the names of the classes, formulas a mark."""
-    found = [*stats.tensors().items(), *((_FORMULA + name, value) for name, value in stats.formulas.items())]
+    """Every tensor of a site's statistics; those by class carry the names of the classes."""
+    found = [*stats.tensors().items()]
     classes = stats.classes
     if classes is not None:
         found += [("\t".join((name, *classes.names)), value) for name, value in classes.tensors().items()]
     return found
-
-
-def _formulas(site: str, found: dict[Key, Tensor]) -> dict[str, Tensor]:
-    """Those of a site, taken out of what was found."""
-    own = [name for at, name in found if at == site and name.startswith(_FORMULA)]
-    return {name.removeprefix(_FORMULA): found.pop((site, name)) for name in own}
 
 
 def _classes(site: str, found: dict[Key, Tensor]) -> ClassStats | None:

@@ -22,7 +22,7 @@ from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.processes.transfer import Measurement
 from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
 from qkeel.monitor.record.sinks import Sink
-from qkeel.records import HEAD_FIELDS, fold_heads
+from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
 from qkeel.sites.tap import Phase
 
 _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
@@ -158,8 +158,10 @@ class Journal:
 
 
 def _measured(name: str, stats: LogitStats) -> np.ndarray:
-    """Of which heads it was."""
-    return stats.tensors()[HEAD_FIELDS[name].count].numpy() > 0
+    """Of which heads it was: those with a count, or with a maximum where maxima alone were looked for."""
+    counted = stats.tensors()[HEAD_FIELDS[name].count] > 0
+    top = {"max_logit": stats.max_logit, "capped_max_logit": stats.capped_max_logit, NON_FINITE: stats.max_logit}
+    return (counted | (top[name] != -torch.inf) if name in top else counted).numpy()
 
 
 _COMPETITION = ("query_competition", "key_competition")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -12,6 +11,7 @@ import numpy as np
 
 from qkeel.errors import RunDirectoryError
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
+from qkeel.frames.markup import Markup, tag
 from qkeel.monitor.alarms.history import History, number
 from qkeel.records import Heads, RunDirectory, RunStatus
 from qkeel.records.files import JSONObject
@@ -91,7 +91,7 @@ class Run:
         return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
 
     def _repr_html_(self) -> str:
-        return f"<div><p>{html.escape(repr(self))}</p>{self.steps._repr_html_()}</div>"
+        return tag("div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_()))
 
 
 def load(run: str | Path) -> Run:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from qkeel.frames.markup import plain_table, tag
 from qkeel.monitor.alarms.rule import Alarm, Severity
 from qkeel.monitor.record.sample import Sample
 from qkeel.records import CLASS_FIELDS, HEAD_FIELDS
@@ -75,21 +75,10 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "") ->
     '<div><p>step 5</p></div>'
     """
     head, rows = _rows(sample)
-
-    def line(cells: Sequence[str], kind: str) -> str:
-        return "<tr>" + "".join(_cell(kind, text, i == 0) for i, text in enumerate(cells)) + "</tr>"
-
-    table = ""
-    if rows:
-        body = "".join(line(row, "td") for row in rows)
-        table = f'<table style="font-variant-numeric:tabular-nums">{line(head, "th")}{body}</table>'
-    warned = "".join(f"<li>{html.escape(str(alarm))}</li>" for alarm in _gravest(alarms))
-    listed = (f"<p>{html.escape(note)}</p>" if note else "") + (f"<ul>{warned}</ul>" if warned else "")
-    return f"<div><p>{html.escape(sample_line(sample))}</p>{table}{listed}</div>"
-
-
-def _cell(kind: str, text: str, first: bool) -> str:
-    return f'<{kind} style="text-align:{"left" if first else "right"}">{html.escape(text)}</{kind}>'
+    table = [plain_table(head, rows, aligned=True)] if rows else []
+    warned = [tag("li", {}, str(alarm)) for alarm in _gravest(alarms)]
+    listed = [*([tag("p", {}, note)] if note else []), *([tag("ul", {}, *warned)] if warned else [])]
+    return tag("div", {}, tag("p", {}, sample_line(sample)), *table, *listed)
 
 
 def _columns() -> dict[str, str]:

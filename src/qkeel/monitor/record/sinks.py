@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
-import inspect
 import logging
 import math
 import os
@@ -15,10 +14,11 @@ from typing import final
 
 import numpy as np
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, check_known, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
 from qkeel.monitor.alarms.rule import Alarm, Severity
 from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import sample_line
+from qkeel.options import build
 from qkeel.records import HEAD_FIELDS, HeadRecorder, RunDirectory, append_line, fresh_directory, write_json
 from qkeel.registry import Term, parse
 
@@ -222,7 +222,4 @@ def _build(term: Term) -> Sink:
         raise error
     module, _, name = SINKS[term.name].partition(":")
     cls: type[Sink] = vars(importlib.import_module(module))[name]
-    known = list(inspect.signature(cls).parameters)
-    for key in term.options:
-        check_known(f"option of {term.name}", key, known)
-    return cls(**{key: str(value) for key, value in term.options.items()})
+    return build(term.name, cls, {key: str(value) for key, value in term.options.items()})

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError
+from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError, reported
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.records.files import write_json
-from qkeel.records.system_calls import reported
 from qkeel.remedies.apply import in_force
 from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.retrofit.architectures import SHAPES, Plan, plan

@@ -194,7 +194,11 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
 def _kernels(device: torch.device) -> ModuleType | None:
     """Returns what steps weights of a device: Triton's kernels, the compiled ones of a CPU, or nothing."""
     if available.usable(device):
-        return available.adamw_kernels(device)
+        if not (available.may_write() and available.trusted("step of AdamW", device)):
+            return None
+        from qkeel.kernels.triton import adam_lines
+
+        return adam_lines
     return adamw if device.type == "cpu" and adamw.ready() else None
 
 

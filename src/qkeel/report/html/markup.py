@@ -1,41 +1,18 @@
-"""HTML by construction: whatever is not already markup is escaped. Tables, whose cells sort by their number."""
+"""The tables of a page, whose cells sort by their number, and data for its scripts."""
 
 from __future__ import annotations
 
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
+from qkeel.frames.markup import Markup, join, tag
 from qkeel.report.html.formats import number
 
-
-class Markup(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
-
-
-VOID = frozenset({"br", "hr", "meta"})
-
-
-def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Markup:
-    """Returns one element; a child that is not Markup is escaped; an attribute of None is written without a value.
-
-    >>> tag("p", {"class": "note"}, "a < b")
-    '<p class="note">a &lt; b</p>'
-    """
-    head = name + "".join(
-        f" {key}" if value is None else f' {key}="{html.escape(value)}"' for key, value in attributes.items()
-    )
-    if name in VOID:
-        return Markup(f"<{head}>")
-    return Markup(f"<{head}>{join(children)}</{name}>")
-
-
-def join(parts: Iterable[str], between: str = "") -> Markup:
-    """Returns parts one after the other, each escaped unless it is Markup."""
-    return Markup(between.join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
+__all__ = [
+    "NOTHING", "Markup", "cell", "columns", "join", "json_script", "measured", "table", "table_row", "tag", "words",
+]  # fmt: skip
 
 
 def json_script(identifier: str, value: object) -> Markup:

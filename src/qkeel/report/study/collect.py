@@ -58,6 +58,8 @@ class StudyData:
     tuned: Sequence[Row] = ()
     chaos: Sequence[Row] = ()
     """Its own chaos.json: what rounding does to a pair of runs."""
+    primary: Row | None = None
+    """The comparison that it was made to decide, see `lab.plan.Primary`."""
 
     def rows(self, role: str = "grid") -> list[Row]:
         """Returns the table lines of the finished runs of a role."""
@@ -69,7 +71,7 @@ class StudyData:
         found: dict[str, list[RunData]] = {}
         for run in (run for run in self.runs if run.role not in ("grid", "drift")):
             found.setdefault(run.role, []).append(dataclasses.replace(run, role="grid"))
-        return {role: dataclasses.replace(self, runs=runs) for role, runs in found.items()}
+        return {role: dataclasses.replace(self, runs=runs, primary=None) for role, runs in found.items()}
 
     def lrs(self) -> list[float]:
         """The learning rates of the grid's finished runs."""
@@ -98,7 +100,13 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
     tuned = [choice for study in studies for choice in study.tuned]
     chaos = [pair for study in studies for pair in study.chaos]
     return StudyData(
-        name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs, tuned=tuned, chaos=chaos
+        name=" + ".join(names),
+        command="\n".join(commands),
+        remedies=remedies,
+        runs=runs,
+        tuned=tuned,
+        chaos=chaos,
+        primary=studies[0].primary if len(studies) == 1 else None,
     )
 
 
@@ -143,7 +151,15 @@ def _study(path: Path) -> StudyData:
     tuned = about.get("tuned") or ()
     runs = [_with_floor(run, chaos_floors(path, (about.get("base") or {}).get(run.role))) for run in runs]
     chaos = _chaos(path)["pairs"]
-    return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs, tuned=tuned, chaos=chaos)
+    return StudyData(
+        name=str(name),
+        command=str(command),
+        remedies=remedies,
+        runs=runs,
+        tuned=tuned,
+        chaos=chaos,
+        primary=about.get("primary"),
+    )
 
 
 def _chaos(path: Path) -> Row:

@@ -53,11 +53,13 @@ class Gain:
     collapsed: bool
     floor: float | None = None
     """The difference that rounding alone makes between two such runs, where a chaos study has measured both."""
+    secondary: bool = False
+    """The study names another comparison that it is made to decide: this one has an interval and no verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """Undecided also where there is nothing to judge by."""
-        return self.effect.verdict if self.effect else "undecided"
+        """Undecided also where there is nothing to judge by, and of secondary comparisons."""
+        return self.effect.verdict if self.effect and not self.secondary else "undecided"
 
     @property
     def praised(self) -> bool:
@@ -158,6 +160,24 @@ def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | Non
     return math.hypot(*(known[name] for name in both)) if set(both) <= known.keys() else None
 
 
+def primary_gain(study: StudyData) -> Gain | None:
+    """The gain of the comparison that the study names, judged alone; None without one, or where no seed has both."""
+    named = study.primary
+    found = judge(study.rows(), [(named["remedy"], named["baseline"], named["lr"])]) if named else []
+    return found[0] if found else None
+
+
+def _gains_alone(study: StudyData) -> list[Gain]:
+    """The gains of a study that names a primary comparison: each with an interval of its own, that one with a verdict.
+
+    Their intervals are not corrected for each other: each covers its true mean at 95 %, all together they do not.
+    """
+    rows, primary = study.rows(), primary_gain(study)
+    remedies, lrs = [name for name in study.remedies if name != BASELINE], study.lrs()
+    alone = [found for name in remedies for lr in lrs for found in judge(rows, [(name, BASELINE, lr)])]
+    return [g if g == primary else dataclasses.replace(g, secondary=True) for g in alone]
+
+
 def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[Gain]:
     """The gain of each remedy at each LR that has one, judged together."""
     lrs = sorted({row["lr"] for row in rows})
@@ -183,11 +203,11 @@ def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bo
 
 
 def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """The bootstrap interval over seeds of the largest stable LR, 0 for none; None with fewer than two seeds."""
-    by_seed = [
-        largest_stable_lr([row for row in rows if row["seed"] == seed]) or 0.0
-        for seed in sorted({row["seed"] for row in rows})
-    ]
+    """The bootstrap interval of the largest stable LR, 0 for none, over the seeds that finished at every LR; None with
+    fewer than two."""
+    lrs = {row["lr"] for row in rows}
+    whole = [s for s in sorted({row["seed"] for row in rows}) if {r["lr"] for r in rows if r["seed"] == s} == lrs]
+    by_seed = [largest_stable_lr([row for row in rows if row["seed"] == seed]) or 0.0 for seed in whole]
     return bootstrap_interval(by_seed, np.min) if len(by_seed) > 1 else None
 
 
@@ -195,7 +215,7 @@ def standings(study: StudyData) -> list[Standing]:
     """Each remedy with a finished grid run: the largest LR without collapse first, then the least sensitive to it."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
-    judged = gains(rows, study.remedies)
+    judged = _gains_alone(study) if study.primary else gains(rows, study.remedies)
     lines = [
         _standing(rows, remedy, study.lrs(), {g.lr: g for g in judged if g.remedy == remedy})
         for remedy in study.remedies

@@ -6,19 +6,22 @@ import math
 from collections.abc import Sequence
 
 from qkeel.errors import QkeelError
-from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row, alarm_step
+from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row, alarm_step, planned_power
 from qkeel.records import RunStatus
 from qkeel.registry import Term, parse
 from qkeel.report.html.formats import count, listing, loss, number, rate, signed
 from qkeel.report.html.page import Finding
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
-from qkeel.report.study.compare import MARGIN, Gain, collapses, gains, judge, losses, more_seeds, spread
+from qkeel.report.study.compare import MARGIN, Gain, collapses, gains, judge, losses, more_seeds, primary_gain, spread
 from qkeel.report.study.verdict import collapsed_at
 
 
 def findings(study: StudyData) -> list[Finding]:
     """Returns the sentences of the page's first screen."""
     rows = study.rows()
+    if study.primary:
+        drift = [Finding("note", lead.text) for lead in _drift(study)]
+        return [*_counts(study, study.primary, rows), *_primary(study, study.primary), *drift, *_unfinished(study)]
     found = _drift(study)
     if len({row["remedy"] for row in rows}) > 1:
         found += _headline(study, rows) + _ties(study, rows) + _losses_against_baseline(study, rows)
@@ -27,6 +30,67 @@ def findings(study: StudyData) -> list[Finding]:
     elif not found:
         found += [text for run in study.runs for text in _single(run, study.loss_unit())]
     return found + _seeds(study, rows) + _unfinished(study)
+
+
+def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
+    """What needs no test, at the rate of the primary comparison: collapses and largest logits of every remedy."""
+    here = [row for row in rows if row["lr"] == named["lr"]]
+    if not here:
+        return []
+    found: dict[tuple[int, int], list[str]] = {}
+    tops: dict[str, float] = {}
+    for remedy in study.remedies:
+        mine = [row for row in here if row["remedy"] == remedy]
+        if mine:
+            found.setdefault((sum(row["collapsed"] for row in mine), len(mine)), []).append(remedy)
+            tops[remedy] = spread([row["max_logit"] for row in mine]).high
+    parts = [f"in {k} of {count(n, 'run')} with {listing(names)}" for (k, n), names in sorted(found.items())[::-1]]
+    logits = [f"{number(top, 2)} with {remedy}" for remedy, top in tops.items()]
+    return [
+        Finding("lead", f"At LR {rate(named['lr'])} attention collapsed {'; '.join(parts)}."),
+        Finding("lead", f"The largest attention logit of these runs was {listing(logits)}."),
+    ]
+
+
+def _primary(study: StudyData, named: Row) -> list[Finding]:
+    """The one comparison that was named before the runs, then how its number of seeds was chosen."""
+    both, at = f"{named['remedy']} against {named['baseline']}", f"at LR {rate(named['lr'])}"
+    what = f"Primary comparison, named before the runs: held-out loss of {both} {at}."
+    gain = primary_gain(study)
+    if gain is None:
+        return [Finding("lead", f"{what} No seed has finished both.")]
+    if gain.effect is None:
+        text = "One seed decides nothing" if math.isfinite(gain.mean) else "A loss is not finite, so none is compared"
+        return [Finding("lead", f"{what} {text}.")]
+    said = {
+        "better": f"{gain.remedy} is better by {loss(gain.mean)} nats",
+        "worse": f"{gain.remedy} is worse by {loss(-gain.mean)} nats",
+        "equal": f"The two are equal to within {MARGIN:g} nats",
+        "undecided": f"Undecided; {more_seeds(gain.effect)}",
+    }[gain.verdict]
+    fallen = f" Attention collapsed in a run of {gain.remedy}." if gain.collapsed else ""
+    text = f"{what} {said} ({'' if gain.verdict in ('better', 'worse') else 'difference '}{gain.over()}).{fallen}"
+    rest = "Every other comparison is secondary and stands below, with an interval and without a verdict."
+    method = "The interval is Student's t at 95 %, paired by seed; it is corrected for nothing, as it is the only one."
+    return [Finding("lead", text), Finding("caution", f"{_planned(study, named)} {method} {rest}")]
+
+
+def _planned(study: StudyData, named: Row) -> str:
+    """The power that the planned number of seeds has."""
+    sides = (
+        {run.seed for run in study.runs if run.role == "grid" and run.lr == named["lr"] and run.remedy == one}
+        for one in (named["remedy"], named["baseline"])
+    )
+    n = len(set.intersection(*sides))
+    if named.get("expected") is None or named.get("spread") is None:
+        return f"{count(n, 'seed')}; no power was planned for these settings."
+    power = min(0.999, planned_power(named["expected"], named["spread"], n)) if n > 1 else 0.0
+    source = f" ({named['source']})" if named.get("source") else ""
+    chance = f"over {100 * power:.1f} %" if power == 0.999 else f"{100 * power:.0f} %"
+    return (
+        f"Planned: {count(n, 'seed')}, which show a difference of {named['expected']:g} nats with a probability of "
+        f"{chance} if the differences of pairs have a standard deviation of {named['spread']:g}{source}."
+    )
 
 
 def _drift(study: StudyData) -> list[Finding]:

@@ -159,7 +159,7 @@ def definitions() -> Markup:
         "et al. 2023, arXiv 2309.14322).",
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
         "batches. Positive: the remedy is better. Below it the interval of the mean by Student's t, 95 % for all gains "
-        "of the table at once (Holm).",
+        "of the table at once (Holm), or for each gain alone where the study names the one that it decides.",
         "Verdict": f"Better or worse: the interval leaves 0. Equal: it lies inside ±{MARGIN:g} nats. Else undecided. "
         "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
         "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "

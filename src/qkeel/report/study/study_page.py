@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from qkeel.report.html.formats import count, listing, rate
 from qkeel.report.html.markup import Markup, join, tag
-from qkeel.report.html.page import Chart, Finding, Page, Section, choices, empty_note, finding_list, note
+from qkeel.report.html.page import Chart, Finding, Page, Section, choices, details, empty_note, finding_list, note
 from qkeel.report.study import accuracy_findings, chaos_findings, length_findings, modality_findings, provenance, tables
 from qkeel.report.study.charts import chart_data, charts, figures
 from qkeel.report.study.collect import StudyData
@@ -51,14 +51,14 @@ def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
     choice = choices("part") if parts and present else ""
     return [
         Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
-        Section("verdict", "Verdict", Markup("") if parts else _verdict(study)),
+        Section("verdict", "Counts" if study.primary else "Verdict", Markup("") if parts else _verdict(study)),
         Section("charts", "Charts", join([choice, figures(study, present)])),
         Section(
             "modality", "By modality", by_modality(study) if modality_findings.is_multimodal(study) else Markup("")
         ),
         Section("chaos", "What rounding does", chaos_findings.floors_table(study)),
         Section("accuracy", "Accuracy", accuracy_findings.table_of(study)),
-        Section("ranking", "Ranking", _ranking(study)),
+        Section("ranking", "Secondary comparisons" if study.primary else "Ranking", _ranking(study)),
         *(Section(f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(parts.items())),
         Section("without", "Runs without a result", tables.without_result(study)),
         Section(
@@ -150,6 +150,16 @@ def _ranking(study: StudyData) -> Markup:
         f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity stands the "
         "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
     )
+    if study.primary and table:
+        few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
+        told = (
+            f"Of the gains only that of {study.primary['remedy']} at LR {rate(study.primary['lr'])} was named before "
+            "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, corrected for nothing, "
+            f"and no verdict is drawn from it; some are over {count(few, 'seed')} only."
+        )
+        return join(
+            [note(told), details("Gains, intervals and LR sensitivity of all remedies", join([note(text), table]))]
+        )
     return join([note(text), table]) if table else table
 
 

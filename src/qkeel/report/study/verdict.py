@@ -18,6 +18,7 @@ from qkeel.report.study.tables import cost_cell, gain_cell, swatch
 
 def verdict_table(study: StudyData) -> Markup:
     """Returns one line per remedy, those that never collapsed first, the largest gain first among them; "" of one.
+    Of a study that names a primary comparison: what needs no test, the collapses and largest logits at each rate.
 
     >>> verdict_table(StudyData(name="", command="", remedies=(), runs=()))
     ''
@@ -25,6 +26,8 @@ def verdict_table(study: StudyData) -> Markup:
     lines, rows = standings(study), study.rows()
     if len(lines) < 2:
         return Markup("")
+    if study.primary:
+        return _certain(study, rows)
     fallen = {line.remedy: collapsed_at(rows, line.remedy) for line in lines}
     lines.sort(key=lambda line: (line.remedy == BASELINE, len(fallen[line.remedy]), -_shown(line)[1]))
     head = [*columns("Remedy", f"Against {BASELINE}", kind="text"), *columns("Gain", "Largest logit", "Collapsed at")]
@@ -44,7 +47,8 @@ def advice(study: StudyData) -> Markup:
             "`qkeel study lr` writes. Leave it out, or make a page of its own."
         )
     rows = study.rows()
-    shown = [gain for line in standings(study) for gain in line.gains.values() if gain.praised]
+    judged = [gain for line in standings(study) for gain in line.gains.values()]
+    shown = [gain for gain in judged if gain.praised]
     best = max(shown, key=lambda gain: (not collapsed_at(rows, gain.remedy), gain.mean), default=None)
     text = f"From {study.name or 'runs of the lab'}, {count(len(study.rows()), 'run')} of a small model: "
     if best is None:
@@ -52,6 +56,23 @@ def advice(study: StudyData) -> Markup:
     text += f"{best.remedy} gains most, {signed(best.mean)} {study.loss_unit()} at LR {rate(best.lr)} ({best.over()})."
     line = command_block(f'qkeel.apply("{best.remedy}", model, optimizer, example=batch)')
     return join([note(text), tag("div", {"class": "remedy-line"}, line), verdict])
+
+
+def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
+    """Per remedy and rate, in how many of the runs attention collapsed, and the largest logit of them."""
+    lrs = study.lrs()
+    head = columns("Remedy", kind="text")
+    for lr in lrs:
+        head += columns(f"Collapsed at LR\u00a0{rate(lr)}", f"Largest logit at LR\u00a0{rate(lr)}")
+    body = []
+    for remedy in study.remedies:
+        cells = []
+        for lr in lrs:
+            here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
+            fallen, top = sum(row["collapsed"] for row in here), max((row["max_logit"] for row in here), default=0.0)
+            cells += [cell(f"{fallen} of {len(here)}", fallen), cell(number(top), top)] if here else [NOTHING, NOTHING]
+        body.append(table_row(swatch(study, remedy), *cells))
+    return table("Counts", head, body, sortable=True)
 
 
 def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:

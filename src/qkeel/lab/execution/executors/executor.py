@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import threading
 import time
@@ -10,10 +9,11 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidValueError
 from qkeel.lab.execution.workers import Job, Outcome, work
+from qkeel.options import build
 from qkeel.records import RunDirectory, RunStatus
-from qkeel.registry import build, lookup, parse
+from qkeel.registry import lookup, parse
 
 Unit: TypeAlias = Sequence[Job]
 
@@ -56,17 +56,7 @@ def executor(text: str) -> Executor:
         raise InvalidValueError(f"expected one executor, got {text!r}; runs of one study are done in one place")
     module, name = lookup("executor", EXECUTORS, terms[0].name)
     found = vars(importlib.import_module(f"qkeel.lab.execution.executors.{module}"))[name]
-    made = build(f"the executor {terms[0].name}", found, terms[0].options)
-    for field in dataclasses.fields(made):
-        value = getattr(made, field.name)
-        if field.type == "str":
-            object.__setattr__(made, field.name, str(value))  # a partition may be called 3
-        elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else int | float):
-            kind = "a whole number" if field.type == "int" else "a number"
-            raise InvalidTypeError(f"expected {field.name} of {terms[0].name} as {kind}, got {value!r}")
-        elif value < 0 or (value == 0 and field.name != "gpus"):
-            raise InvalidValueError(f"expected {field.name} of {terms[0].name} above 0, got {value!r}")
-    return made
+    return build(f"the executor {terms[0].name}", found, terms[0].options)
 
 
 def work_elsewhere(unit: Unit) -> list[Outcome]:

@@ -10,6 +10,7 @@ from typing import Any, final
 from qkeel.errors import needed
 from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
 from qkeel.lab.execution.workers import Outcome
+from qkeel.options import NotNegative, Positive, settle
 
 
 @final
@@ -22,8 +23,11 @@ class Ray:
     """
 
     address: str = ""
-    cpus: float = 1
-    gpus: float = 0
+    cpus: Positive = 1
+    gpus: NotNegative = 0
+
+    def __post_init__(self) -> None:
+        settle(self, "ray")
 
     def capacity(self) -> int:
         """As many as the cluster has CPUs (GPUs, where tasks reserve some) for."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 from qkeel.errors import needed
 from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
 from qkeel.lab.execution.workers import Outcome
+from qkeel.options import Bound, Count, Positive, settle
 
 _EACH = 5.0  # seconds between two looks at the jobs
 
@@ -26,11 +27,14 @@ class Slurm:
     partition: str = ""
     account: str = ""
     qos: str = ""
-    time: int = 60
-    memory: float = 4
-    cpus: int = 1
-    gpus: int = 0
+    time: Count = 60
+    memory: Positive = 4
+    cpus: Count = 1
+    gpus: Annotated[int, Bound(included=True)] = 0
     cluster: str = "slurm"
+
+    def __post_init__(self) -> None:
+        settle(self, "slurm")
 
     def capacity(self) -> int:
         """Sixteen: what the cluster has is not known here."""

@@ -1,0 +1,202 @@
+"""The comparison of each family of Triton kernels with torch at its first use on a device.
+
+Nobody has run these kernels on every kind of GPU. So before a family is used on a device it computes a small case
+there, which torch computes too. Where the numbers differ by more than rounding, or Triton fails, one warning says so
+and torch computes from then on.
+
+Shapes: b batch, h query heads, g key heads, t queries, s keys, d head_dim; n heads of r rows and m columns of a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from qkeel.functional.norms import rms_norm
+from qkeel.functional.rope import rotate
+from qkeel.functional.statistics.rows import KernelRows
+from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
+from qkeel.kernels.triton import adam_lines, heads, norm_rope, norm_rope_two, sampled, statistics
+
+Pairs = Iterator[tuple[Tensor, Tensor]]  # what a kernel computed, and what torch did
+_RMS = 1  # the kind of the norm, as in `kernels.encode`
+_EPS = 1e-6
+_SCALE, _CAP = 0.3, 5.0
+
+
+def difference(family: str, device: torch.device) -> float:
+    """Returns how much more than rounding the kernels of a family differ from torch on a device; at most 1 is rounding.
+
+    It is the largest difference over the largest number that torch computed, in units of what rounding explains; NaN or
+    infinite where one is not finite and the other is. Waits for the device.
+
+    A thread of its own computes the case: the caller's autocast, gradient mode, inference mode, default device and
+    whatever sees or replaces torch's calls do not reach it.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_difference, family, device).result()
+
+
+def _difference(family: str, device: torch.device) -> float:
+    case, worst = CASES[family], torch.zeros((), dtype=torch.float64)
+    # The interpreter of Triton, which CPU tensors go through in tests, gets products of bfloat16 wrong.
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+        for own, theirs in case(_Drawn(device, dtype)):
+            size = theirs.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(1e-30)
+            off = torch.where(own == theirs, 0.0, (own.detach().double() - theirs.detach().double()).abs())
+            # torch.maximum passes a NaN on.
+            worst = torch.maximum(worst, (off.max() / size / _ROUNDING[own.dtype]).cpu())
+    return float(worst)
+
+
+# What rounding in another order explains, over the largest number: ten times what the interpreter shows in float32, and
+# for bfloat16, whose steps are 2^-8, two of them.
+_ROUNDING = MappingProxyType({torch.float32: 2e-5, torch.float64: 2e-5, torch.bfloat16: 2**-7})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Draws the tensors of a case, the same ones on every device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    drawn: torch.Generator = dataclasses.field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, generator=self.drawn, dtype=torch.float32, device="cpu")
+        return x.to(self.device, dtype or self.dtype)
+
+
+def _norm_and_rope(draw: _Drawn) -> Pairs:
+    """Norm and rotation of half and of interleaved pairs, of one tensor and of two, forward and backward."""
+    angles = draw(1, 1, 5, 16, dtype=torch.float32)
+    table = angles.cos(), angles.sin()
+    for step, pairing in ((1, "half"), (2, "interleaved")):
+        q, k, gain = (x.requires_grad_() for x in (draw(2, 3, 5, 40), draw(2, 1, 5, 40), draw(40)))
+        above = draw(2, 3, 5, 40), draw(2, 1, 5, 40)
+        expected = [rotate((rms_norm(x.float(), _EPS) * gain.float()), *table, pairing) for x in (q, k)]
+        alone = [norm_rope.norm_rope(x, gain, table, _RMS, _EPS, True, step) for x in (q, k)]
+        both = norm_rope_two.norm_rope_two(q, k, (gain, gain), table, (_RMS, _RMS), _EPS, (True, True), step)
+        slopes = torch.autograd.grad(expected, [q, k, gain], [x.float() for x in above])
+        for own in (alone, both):
+            found = [*own, *torch.autograd.grad(own, [q, k, gain], above)]
+            yield from zip(found, [x.to(own[0].dtype) for x in (*expected, *slopes)])
+
+
+def _logits(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal logits [b h t s] in float64, -inf where hidden, and which are visible [t s]; the queries are the last."""
+    (h, t), (g, s) = q.shape[1:3], k.shape[1:3]
+    z = _SCALE * q.double() @ k.double().repeat_interleave(h // g, 1).mT
+    visible = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
+    return z.masked_fill(~visible, -torch.inf), visible
+
+
+def _rows(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Largest and smallest logit, logsumexp and entropy of each row, float32, of capped logits the last two."""
+    z, visible = _logits(q, k)
+    capped = (_CAP * torch.tanh(z / _CAP)).masked_fill(~visible, -torch.inf)
+    lse = capped.logsumexp(-1)
+    entropy = lse - (capped.softmax(-1) * capped.masked_fill(~visible, 0.0)).sum(-1)
+    smallest = z.masked_fill(~visible, torch.inf).amin(-1)
+    return tuple(x.float() for x in (z.amax(-1), smallest, lse, entropy))
+
+
+def _statistics(draw: _Drawn) -> Pairs:
+    """Statistics of all rows, and of heads from them."""
+    q, k = draw(2, 4, 70, 24), draw(2, 2, 90, 24)
+    expected = _rows(q, k)
+    found = statistics.row_statistics(q, k, _SCALE, causal=True, cap=_CAP)
+    yield from zip(found, expected)
+    largest, _, lse, entropy = expected
+    of_heads = statistics.head_numbers(KernelRows(largest, lse, entropy), None)
+    yield of_heads.largest, largest.amax((0, 2))
+    yield of_heads.entropy, entropy.mean((0, 2))
+    yield of_heads.least_entropy, entropy.amin((0, 2))
+    yield of_heads.n.double(), torch.full_like(of_heads.n, 2 * 70).double()
+
+
+def _sampled(draw: _Drawn) -> Pairs:
+    """Extremes, bounds from logsumexps, and statistics of heads from a sample of rows."""
+    q, k, strata = draw(2, 4, 72, 24), draw(2, 2, 90, 24), 6
+    largest, smallest, lse, entropy = _rows(q, k)
+    tops, lows = sampled.extremes(q, k, _SCALE, causal=True)
+    yield tops.amax((0, 2)), largest.amax((0, 2))
+    yield lows.amin((0, 2)), smallest.amin((0, 2))
+    visible = torch.arange(90 - 72 + 1, 91, device=q.device).float()
+    expected = torch.stack([(lse - visible.log()).amax((0, 2)), lse.amax((0, 2))])
+    yield sampled.bracket_of(lse, 90, causal=True), expected
+    rows, picked = statistics.rows_of(q, k, _SCALE, causal=True, cap=_CAP, sample=(strata, 1))
+    places = picked.long()[:, None].expand(-1, 4, -1)
+    yield rows.entropy, entropy.gather(2, places)
+    of_heads = sampled.head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
+    yield of_heads.largest, largest.amax((0, 2))
+    yield of_heads.entropy, entropy.gather(2, places).mean((0, 2))  # strata of one size
+
+
+def _heads(draw: _Drawn) -> Pairs:
+    """Norms, Gram matrices, a copy, an interpolation and a scaling of the heads of two weights."""
+    for shapes in (((3, 16, 80), (2, 16, 96)), ((3, 5, 7), (2, 5, 9))):
+        views = [draw(*shape) for shape in shapes]
+        table, old = heads.HeadTable(views), [view.double() for view in views]
+        copy, norms = table.copy_and_norms()
+        yield norms, torch.cat([view.flatten(1).norm(dim=1) for view in old]).float()
+        grams = torch.cat([view @ view.mT for view in old]).float()
+        yield table.grams(0, 5, shapes[0][1]), grams
+        new = [draw(*shape) for shape in shapes]
+        for view, other in zip(views, new):
+            view.copy_(other)
+        factors = torch.tensor([0.25, 1.0, 0.75, 0.0, 1.5], device=draw.device)
+        table.move(copy, factors, None)
+        table.scale(factors)
+        for view, a, b, f in zip(views, old, new, factors.double().split([3, 2])):
+            f = f[:, None, None]
+            yield view, (f * (a + f * (b.double() - a))).to(view.dtype)
+
+
+@torch.no_grad()
+def _adamw(draw: _Drawn) -> Pairs:
+    """Three steps of torch's fused AdamW, with rates of 1, or of 0 in every third line, and the squares they leave.
+
+    The rows of the first weight and the columns of the second are lines; both end inside a tile.
+    """
+    if draw.dtype is not torch.float32:
+        return
+    shapes, axes = ((7, 600), (40, 70)), (0, 1)
+    weights, *gradients = ([draw(*shape) for shape in shapes] for _ in range(4))
+    rates = [(torch.arange(s[a], device=draw.device) % 3 > 0).float() for s, a in zip(shapes, axes)]
+    means, variances, their_means, their_variances = ([torch.zeros_like(w) for w in weights] for _ in range(4))
+    steps, their_steps = ([w.new_zeros(()) for w in weights] for _ in range(2))
+    squares = [torch.zeros(len(rate), dtype=torch.float64, device=draw.device) for rate in rates]
+    own, theirs = ([w.clone() for w in weights] for _ in range(2))
+    t = AdamTensors(
+        weights=own, gradients=own, means=means, variances=variances, maxima=[], steps=steps, rates=rates,
+        squares=squares, axes=axes,
+    )  # fmt: skip
+    o = AdamOptions(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, decoupled=True, maximize=False)
+    for given in gradients:
+        adam_lines.adam_lines(dataclasses.replace(t, gradients=given), o)
+        adamw(
+            theirs, given, their_means, their_variances, [], their_steps, fused=True, amsgrad=False, maximize=False,
+            lr=o.lr, beta1=o.beta1, beta2=o.beta2, weight_decay=o.decay, eps=o.eps,
+        )  # fmt: skip
+    for new, torchs, before, rate, sums, axis in zip(own, theirs, weights, rates, squares, axes):
+        stepped = rate.unsqueeze(1 - axis) > 0
+        yield new, torch.where(stepped, torchs, before)
+        yield sums, new.double().square().sum(1 - axis)
+
+
+CASES: Mapping[str, Callable[[_Drawn], Pairs]] = MappingProxyType(
+    {
+        "norm and rotation": _norm_and_rope,
+        "statistics": _statistics,
+        "sampled statistics": _sampled,
+        "heads of weights": _heads,
+        "step of AdamW": _adamw,
+    }
+)

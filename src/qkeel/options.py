@@ -1,0 +1,142 @@
+"""Options: what users give by name, checked against the annotations of what takes it.
+
+One mechanism for the fields of configurations, remedies, policies and executors, and for the options of presets,
+positions and sinks. Every error says what was expected for which name, and what came; a name that there is not comes
+with the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known
+
+T = TypeVar("T")
+Json = dict[str, Any]  # an object as JSON and TOML have it: plain values by name, nested
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """In an annotation: a finite number above `least`, or at least `least` where that is `included`."""
+
+    least: float = 0.0
+    included: bool = False
+
+
+Positive = Annotated[float, Bound()]
+NotNegative = Annotated[float, Bound(included=True)]
+Count = Annotated[int, Bound(1, included=True)]
+_MOST = 1 << 53
+_SPOKEN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@functools.cache
+def annotations(of: Callable[..., object]) -> Json:
+    """The resolved annotations of the fields of a dataclass, or of the parameters of a function or another class."""
+    plain_class = isinstance(of, type) and not dataclasses.is_dataclass(of)
+    return typing.get_type_hints(of.__init__ if plain_class else of, include_extras=True)
+
+
+def checked(value: Any, kind: Any, name: str) -> Any:
+    """Returns a value as its annotation has it: a whole number becomes a float where one is due.
+
+    >>> checked(3, float, "lr")
+    3.0
+    >>> checked(0, Positive, "tau of lalr")
+    Traceback (most recent call last):
+    qkeel.errors.InvalidValueError: expected a finite number above 0 for tau of lalr, got 0.0
+
+    Args:
+        value: what was given.
+        kind: a type, a union with None, a Literal, or Annotated with bounds; anything else is not checked.
+        name: what errors call it.
+
+    Raises:
+        InvalidTypeError: a value of another type. UnknownNameError: none of a Literal's.
+        InvalidValueError: a number out of bounds, or text that is no Unicode.
+    """
+    kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
+    if typing.get_origin(kind) is Literal:
+        check_known(name, value, typing.get_args(kind))
+        return value
+    if kind not in _SPOKEN:
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise InvalidTypeError(f"expected {_SPOKEN[kind]} for {name}, got {value!r}")
+    if kind is int and not -_MOST < value < _MOST:
+        raise InvalidValueError(f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}")
+    if isinstance(value, str) and value.encode("utf-8", "replace").decode("utf-8") != value:
+        raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename what it names")
+    for bound in bounds:
+        check_bound(value, bound, name)
+    return value
+
+
+def check_bound(value: float, bound: Bound, name: str) -> None:
+    """Raise InvalidValueError unless a number is finite and within a bound."""
+    sound = math.isfinite(value) and (value > bound.least or (bound.included and value == bound.least))
+    check(sound, f"a finite number {'of at least' if bound.included else 'above'} {bound.least:g} for {name}", value)
+
+
+def settle(config: object, of: str = "") -> None:
+    """Checks the plain fields of a frozen dataclass against their annotations, and makes them what these say.
+
+    Args:
+        config: the dataclass, from its `__post_init__`.
+        of: whose fields they are, in errors.
+    """
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, kind = getattr(config, field.name), annotations(type(config))[field.name]
+        object.__setattr__(config, field.name, checked(value, kind, f"{field.name} of {of}" if of else field.name))
+
+
+def build(of: str, make: Callable[..., T], options: Mapping[str, Any], *given: object) -> T:
+    """Calls a function, a dataclass or another class with options by name.
+
+    Those of a function are checked here, those of a class by itself. A number for text is text: in `slurm:partition=3`
+    the partition is called "3".
+
+    Args:
+        of: whose options they are, in errors.
+        make: what to call; parameters that are positional only are none of its options.
+        options: by name.
+        *given: the arguments in front, for parameters that are positional only.
+
+    Raises:
+        UnknownNameError: an option that there is not, with the nearest one. InvalidTypeError: a value of another type.
+    """
+    parameters = inspect.signature(make).parameters.values()
+    known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    values = {}
+    for name, value in options.items():
+        check_known(f"option of {of}", name, known)
+        kind = annotations(make).get(name)
+        values[name] = str(value) if kind is str and isinstance(value, (int, float)) else value
+        if not isinstance(make, type):
+            checked(value, kind, f"option {name!r} of {of}")
+    return make(*given, **values)
+
+
+def read_fields(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Makes the dataclass `cls` of nested plain values; `where` names the table in errors."""
+    if not isinstance(values, Mapping):
+        raise InvalidTypeError(f"expected a table of {where or 'settings'}, got {values!r}")
+    kinds, arguments = annotations(cls), {}
+    for key, value in values.items():
+        check_known(f"key in [{where}]" if where else "key", key, kinds)
+        nested = dataclasses.is_dataclass(kinds[key])
+        arguments[key] = read_fields(kinds[key], value, f"{where}.{key}" if where else key) if nested else value
+    return cls(**arguments)

@@ -1,0 +1,214 @@
+"""Every figure in README is that of its source, its output is what its code prints, its picture is of this code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.claims.test_claims import SENTENCES
+from tests.docs.page_text import loaded
+
+from qkeel.cli.app import main
+from qkeel.lab import make_plan
+from qkeel.lab.execution.study_record import study_of
+from qkeel.spec import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+IMAGES = ROOT / "docs" / "images" / "gallery"
+PICTURE: dict[str, Any] = json.loads((IMAGES / "demo.json").read_text(encoding="utf-8"))
+
+
+def said(page: str) -> str:
+    return " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+
+
+def found(page: str, pattern: str) -> tuple[str, ...]:
+    match = re.search(pattern, said(page))
+    assert match, f"{page} no longer has {pattern}"
+    return match.groups()
+
+
+def architectures() -> str:
+    rows = re.findall(
+        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "docs/zoo.md").read_text(encoding="utf-8"), re.M
+    )
+    return str(len(rows))
+
+
+def requires(pattern: str) -> tuple[str, ...]:
+    match = re.search(pattern, (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert match
+    return match.groups()
+
+
+RATIO = r"\| (?P<low>[\d.]+) / ([\d.]+) / ([\d.]+)"
+
+
+def ratio(row: str) -> tuple[str, ...]:
+    low, middle, high = found("benchmarks.md", rf"\| {row} {RATIO}")
+    return middle, low, high
+
+
+# What README says, by the words around its figures, and where each figure comes from.
+FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
+    (r"trains (\d+) tiny models", lambda: (str(len(make_plan("demo").runs)),)),
+    (r"on (\d) idle cores", lambda: tuple(re.findall(r"^JOBS \?= (\d)", (ROOT / "Makefile").read_text(), re.M))),
+    (r"Python ≥ ([\d.]+)", lambda: requires(r'requires-python = ">=([\d.]+)"')),
+    (r"(\d+) presets", lambda: (str(len(PRESETS)),)),
+    (
+        r"watching (\d) attention layers of GPT",
+        lambda: found("watch-tutorial.md", r"watching (\d) attention layers of GPT"),
+    ),
+    (
+        r"alarm at step (40), blocks.0.attn, head 0: max logit (1,008) is over (1,000); it was (0.216) at step 0",
+        lambda: found(
+            "watch-tutorial.md",
+            r"alarm at step (\d+), blocks.0.attn, head 0: max logit ([\d,]+) is over ([\d,]+); it was ([\d.]+) at",
+        ),
+    ),
+    (
+        r"largest logit at step (\d+) is ([\d,]+) instead of ([\d,]+)",
+        lambda: (
+            *found("watch-tutorial.md", r"largest logit at step (\d+) \|"),
+            *found("watch-tutorial.md", r"with that line \| none \| ([\d,]+) \|"),
+            *found("watch-tutorial.md", r"\| `--lr 3e-2` \| [^|]+ \| ([\d,]+) \|"),
+        ),
+    ),
+    (r"scale of (\d) ln n", lambda: found("remedies-forward.md", r"\(why (\d) ln n")),
+    (
+        r"Of its (\d+) claims: (\d+) reproduced, (\d+) contradicted, (\d+) undecided",
+        lambda: found("claims.md", r"Of (\d+) claims: (\d+) reproduced, (\d+) contradicted, (\d+) undecided"),
+    ),
+    (
+        r"every tenth step \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
+        lambda: ratio("full statistics at every 10th step, eager"),
+    ),
+    (
+        r"maximum at every step \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
+        lambda: ratio("training step, certified maximum at every step"),
+    ),
+    (
+        r"\| ([\d.]+) compiled, ([\d.]+) with torch's operations",
+        lambda: (
+            *found("benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
+            *found("benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
+        ),
+    ),
+    (
+        r"on a CPU \| ([\d.]+) to ([\d.]+) of those with its SDPA",
+        lambda: found("transformers.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) of those"),
+    ),
+    (r"(\d+) architectures of transformers", lambda: (architectures(),)),
+    (r"(\d+) other packages", lambda: found("foreign.md", r"targets of (\d+) packages")),
+    (
+        r"right about (\d+) of (\d+) attentions; of the other (\d+)",
+        lambda: (
+            *found("foreign.md", r"attentions: (\d+) right"),
+            *found("foreign.md", r"Their (\d+) attentions"),
+            *found("foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) told"),
+        ),
+    ),
+    (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),
+)
+# Digits that are no figures: names, citations, orders of magnitude in a sentence that cites none.
+NAMES = (r"#\d+", r"FSDP\d", r"AVX2", r"gpt-oss", r"10³–10⁵", r"\[(\d+) other packages\]")
+
+
+def prose() -> str:
+    """README without code, targets of links, and the sources in the last column of the remedies' table."""
+    text = re.sub(r"^```(?:python|sh)\n.*?^```", "", README, flags=re.S | re.M)
+    text = re.sub(r"<img[^>]*>|<source[^>]*>|\]\([^)]*\)", "", text)
+    head, _, rest = text.partition("## Which remedy?")
+    table, _, rest = rest.partition("Formulas, sources, costs")
+    table = re.sub(r"\|[^|\n]*\|$", "|", re.sub(r"\\\|", "/", table), flags=re.M)
+    return " ".join((head + table + rest).split())
+
+
+@pytest.mark.parametrize(("pattern", "source"), FIGURES, ids=[pattern for pattern, _ in FIGURES])
+def test_a_figure_is_that_of_its_source(pattern: str, source: Callable[[], tuple[str, ...]]) -> None:
+    match = re.search(pattern, " ".join(README.split()))
+    assert match, f"README no longer says {pattern}"
+    assert match.groups() == source()
+
+
+def test_every_figure_has_a_source() -> None:
+    """What is left of README's digits without those that the table above and the claims' sentences account for."""
+    text = prose()
+    for pattern in (*(pattern for pattern, _ in FIGURES), *NAMES):
+        text = re.sub(pattern, "", text)
+    for file, sentence, _, _ in SENTENCES:
+        if file == "README.md":
+            text = re.sub(re.escape(sentence).replace(r"\{mean:\.3f\}", r"[\d.]+"), "", text)
+    text = re.sub(r"`[^`]*`", "", re.sub(r"```text.*?```", "", text))
+    assert not re.findall(r"[^ ]*\d[^ ]*", text), "figures without a source: add them to FIGURES"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.S | re.M)
+
+
+def test_the_code_prints_what_stands_below_it() -> None:
+    code = blocks("python")[0]
+    shown = blocks("text")[1]
+    put_out = io.StringIO()
+    with contextlib.redirect_stdout(put_out):
+        exec(code, {})
+    number = re.compile(r"\d+\.\d+|\d+")
+    assert re.sub(r"\s+", " ", number.sub("#", put_out.getvalue())) == re.sub(r"\s+", " ", number.sub("#", shown))
+    got, said = ([float(x) for x in number.findall(text)] for text in (put_out.getvalue(), shown))
+    assert got == pytest.approx(said, rel=0.01)
+
+
+def test_the_commands_of_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"`(qkeel study lr [^`]+)`", README)
+    tiny = (
+        "--steps 2 --d-model 16 --n-layers 1 --n-heads 2 --head-dim 8 --context 8 --batch 2 --jobs 1 --eval-sequences 2"
+    )
+    assert main([*command.split()[1:], *tiny.split()]) == 0
+    assert (tmp_path / "runs" / "lr" / "report.html").exists()
+    (command,) = re.findall(r"^\$ (qkeel watch .+)$", blocks("text")[0], flags=re.M)
+    words = command.replace("examples/", f"{ROOT}/examples/").replace("--steps 150", "--steps 2").split()
+    small = ["--block-size", "16", "--n-layer", "4", "--n-head", "2", "--n-embd", "16", "--batch-size", "2"]
+    words += [*small, "--eval-batches", "1"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "qkeel: watching 4 attention layers of GPT, run qkeel-runs/train_gpt" in done.stderr
+
+
+def test_the_picture_is_of_the_study_as_it_is_defined() -> None:
+    plan = make_plan("demo")
+    about = study_of(plan, "")
+    assert PICTURE["study"] == {
+        **{name: about[name] for name in ("remedies", "lrs", "seeds", "primary")},
+        "runs": len(about["runs"]),
+    }, "the demo has changed: `make gallery` makes its picture again"
+    for name, digest in PICTURE["sha256"].items():
+        assert hashlib.sha256((IMAGES / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_the_first_page_of_the_docs_says_what_its_picture_shows() -> None:
+    said = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (passed, near), *others = re.findall(r"largest attention logit passes ([\d,]+) within.*stays near (\d+)", said)
+    assert others == [(passed, near)]  # light and dark
+    assert PICTURE["drift"]["none"] > float(passed.replace(",", ""))
+    assert round(PICTURE["drift"]["qk_norm"], -1) == float(near)
+
+
+def test_the_text_of_the_picture_has_the_numbers_of_its_run_and_the_comparison_is_decided() -> None:
+    (alt,) = re.findall(r'<img alt="([^"]*)" src="docs/images/gallery/demo-light.png">', README)
+    assert alt == PICTURE["alt"] == loaded("make_gallery").alt(PICTURE)
+    gain = PICTURE["gain"]
+    assert 0 < gain["low"] < gain["mean"] < gain["high"]
+    assert gain["seeds"] == len(PICTURE["study"]["seeds"])
+    assert "nats better" in alt
