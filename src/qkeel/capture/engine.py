@@ -157,7 +157,7 @@ class Interceptor(CallObserver):
         self, function: Function, args: Args, kwargs: Kwargs
     ) -> bool | str | Callable[[], tuple[object, object]]:
         """False for what no attention is made of. A probe has torch compute functional_attention: it asks for paths."""
-        if _READING.get() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _READING.get():
             return False
         name = function_name(function)
         if name == "get" and not _turns(function, args):

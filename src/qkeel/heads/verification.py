@@ -556,7 +556,7 @@ class RepeatedLogits:
         for call, rows in zip(self._calls, self._rows):
             b = call.query_shape[0]
             now = {id(x): _folded(next(given), b) for x in _tensors(call)}
-            z = _logits(_of_batch(call, n), rows, lambda x, now=now: now[id(x)])
+            z = _logits(_of_batch(call, n), rows, lambda x, now=now: now.get(id(x), x))
             found.append(z.unflatten(0, (n, b)).unbind(0))
         return [list(parts) for parts in zip(*found)]
 
