@@ -12,11 +12,11 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo test machines slow trackers fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims ladder setup demo test machines slow trackers fuzz crash mutation zoo foreign suites gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[lab]'
+	$(PIP) -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.lab
@@ -35,7 +35,7 @@ machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, loc
 	$(BIN)/python -m tests.machines --jobs $(JOBS)
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
-	$(PIP) -e '.[ray,dask,cross]'
+	$(PIP) -e '.[cluster,cross]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 	$(MAKE) trackers
@@ -45,7 +45,7 @@ TRACKERS := .venv-trackers
 $(TRACKERS)/.done: pyproject.toml constraints.txt
 	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
 	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[dev,track,wandb,mlflow,frames,plot,lightning]' nbclient ipykernel
+		-e '.[dev,track,frames,plot,lightning]' nbclient ipykernel
 	touch $@
 
 trackers: $(TRACKERS)/.done  ## the tests of trackers, trainers, tables and figures, and what a newcomer tries first, with all their libraries
@@ -67,6 +67,9 @@ mutation: $(VENV)/.dev  ## mutants of the formulas, specs and step remedies agai
 
 zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/zoo.md
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out docs/zoo.md
+
+suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes docs/suites.md
+	$(ONE_THREAD) $(BIN)/python -m tests.suites --out docs/suites.md
 
 FOREIGN := .venv-foreign
 
@@ -120,6 +123,10 @@ bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 
 claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes claims/results.json and docs/claims.md
 	$(ONE_THREAD) $(BIN)/python -m claims --jobs $(JOBS)
+
+ladder: $(VENV)/.dev  ## runs of 0.13M to 124M parameters, as far as they are not done (some 20 core-hours); stop it and start it at will
+	$(ONE_THREAD) nice -n 19 $(BIN)/python -m ladder.run
+	$(BIN)/python -m ladder
 
 roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 
@@ -44,6 +45,10 @@ class RefusedError(QkeelError, NotImplementedError):
     """Something that cannot be done exactly, so it is not done at all."""
 
 
+class NoAttentionError(RefusedError):
+    """A forward pass in which no attention was seen."""
+
+
 class DataError(QkeelError, OSError):
     """A corpus or file that cannot be read or is too small."""
 
@@ -73,14 +78,26 @@ def needed(what: str, pip: str) -> Iterator[None]:
     Traceback (most recent call last):
     qkeel.errors.MissingLibraryError: the notebook sink needs a library that is not installed: pip install ipython
 
-    Raises: MissingLibraryError where one fails.
+    Raises: MissingLibraryError where one fails. Where a library is there and lacks one that it imports itself, that
+        one is named.
     """
     try:
         yield
     except ImportError as error:
         there = not isinstance(error, ModuleNotFoundError)
         why = f"cannot be imported ({error}): pip install --upgrade" if there else "is not installed: pip install"
+        home = _importer(error)
+        if home and not there and error.name:
+            pip = error.name
+            why = f"is there and broken: {home} imports {pip}, which is not installed: pip install"
         raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
+
+
+def _importer(error: ImportError) -> str:
+    """The library whose own import failed; "" where it was the caller's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][2:]  # after `needed` and its caller
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    return next((name for name in reversed(names) if name not in ("importlib", "")), "")
 
 
 @contextlib.contextmanager
@@ -102,16 +119,24 @@ def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectory
         raise error(f"{said}: {failure.strerror or failure}{advice}") from failure
 
 
+_FEW, _MOST = 10, 40  # names of a table that a message lists beside near ones, and at all
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in a table, with the nearest names.
+    """The error for a name that is not in a table: with the nearest names, and with all of them where they are few.
 
     >>> print(unknown("remedy", "qknorm", ["qk_norm", "softcap"]))
     unknown remedy 'qknorm'. Did you mean 'qk_norm'? Known: qk_norm, softcap
+    >>> print(unknown("layer", "norm1", ["norm_1", *"abcdefghij"]))
+    unknown layer 'norm1'. Did you mean 'norm_1'?
     """
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names) or '(none)'}")
+    if not near or len(names) <= _FEW:
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        hint += f" Known: {', '.join(names[:_MOST]) or '(none)'}{more}"
+    return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint}")
 
 
 def check_known(kind: str, name: object, known: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from qkeel.capture.calls import fewest_keys
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.heads.site import AttentionSite, Description, HeadSlice, LogitTerm, Reading
 from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.guard import Guarded, in_this_thread, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -164,9 +164,9 @@ class DescribedSiteHooks:
         for part in (self.description.query, self.description.key):
             if isinstance(part, Reading):
                 layer = self.site.module.get_submodule(part.module)
-                keep = functools.partial(self._guard, self._keep, part.module)
+                keep = in_this_thread(functools.partial(self._guard, self._keep, part.module))
                 undo.callback(layer.register_forward_hook(keep).remove)
-        done = functools.partial(self._guard, self._done)
+        done = in_this_thread(functools.partial(self._guard, self._done))
         undo.callback(self.site.module.register_forward_hook(done, with_kwargs=True).remove)
 
     def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:

@@ -26,7 +26,7 @@ from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.engine import Interceptor, Sighting
 from qkeel.capture.example import ShortExample, Undo, copied, first_row, shorter, undisturbed
 from qkeel.capture.modules import Frame, tensors
-from qkeel.errors import InvalidValueError, RefusedError, caution
+from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
 from qkeel.heads.operators import Record, Repetition, Values, memory
@@ -225,7 +225,7 @@ def _traced(
     undo()
     watcher = reading.watcher
     if not reading.sites and expected:
-        raise RefusedError(unseen(model, watcher))
+        raise NoAttentionError(unseen(model, watcher))
     if below:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
     sites = [reading.sites[name] for name in reading.order if name in reading.sites]

@@ -123,7 +123,8 @@ class _Experiment:
 
     def is_known(self) -> bool:
         """True if the experiment would show what it showed at another site."""
-        self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key])
+        chains = [side for term in self._site.terms for side in (term.query, term.key)]
+        self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key], chains)
         parameters = self._weights.parameters
         self._path = Path(self._among.record, self._among.dynamic, self._site, parameters, self._logits, self._calls)
         self._narrow = Repetition(self._path.own, set(map(memory, parameters.values())))
@@ -368,15 +369,21 @@ class ChangedWeights:
     """Copies of the weights of a site with the rows of some heads changed.
 
     Heads whose rows are all zero, as in an adapter before its first step, get small random ones first: what zero is
-    multiplied by changes no logit.
+    multiplied by changes no logit. So do those whose product with the weight before them is zero, as where an adapter
+    starts from two orthogonal matrices: `chains` are the weights of each path, input first.
     """
 
-    def __init__(self, model: nn.Module, slices: Sequence[HeadSlice]) -> None:
+    def __init__(
+        self, model: nn.Module, slices: Sequence[HeadSlice], chains: Iterable[Sequence[HeadSlice]] = ()
+    ) -> None:
         names = dict.fromkeys(name for s in slices for name in (s.parameter, s.bias) if name is not None)
         self.parameters = {name: model.get_parameter(name) for name in names}
         self._base = {name: p.detach() for name, p in self.parameters.items()}
         self._slices = slices
-        self.empty = [self._fill(s) for s in slices]
+        self.empty = [self._fill(s, self._without_numbers(s)) for s in slices]
+        for chain in chains:
+            for inner, outer in itertools.pairwise(chain):
+                self.empty.append(self._fill(outer, self._vanishing(inner, outer)))
         self._copies: dict[str, Tensor] = {}
         self._changed: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, which of them, what they were
 
@@ -433,15 +440,28 @@ class ChangedWeights:
             index = part.index if heads is None else part.index[list(heads)]
             yield (s.rows_of(copy) if part is s else copy.view(-1, 1)), index.to(copy.device)
 
-    def _fill(self, s: HeadSlice) -> tuple[int, ...]:
-        """Small random rows in the place of those of heads that have zeros alone, and which heads these are."""
-        if self._base[s.parameter].ne(0).all():
+    def _without_numbers(self, s: HeadSlice) -> Tensor | None:
+        """Which heads' rows have zeros alone."""
+        weight = self._base[s.parameter]
+        if bool(weight.ne(0).all()):
+            return None
+        return ~s.rows_of(weight)[s.index.to(weight.device)].ne(0).flatten(1).any(1)
+
+    def _vanishing(self, inner: HeadSlice, outer: HeadSlice) -> Tensor | None:
+        """Of which heads the product of two weights is zero up to rounding; None where these do not follow on rows."""
+        first, second = (s.rows_of(self._base[s.parameter]) for s in (inner, outer))
+        if first is second or inner.n != 1 or inner.index.shape[1] != second.shape[1] or first.device != second.device:
+            return None
+        before, after = first[inner.index[0].to(first.device)], second[outer.index.to(second.device)]
+        size = after.flatten(1).norm(dim=1) * before.norm()
+        return (after @ before).flatten(1).norm(dim=1) <= 8 * torch.finfo(after.dtype).eps * size
+
+    def _fill(self, s: HeadSlice, empty: Tensor | None) -> tuple[int, ...]:
+        """Puts small random rows in the place of those of heads that are empty, and returns which these are."""
+        if empty is None or not bool(empty.any()):
             return ()
         rows = s.rows_of(self._base[s.parameter])
         index = s.index.to(rows.device)
-        empty = ~rows[index].ne(0).flatten(1).any(1)
-        if not bool(empty.any()):
-            return ()
         generator = torch.Generator().manual_seed(0)
         index = index[empty]
         noise = torch.randn(*index.shape, rows.shape[1], generator=generator) * rows.shape[1] ** -0.5

@@ -199,6 +199,11 @@ class Monitor(Handle):
         """The number of forward passes that were seen, measured or not."""
         return self._steps.passed("train") + self._steps.passed("eval")
 
+    @property
+    def empty_passes(self) -> int:
+        """The number of passes over an empty batch, of no sequences or no tokens: they are counted and not measured."""
+        return sum(tap.empty for tap in self._models.taps)
+
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
 
@@ -245,14 +250,18 @@ class Monitor(Handle):
 
     @property
     def history(self) -> History:
-        """The course of the run, for rules and plots."""
+        """The course of the run, for rules and plots; its `phase` says whether it is of training."""
         self._settle()
-        return self._journal.recording.history
+        return self._journal.history
 
     def table(self) -> str:
         """The numbers of the step measured last and the gravest alarms, one line per layer."""
         sample = self.sample
-        return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, self._coverage)
+        return (
+            "nothing measured yet"
+            if sample is None
+            else sample_table(sample, self.alarms, self._coverage, root=self._root)
+        )
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the course of the run by matplotlib and returns the Axes; see `History.plot`."""
@@ -267,7 +276,15 @@ class Monitor(Handle):
 
     def _repr_html_(self) -> str:
         sample = self.sample
-        return "<p>nothing measured yet</p>" if sample is None else sample_html(sample, self.alarms, self._coverage)
+        return (
+            "<p>nothing measured yet</p>"
+            if sample is None
+            else sample_html(sample, self.alarms, self._coverage, root=self._root)
+        )
+
+    @property
+    def _root(self) -> str:
+        return type(self.model).__name__
 
     @property
     def _coverage(self) -> str:
