@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import apply, find_sites
+from qkeel.capture.trace import ModelTrace
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies.apply import REMEDIES
 
@@ -67,3 +69,11 @@ def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn
 
     assert counted(model, applied) <= SEARCH + MORE
     handles[0].remove()
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"])
+def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(name: str) -> None:
+    model = llama()
+    with apply(name, model, torch.optim.AdamW(model.parameters()), example=tokens(), train_length=64):
+        gc.collect()
+        assert not [x for x in gc.get_objects() if isinstance(x, ModelTrace)]

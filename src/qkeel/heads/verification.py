@@ -111,12 +111,12 @@ class _Experiment:
         """The reasons why no experiment can be made."""
         site = self._site
         if not self._calls:
-            yield "a second pass did not show it again"
+            yield "the recorded pass did not show it again"
             return
         self._logits = RepeatedLogits([call.sighting.call for call in self._calls])
         self._seen = self._logits()
         if any(z.shape[1] != site.n_heads for z in self._seen):
-            yield f"a second pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
+            yield f"the recorded pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
             return
         if not any(bool(z.isfinite().any()) for z in self._seen):
             yield "every key is hidden from its queries in this example"

@@ -390,7 +390,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
     for remedy in found:
         if not partial:
             _check_whole(remedy, sites)
-        target = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=trace)
+        target = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
         _check_supported(remedy, target)
         if known is not None and remedy.on_attention and not remedy.on_steps:
             raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")

@@ -31,7 +31,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention of the model; a module used twice in a forward pass is one site.
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is
-    run and every attention it computes is a site, in the order of the calls. An experiment in a second pass then
+    run and every attention it computes is a site, in the order of the calls. An experiment on its operators then
     confirms the weights of each head (`site.verified`): on a few rows of a larger batch, where that shows the same.
     `missed` of the list are attentions that were seen but not understood. The model, its buffers and caches, gradients
     and random streams are left as they were.
