@@ -135,8 +135,8 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "docs/precision.md",
-        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean, but "
-        "by seed they range too widely to decide",
+        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean, "
+        "but by seed they range too widely to decide",
         "Without a remedy fp16 overflows: steps are skipped (LR 0.3)",
         "undecided",
     ),
