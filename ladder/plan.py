@@ -198,7 +198,7 @@ LOGITS: dict[str, Any] = {"slope": 0.7, "scatter": 0.5, "margin": LOGIT_MARGIN}
 
 
 def _differences(pairs: Sequence[tuple[str, str]], role: Role) -> Iterator[Question]:
-    known = COOL if role == "tuned" else WARM
+    known: dict[str, Any] = {**(COOL if role == "tuned" else WARM)}
     for left, right in pairs:
         yield Question(name=f"{left} - {right}, {role}", left=left, right=right, role=role, **known)
 
