@@ -70,10 +70,12 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: found("watch-tutorial.md", r"watching (\d) attention layers of GPT"),
     ),
     (
-        r"alarm at step (40), blocks.0.attn, head 0: max logit (1,008) is over (1,000); it was (0.216) at step 0",
+        r"alarm at step (14), blocks.0.attn, head 0: max logit (83.65) passes 1e3 at step (43) "
+        r"\(90 % interval (23) to (101)\)",
         lambda: found(
             "watch-tutorial.md",
-            r"alarm at step (\d+), blocks.0.attn, head 0: max logit ([\d,]+) is over ([\d,]+); it was ([\d.]+) at",
+            r"alarm at step (\d+), blocks.0.attn, head 0: max logit ([\d.]+) passes 1e3 at step (\d+) "
+            r"\(90 % interval (\d+) to (\d+)\)",
         ),
     ),
     (

@@ -60,10 +60,12 @@ class ModuleStack:
         keep_inputs: bool = False,
         guard: Guarded = unguarded,
         clock: Callable[[], int] | None = None,
+        hooked: bool = True,
     ) -> None:
-        """Hooks onto the modules; `guard` calls what the hooks do, `clock` counts the operators of a recorded pass."""
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._modules = list(model.modules())
+        """Takes the model; `guard` calls what the hooks do, `clock` counts the operators of a recorded pass. Where it
+        is not `hooked`, its user knows what runs."""
+        self._names = {id(module): name for name, module in model.named_modules()} if hooked else {}
+        self._modules = list(model.modules()) if hooked else []
         self.called: set[int] = set()  # the ids of modules that were called
         self.frames: list[Frame] = []  # all calls of a recorded pass
         self._keep, self._clock = keep_inputs, clock
