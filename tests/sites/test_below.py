@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
-from qkeel.capture.calls import statistics
 from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
 
 pytestmark = [

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
 from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.patching.guard import Guard

@@ -20,8 +20,8 @@ from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.capture.bracket import BracketMode
-from qkeel.capture.calls import statistics
 from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.spec import AttentionCall
 

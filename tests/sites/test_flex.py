@@ -22,8 +22,8 @@ from qkeel import apply, find_sites
 from qkeel.capture import calls as logit_statistics
 from qkeel.capture import foreign as foreign_functions
 from qkeel.capture.bracket import BracketMode
-from qkeel.capture.calls import maxima, statistics
 from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import maxima, statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.kernels.stats import per_head as kernel
 

@@ -13,8 +13,9 @@ from tests.zoo.reference import given_away
 from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
-from qkeel.capture.calls import Layout, cat_heads, statistics
+from qkeel.capture.calls import Layout, cat_heads
 from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.sites.find import find_sites
 
 

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.capture.calls import FlexCall, Layout, ScoresCall, Seen, fewest_keys, known_keys
+from qkeel.capture.calls import FlexCall, Layout, ScoresCall, fewest_keys, known_keys
 from qkeel.capture.described import DescribedSiteHooks
 from qkeel.capture.foreign import CallObserver, observed_by
 from qkeel.capture.modules import Frame, ModuleStack, tensors
 from qkeel.capture.products import Scores
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA, Geometry, UnreadError, returned_rows, sdpa_arguments
+from qkeel.capture.statistics import Seen
 from qkeel.capture.written import Handwritten, fused_layout, seen_call
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.heads.site import AttentionSite, Missed
@@ -140,11 +141,7 @@ class Interceptor(CallObserver):
     ) -> None:
         super().__init__(guard)
         self.stack = ModuleStack(
-            model,
-            keep_inputs=probing,
-            guard=guard,
-            clock=self._operators if record else None,
-            hooked=only_in is None,
+            model, keep_inputs=probing, guard=guard, hooked=only_in is None, clock=self._operators if record else None
         )
         # Gets q, k, scale and causality of a call of SDPA without a mask in a module that is known, and returns whether
         # that was enough; None where nobody takes it so.

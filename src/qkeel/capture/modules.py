@@ -59,11 +59,13 @@ class ModuleStack:
         *,
         keep_inputs: bool = False,
         guard: Guarded = unguarded,
-        clock: Callable[[], int] | None = None,
         hooked: bool = True,
+        clock: Callable[[], int] | None = None,
     ) -> None:
-        """Takes the model; `guard` calls what the hooks do, `clock` counts the operators of a recorded pass. Where it
-        is not `hooked`, its user knows what runs."""
+        """Hooks onto the modules; `guard` calls what the hooks do, `clock` counts the operators of a recorded pass.
+
+        Without `hooked` no module gets a hook: the caller knows which module runs.
+        """
         self._names = {id(module): name for name, module in model.named_modules()} if hooked else {}
         self._modules = list(model.modules()) if hooked else []
         self.called: set[int] = set()  # the ids of modules that were called

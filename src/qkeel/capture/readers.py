@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.capture.calls import Layout, Seen, fewest_keys, flex_call, hides
+from qkeel.capture.calls import Layout, fewest_keys, flex_call, hides
 from qkeel.capture.foreign import FLASH
+from qkeel.capture.statistics import Seen
 from qkeel.errors import QkeelError
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_names

@@ -22,9 +22,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall
 from qkeel.capture.engine import Sighting
 from qkeel.capture.modules import tensors
+from qkeel.capture.statistics import Seen
 from qkeel.functional.norms import wide
 from qkeel.heads.operators import (
     Contents,

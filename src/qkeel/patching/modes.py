@@ -74,7 +74,9 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKED or (self.only is not None and func not in self.only):
+        if self.only is not None and func not in self.only:
+            return func(*args, **kwargs)
+        if func in _ASKED:
             return func(*args, **kwargs)
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.calls import SiteStats, find_maxima
+from qkeel.capture.statistics import SiteStats, find_maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle

@@ -13,19 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.capture.bracket import BracketMode
-from qkeel.capture.calls import (
-    Layout,
-    ScoresCall,
-    Seen,
-    SiteStatistics,
-    SiteStats,
-    find,
-    find_maxima,
-)
+from qkeel.capture.calls import Layout, ScoresCall
 from qkeel.capture.engine import Interceptor, Sighting, name_of
 from qkeel.capture.example import LastPass, copied, undisturbed
 from qkeel.capture.modules import Frame, tensors
 from qkeel.capture.readers import FLASH_AND_FLEX
+from qkeel.capture.statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
 from qkeel.capture.trace import spread
 from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qkeel.capture.calls import Seen, statistics
+from qkeel.capture.statistics import Seen, statistics
 from qkeel.errors import RefusedError, ShapeError
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.lab.stack.stack_models import stack_models

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from qkeel.capture.calls import Seen
+from qkeel.capture.statistics import Seen
 from qkeel.functional.losses import z_loss
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.lab.config import RunConfig

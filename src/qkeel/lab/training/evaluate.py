@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.capture.calls import Seen, statistics
+from qkeel.capture.statistics import Seen, statistics
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats, TokenClasses

@@ -8,7 +8,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import ScoresCall, Seen, find, find_maxima
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.statistics import Seen, find, find_maxima
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.heads.site import AttentionSite, Kind, NormGain
 from qkeel.kernels.prepare import row_statistics

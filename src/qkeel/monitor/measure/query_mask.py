@@ -10,7 +10,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.statistics import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.patching.forward_passes import unwrapped
 

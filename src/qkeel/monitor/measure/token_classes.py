@@ -9,7 +9,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.statistics import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.statistics.class_stats import TokenClasses, check_classes, one_hot
 from qkeel.monitor.measure.query_mask import QueryMask, from_pass, positional, with_query_mask

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
-from qkeel.capture.calls import SiteStats
+from qkeel.capture.statistics import SiteStats
 from qkeel.errors import InvalidValueError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
-from qkeel.capture.calls import Block, SiteStats
+from qkeel.capture.statistics import Block, SiteStats
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import LogitStats

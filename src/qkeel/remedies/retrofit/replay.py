@@ -9,9 +9,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall
 from qkeel.capture.engine import Interceptor, Sighting
 from qkeel.capture.example import Arguments, copied
+from qkeel.capture.statistics import Seen
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite
