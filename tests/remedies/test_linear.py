@@ -204,12 +204,14 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() ->
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             raise AssertionError("never stepped")
 
-    for make in (lambda model: Closed(model, 3), lambda model: torch.optim.LBFGS(model.parameters())):
-        model = attention(torch.float32)
-        for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
-            qkeel.apply(remedy, model, make(model)).remove()
+    model = attention(torch.float32)
+    for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
+        qkeel.apply(remedy, model, Closed(model, 3)).remove()
+    for optimizer in (Closed(model, 3), torch.optim.LBFGS(model.parameters())):
         with pytest.raises(RefusedError, match=r"a probe step of .* failed"):
-            qkeel.apply("lalr", model, make(model))
+            qkeel.apply("lalr", model, optimizer)
+    with pytest.raises(RefusedError, match="LBFGS takes every change of the weights"):
+        qkeel.apply("qk_clip", model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:

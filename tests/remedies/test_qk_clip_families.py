@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.quick import one_in, quick
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.capture.statistics import SiteStats
 from qkeel.errors import RefusedError
 from qkeel.sites import Tap
 
@@ -144,9 +146,8 @@ def test_negative_maxima_beside_a_head_that_is_over_stay_as_they_are(
 
     def read(self: Tap, phase: object = None) -> object:
         found = real(self)
-        for stats in found.values():
-            object.__setattr__(stats, "max_logit", torch.tensor([40.0, -3.0, 0.0, -torch.inf]))
-        return found
+        planted = torch.tensor([40.0, -3.0, 0.0, -torch.inf])
+        return SiteStats.of({site: dataclasses.replace(stats, max_logit=planted) for site, stats in found.items()})
 
     monkeypatch.setattr(Tap, "read", read)
     clip_once(model, "qk_clip:threshold=10", batch())

@@ -113,7 +113,7 @@ def test_a_learned_scale_without_a_length_is_refused_before_anything_changes() -
 
 @pytest.mark.parametrize("length", [1, 0, -3, math.nan])
 def test_a_length_without_a_logarithm_is_refused(length: float) -> None:
-    with pytest.raises(InvalidValueError):
+    with pytest.raises((InvalidValueError, InvalidTypeError), match="length"):
         qkeel.apply("qk_norm", attention(), kind="l2", gain="scalar", length=length)
 
 

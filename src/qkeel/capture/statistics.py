@@ -123,7 +123,8 @@ class SiteStats(Mapping[str, LogitStats]):
         """One field of each site, of query heads."""
         found: dict[str, Tensor] = {}
         for block in self.blocks:
-            found |= zip(block.names, block.joint.tensors()[name].split(block.heads))
+            x = block.joint.tensors()[name]
+            found |= zip(block.names, x.split(block.heads)) if len(block.names) > 1 else {block.names[0]: x}
         return found
 
     def merged(self, other: SiteStats) -> SiteStats:
