@@ -1,4 +1,4 @@
-"""The page docs/autopilot-results.md, from the lines that benchmarks.autopilot wrote; it adds nothing to them."""
+"""The page research/autopilot.md, from the lines that benchmarks.autopilot wrote; it adds nothing to them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from qkeel.metrics import PairedEffect, largest_stable_lr, lr_sensitivity, paire
 
 Results = Mapping[str, Mapping[str, Any]]  # by study: command, identity, rows
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "claims.md"
+PAGE = HERE.parent / "research" / "claims.md"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def page(results: Results) -> str:
-    """The text of docs/claims.md: the claims and what was found, where it comes from, and earlier findings."""
+    """The text of research/claims.md: the claims and what was found, where it comes from, and earlier findings."""
     judged = judge(results)
     lines = [f"Of {len(judged)} claims: {tally(judged)}.", ""]
     place = {id(one.claim): one for one in judged}

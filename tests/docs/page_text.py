@@ -28,7 +28,7 @@ def loaded(name: str) -> ModuleType:
 
 
 def is_evidence(page: Path) -> bool:
-    """Whether a page records results: `docs/results/`, and those of EVIDENCE."""
+    """Whether a page records results: `research/results/`, and those of EVIDENCE."""
     return page.stem in EVIDENCE or page.parent.name == "results"
 
 

@@ -40,7 +40,7 @@ def found(page: str, pattern: str) -> tuple[str, ...]:
 
 def architectures() -> str:
     rows = re.findall(
-        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "docs/zoo.md").read_text(encoding="utf-8"), re.M
+        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "internals/zoo.md").read_text(encoding="utf-8"), re.M
     )
     return str(len(rows))
 
