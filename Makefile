@@ -16,7 +16,7 @@ KILLS ?= 100
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[lab]'
+	$(PIP) -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.lab
@@ -35,7 +35,7 @@ machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, loc
 	$(BIN)/python -m tests.machines --jobs $(JOBS)
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
-	$(PIP) -e '.[ray,dask,cross]'
+	$(PIP) -e '.[cluster,cross]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 	$(MAKE) trackers
@@ -45,7 +45,7 @@ TRACKERS := .venv-trackers
 $(TRACKERS)/.done: pyproject.toml constraints.txt
 	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
 	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[dev,track,wandb,mlflow,frames,plot,lightning]' nbclient ipykernel
+		-e '.[dev,track,frames,plot,lightning]' nbclient ipykernel
 	touch $@
 
 trackers: $(TRACKERS)/.done  ## the tests of trackers, trainers, tables and figures, and what a newcomer tries first, with all their libraries

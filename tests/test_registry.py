@@ -23,7 +23,6 @@ from qkeel.registry import Term, lookup, parse
         ("a:x=1e-2", [Term("a", {"x": 0.01})]),
         ("a:x=true,y=false,z=word", [Term("a", {"x": True, "y": False, "z": "word"})]),
         ("a:x=1,y=1.0", [Term("a", {"x": 1, "y": 1.0})]),
-        ("a:", [Term("a", {})]),
         ("a:x=-3,", [Term("a", {"x": -3})]),
     ],
 )

@@ -16,7 +16,7 @@ from qkeel.version import VERSION
 
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
-    from qkeel.audit import explain_model
+    from qkeel.audit import check, explain_model
     from qkeel.autopilot.begin import autopilot
     from qkeel.monitor.record.loaded_run import load
     from qkeel.monitor.watch import watch
@@ -33,6 +33,7 @@ _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
+    "check": "qkeel.audit",
     "explain_model": "qkeel.audit",
     "export": "qkeel.remedies.retrofit",
     "find_sites": "qkeel.sites",
@@ -50,6 +51,7 @@ __all__ = [
     "attention",
     "audit",
     "autopilot",
+    "check",
     "errors",
     "explain_model",
     "export",

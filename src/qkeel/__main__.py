@@ -16,7 +16,10 @@ def main() -> int:
     try:
         import cyclopts  # noqa: F401
     except ImportError:
-        print("error: the command line needs cyclopts and rich: pip install 'qkeel[lab]'", file=sys.stderr)
+        print(
+            "error: the command line needs cyclopts and rich: pip install --upgrade qkeel",
+            file=sys.stderr,
+        )
         return 2
     from qkeel.cli.app import main as run
 

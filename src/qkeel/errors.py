@@ -44,6 +44,10 @@ class RefusedError(QkeelError, NotImplementedError):
     """Something that cannot be done exactly, so it is not done at all."""
 
 
+class NoAttentionError(RefusedError):
+    """A forward pass in which no attention was seen."""
+
+
 class DataError(QkeelError, OSError):
     """A corpus or file that cannot be read or is too small."""
 
@@ -102,16 +106,24 @@ def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectory
         raise error(f"{said}: {failure.strerror or failure}{advice}") from failure
 
 
+_FEW, _MOST = 10, 40  # names of a table that a message lists beside near ones, and at all
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in a table, with the nearest names.
+    """The error for a name that is not in a table: with the nearest names, and with all of them where they are few.
 
     >>> print(unknown("remedy", "qknorm", ["qk_norm", "softcap"]))
     unknown remedy 'qknorm'. Did you mean 'qk_norm'? Known: qk_norm, softcap
+    >>> print(unknown("layer", "norm1", ["norm_1", *"abcdefghij"]))
+    unknown layer 'norm1'. Did you mean 'norm_1'?
     """
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names) or '(none)'}")
+    if not near or len(names) <= _FEW:
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        hint += f" Known: {', '.join(names[:_MOST]) or '(none)'}{more}"
+    return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint}")
 
 
 def check_known(kind: str, name: object, known: Collection[str]) -> None:

@@ -17,8 +17,9 @@ from tests import forked
 
 import qkeel
 from qkeel.cli.app import main, make_app
-from qkeel.cli.commands import EXAMPLES, commands, example
+from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
 from qkeel.cli.console import number, ranking, spent
+from qkeel.cli.names import ANSWERS
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.rundir import locked
@@ -72,6 +73,27 @@ sys.exit(main())"""
     assert shown["--version"].strip() == qkeel.__version__
     for command in commands():
         assert f"  {command} " in shown["--help"]
+
+
+def test_lists_and_the_formulas_of_names_wait_for_no_torch_and_are_what_torch_would_say() -> None:
+    assert ANSWERS.read_text(encoding="utf-8") == answers.answers(), "python -m tests.cli.answers"
+    code = "import sys; sys.modules['torch'] = None; from qkeel.__main__ import main; sys.exit(main())"
+    for words in (["presets"], ["remedies"], ["explain", "qk_norm"], ["explain", "qwen3"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout
+
+
+def test_every_command_stands_in_a_group_of_the_help() -> None:
+    assert {name for members in GROUPS.values() for name in members} <= {*commands()}
+    assert {group(command) for command in commands()} == {*GROUPS}
+
+
+def test_an_argument_that_is_missing_is_asked_for_with_an_example(capsys: Capture) -> None:
+    assert refused(["export", "x"], capsys) == (
+        "error: qkeel export needs --to; for example: qkeel export qkeel-runs/train --to parquet\n"
+    )
+    assert refused(["report"], capsys).startswith("error: qkeel report needs RUNS; for example: qkeel report ")
 
 
 def test_rare_options_are_for_help_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def python(code: str, *blocked: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_line_says_what_it_needs() -> None:
     done = python("from qkeel.__main__ import main; sys.argv = ['qkeel', 'presets']; sys.exit(main())", "cyclopts")
     assert done.returncode == 2
-    assert done.stderr == "error: the command line needs cyclopts and rich: pip install 'qkeel[lab]'\n"
+    assert done.stderr == "error: the command line needs cyclopts and rich: pip install --upgrade qkeel\n"
 
 
 def test_an_unknown_name_of_the_lab_is_an_attribute_error() -> None:

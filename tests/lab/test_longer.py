@@ -19,13 +19,14 @@ from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan,
 from qkeel.lab.data.corpus import Corpus, long_texts
 from qkeel.lab.lengths.angles import Range, cosine_ranges, outside
 from qkeel.lab.lengths.longer_texts import changed, measure, missing, stretched, trained_on
-from qkeel.lab.model.build_model import attention_spec, layers
+from qkeel.lab.model.build_model import layers
 from qkeel.lab.plan import Method
 from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
 from qkeel.lab.training.run_state import RunState
 from qkeel.nn.spec_module import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, read_json
 from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
+from qkeel.spec.presets import attention_spec
 
 Make = Callable[..., RunConfig]
 CLIPPED = Method.parse("rerope:window=3")

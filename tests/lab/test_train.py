@@ -15,12 +15,13 @@ from tests.quick import one_in, quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.model.build_model import attention_spec, build_decoder, resolve, threads
+from qkeel.lab.model.build_model import build_decoder, resolve, threads
 from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
 from qkeel.lab.training.evaluate import PROBE_FIELDS, remembered
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
+from qkeel.spec.presets import attention_spec
 
 Make = Callable[..., RunConfig]
 TIMES = ("cpu_seconds", "tokens_per_second", "mfu")

@@ -154,7 +154,13 @@ def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
     (alarm,) = replay(history(power(1.5, 800.0), layers=("a", "blocks.1.attention")), [Growth()])
     line = str(alarm)
     assert "\n" not in line
-    for part in ("blocks.1.attention", "head 2", f"step {alarm.step}", "grows as", 'qkeel.apply("'):
+    for part in (
+        "blocks.1.attention",
+        "head 2",
+        f"step {alarm.step}",
+        "each doubling of the training",
+        'qkeel.apply("',
+    ):
         assert part in line
     assert canonical(line.split('qkeel.apply("')[1].split('"')[0])
 

@@ -75,10 +75,15 @@ def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(rem
 
 
 @every_remedy
-def test_without_an_example_a_foreign_model_is_refused_and_told_what_to_say(remedy: str) -> None:
+def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(remedy: str) -> None:
     model = Encoder()
+    optimizer = adamw(model)
+    handle = qkeel.apply(remedy, model, optimizer)
+    before = taken(model, optimizer)
     with pytest.raises(RefusedError, match=rf"qkeel.apply\('{remedy}', model, optimizer, example=batch\)"):
-        qkeel.apply(remedy, model, adamw(model))
+        optimizer.step()
+    assert same(before[:1], taken(model, optimizer)[:1])
+    assert not handle.active
 
 
 @every_remedy

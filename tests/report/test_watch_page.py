@@ -17,7 +17,7 @@ import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
 from qkeel.report.watch.watch_charts import MOST_CELLS, MOST_LINES, chart_data, short_names
-from qkeel.report.watch.watch_findings import findings, lead
+from qkeel.report.watch.watch_findings import findings, fix, movement, verdict
 from qkeel.report.watch.watched_run import is_watched, read_watched
 
 SMALL = Seen(layers=3, heads=4, samples=12)
@@ -56,10 +56,14 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path):
 def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_grows(tmp_path: Path):
     steps = list(range(0, 2001, 100))
     run = exact(tmp_path / "r", steps, max_logit=[1.0, *(14.2 * (s / 2000) ** 0.3 for s in steps[1:])])
-    found = findings(read_watched([run]))
-    assert found[0].kind == "lead"
-    text = "There was no alarm in 2,000 steps; the largest attention logit is 14.2 (attn head 0) and grows as step^0.3."
-    assert found[0].text == text
+    found = verdict(read_watched([run])[0])
+    assert found.light == "good"
+    text = (
+        "Healthy: the largest attention logit in 2,000 steps is 14.2 in attn, head 0. They count as large from 100 on."
+    )
+    assert found.text == text
+    grows = "The largest logit grows: each doubling of the training multiplies it by 1.2."
+    assert findings(read_watched([run]))[0].text == grows
 
 
 @pytest.mark.parametrize(
@@ -68,19 +72,61 @@ def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_gro
 def test_the_movement_is_named(power: float, says: str, tmp_path: Path):
     steps = list(range(1, 20))
     run = exact(tmp_path / "r", steps, max_logit=[8.0 * s**power for s in steps])
-    assert says in lead(read_watched([run])[0])
+    assert movement(read_watched([run])[0]) == says
 
 
-def test_an_alarm_leads_with_its_place_and_its_remedy_can_be_copied(tmp_path: Path):
+def test_an_alarm_leads_the_page_with_a_red_light_a_plain_sentence_and_one_fix_to_copy(tmp_path: Path):
     run = make_watch(tmp_path / "run")
-    first = findings(read_watched([run]))[0].text
-    assert first.startswith("2 alarms in 590 steps. The first, at step 200, transformer.h.4.attn head 5: max logit 104")
+    found = verdict(read_watched([run])[0])
+    assert found.light == "bad"
+    assert found.text.startswith("Attention logits grow too large since step 200. The largest is ")
+    assert found.text.endswith("Above 1,000 training suffers.")
     html = page(run, tmp_path)
+    header = html[html.index("<header") : html.index("</header>")]
+    line = "qkeel.apply(&quot;lalr:tau=0.1+qk_clip:threshold=100&quot;, model, optimizer)"
+    assert header.count(line) == 1
+    assert header.count('class="copy"') == 1
+    assert ">Copy fix</button>" in header
+    assert 'class="lead signal signal-bad"' in header
+
+
+def test_alarms_of_one_cause_are_one_card_with_one_fix(tmp_path: Path):
+    html = page(make_watch(tmp_path / "run"), tmp_path)
     section = html[html.index('id="section-alarms"') : html.index('id="section-charts"')]
-    assert section.count("<li") == 2
-    assert "qkeel.apply(&quot;lalr:tau=0.1+qk_clip:threshold=100&quot;, model, optimizer, example=batch)" in section
-    assert section.count('class="copy"') == 2
+    assert section.count('<li class="alarm-alarm"') == 1
+    assert section.count("alarm-notice") == 0
+    assert section.count("<li>Step 200") == 2  # what was seen, in its order
+    assert section.count('class="copy"') == 1
     assert "2309.14322" in section
+
+
+def test_a_run_that_a_command_watched_is_fixed_by_that_command(tmp_path: Path):
+    run = read_watched([make_watch(tmp_path / "run")])[0]
+    line = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
+    assert fix(run) == [line]
+    started = dataclasses.replace(run, env={"watcher": "qkeel watch --every 5 -- python train.py --lr 0.1"})
+    again = "qkeel watch --every 5 --apply lalr:tau=0.1+qk_clip:threshold=100 -- python train.py --lr 0.1"
+    assert fix(started) == [again, line]
+    decided = {"event": "decision", "step": 210, "remedy": "qk_clip:threshold=15"}
+    assert fix(dataclasses.replace(run, interventions=[decided])) == []
+
+
+@pytest.mark.parametrize(
+    ("logits", "light", "says"),
+    [
+        ([1.0, 7.0], "good", "Healthy: the largest attention logit in 1 step is 7"),
+        ([1.0, 168.0], "large", "Attention logits are large: 168 at most in 1 step"),
+        (
+            [1.0, 1340.0],
+            "bad",
+            "Attention logits are too large: 1,340 at most in 1 step. Above 1,000 training suffers.",
+        ),
+        ([np.nan, np.nan], "none", "No attention logit was measured in 1 step."),
+    ],
+)
+def test_the_light_has_the_colour_of_the_sentence(logits: list[float], light: str, says: str, tmp_path: Path):
+    found = verdict(read_watched([exact(tmp_path / "r", [0, 1], max_logit=logits)])[0])
+    assert (found.light, found.text[: len(says)]) == (light, says)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +230,7 @@ def test_a_watched_model_has_a_page_with_the_study_that_advises_on_it(tmp_path: 
     html = page([watched, study], tmp_path)
     assert 'id="section-alarms"' in html
     advice = html.split('id="section-advice"')[1].split("</section>")[0]
-    assert "qkeel.apply(&quot;qk_norm&quot;, model, optimizer, example=batch)" in advice
+    assert "qkeel.apply(&quot;qk_norm&quot;, model, optimizer)" in advice
     assert "better at LR 0.1" in advice
 
 

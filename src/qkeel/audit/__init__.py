@@ -1,5 +1,6 @@
 """AUDIT: a checkpoint read head by head without running it; a model's attention explained by experiment."""
 
+from qkeel.audit.check import check
 from qkeel.audit.explain.explain import explain_model
 from qkeel.audit.explain.recipe import Explanation, NormRecipe, SiteRecipe
 from qkeel.audit.explain.responses import Rotation
@@ -20,6 +21,7 @@ __all__ = [
     "TensorReport",
     "Unknown",
     "as_json",
+    "check",
     "explain_model",
     "scan",
     "table",

@@ -101,7 +101,7 @@ def attach(
     chosen = known_policy(policy)
     if not isinstance(monitor, Monitor):
         raise InvalidTypeError(f"expected the Monitor that qkeel.watch returns, got {type(monitor).__name__}")
-    if len(monitor.history):
+    if monitor.history.phase == "train" and len(monitor.history):
         raise InvalidValueError(
             "expected a monitor that has recorded nothing yet; attach the autopilot before training"
         )

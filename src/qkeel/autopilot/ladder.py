@@ -141,10 +141,13 @@ class _Step:
             heads -= set(clipped or ())
             if not heads or (rated and self.records.refuses(Action.CLIP, site.name)):
                 continue
+            own = f"max logit {float(np.fmax.reduce(self.logits[-1, i])):,.4g}"
             if alarm is not None:
-                found += self.above(None, i, alarm.rule, alarm.meaning, tuple(sorted(heads)))
+                elsewhere = f"{own} here, and at {alarm.layer or 'the model'}: {alarm.meaning}"
+                why = alarm.meaning if alarm.layer == site.name else elsewhere
+                found += self.above(None, i, alarm.rule, why, tuple(sorted(heads)))
             elif clipped is not None or rated:
-                why = f"max logit {float(np.fmax.reduce(self.logits[-1, i])):.4g} at a site that is held"
+                why = f"{own} at a site that is held"
                 found += self.above(None, i, "over the threshold", why, tuple(sorted(heads)))
         return found
 

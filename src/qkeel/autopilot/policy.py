@@ -127,7 +127,7 @@ class Decision:
         )
         place = "" if self.site is None else f", {self.site or 'the model itself'}{heads}"
         what = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
-        ahead = "" if self.forecast is None else f"; max logit {self.forecast} ({self.forecast.interval})"
+        ahead = "" if self.forecast is None else f"; max logit {self.forecast}"
         return f"autopilot at step {self.step:,}{place}: {what}: {self.reason}{ahead}. Expected: {self.expected}"
 
     def row(self) -> Row:
@@ -164,7 +164,7 @@ class Effect:
         place = "" if self.site is None else f" at {self.site or 'the model itself'}"
         return (
             f"autopilot at step {self.step:,}: since {self.action}{place} at step {self.of_step:,} the max logit went "
-            f"from {self.before:.4g} to {self.after:.4g}. Expected was: {self.expected}"
+            f"from {self.before:,.4g} to {self.after:,.4g}"
         )
 
     def row(self) -> Row:

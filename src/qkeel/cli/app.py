@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group, MissingArgumentError
 
 import qkeel
-from qkeel.cli.commands import HELP_ALL, commands, example
+from qkeel.cli.commands import GROUPS, HELP_ALL, commands, example
+from qkeel.cli.commands import group as in_help
 from qkeel.cli.exits import FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
 
+USAGES = {"watch": "Usage: qkeel watch [OPTIONS] -- COMMAND"}  # where cyclopts' own would mislead
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout: no command opens files bare
 
 
@@ -29,12 +31,16 @@ def make_app(words: Sequence[str]) -> App:
         version=qkeel.__version__,
         suppress_keyboard_interrupt=False,
     )
+    groups = {title: Group(title, sort_key=i) for i, title in enumerate(GROUPS)}
     about = "Many runs, one table and one report."
-    study = app.command(App(name="study", help=about, help_epilogue=_example("study")))
+    study = app.command(App(name="study", group=groups["Compare"], help=about, help_epilogue=_example("study")))
     for command, (place, line) in commands().items():
         group, _, name = command.rpartition(" ")
         shown = None if name in words else line
-        (study if group else app).command(place, name=name, help=shown, help_epilogue=_example(command))
+        title = groups[in_help(command)]
+        (study if group else app).command(
+            place, name=name, help=shown, help_epilogue=_example(command), usage=USAGES.get(command), group=title
+        )
     return app
 
 
@@ -72,6 +78,15 @@ def _about_commas(words: Sequence[str], error: str) -> str:
     return error.rstrip(".") + hint if meant else error
 
 
+def _in_words(error: CycloptsError) -> str:
+    """What is wrong with a command line, and what to type, where cyclopts says it in its own terms."""
+    command = " ".join(error.command_chain or ())
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.name
+        return f"qkeel {command} needs {name}; for example: {example(command)}"
+    return str(error)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     try:
@@ -81,7 +96,8 @@ def main(arguments: Sequence[str]) -> int:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
-        print("error: " + _about_commas(_before_dashes(arguments), " ".join(str(error).split())), file=sys.stderr)
+        said = _in_words(error) if isinstance(error, CycloptsError) else str(error)
+        print("error: " + _about_commas(_before_dashes(arguments), " ".join(said.split())), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print(f"interrupted. Go on with: {command_line()}", file=sys.stderr)

@@ -36,6 +36,11 @@ COMMANDS = {
         "replay:replay",
         "Print what a policy of the autopilot would have done on a recorded run, when and why.",
     ),
+    "check": (
+        "check:check",
+        "Say in one sentence whether the attention of a run or a checkpoint is healthy.",
+    ),
+    "figures": ("figures:figures", "Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG."),
     "scan": (
         "scan:scan",
         "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
@@ -46,17 +51,28 @@ COMMANDS = {
         "convert:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
-    "explain": ("explain:explain_command", "Print the formula that a preset or remedy puts in force, and its source."),
-    "presets": ("explain:list_presets", "List the published attention recipes."),
-    "remedies": ("explain:list_remedies", "List the remedies."),
+    "explain": ("names:explain_command", "Print the formula that a preset or remedy puts in force, and its source."),
+    "presets": ("names:list_presets", "List the published attention recipes."),
+    "remedies": ("names:list_remedies", "List the remedies."),
     "completion": ("app:completion", "Print the script that completes commands and options in bash, zsh or fish."),
     "config": ("run:print_config", "Print the configuration that a recipe and flags make, as a TOML recipe."),
     "bench": ("bench:bench", "Time every attention kernel on this machine, side by side."),
 }
 
+# The groups of `qkeel --help`, the first first; a study that no group names is one of Compare.
+GROUPS = {
+    "Watch": ("watch", "report", "export", "figures"),
+    "Fix": ("remedies", "explain", "recommend", "replay"),
+    "Audit": ("check", "scan", "convert", "presets"),
+    "Compare": ("demo", "run", "study lr", "study precision", "merge"),
+    "Maintain": ("config", "bench", "completion"),
+}
+
 # Name -> what people type, shown at the end of the command's help; of other studies it is `example`'s line.
 EXAMPLES = {
     "bench": "qkeel bench --size quick",
+    "check": "qkeel check qkeel-runs/train --table",
+    "figures": "qkeel figures qkeel-runs/train --out figures",
     "completion": "qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel",
     "config": "qkeel config --steps 500 --d-model 128 > recipe.toml",
     "convert": "qkeel convert llama-with-norms --to qwen3 --out qwen3",
@@ -93,20 +109,27 @@ def example(command: str) -> str:
     return EXAMPLES.get(command, f"qkeel {command} --dry-run")
 
 
+def group(command: str) -> str:
+    """Returns the group of `qkeel --help` that a command stands in."""
+    return next((name for name, members in GROUPS.items() if command in members), "Compare")
+
+
 def overview() -> str:
-    """Returns the text of `qkeel --help`: each command with its line, and what to type first."""
-    lines = {command: line for command, (_, line) in sorted(commands().items())}
+    """Returns the text of `qkeel --help`: commands by what they are for, each with its line, and what to type first."""
+    lines = {command: line for command, (_, line) in commands().items()}
     width = max(map(len, lines)) + 4
-    rows = (f"  {name:<{width - 2}}{line}" for name, line in lines.items())
+    parts = []
+    for name, members in GROUPS.items():
+        own = [*members, *sorted(c for c in lines if c not in members and group(c) == name)]
+        rows = (f"  {command:<{width - 2}}{lines[command]}" for command in own)
+        parts += ["", f"{name}:", *(textwrap.fill(row, 100, subsequent_indent=" " * width) for row in rows)]
     first = (EXAMPLES[name] for name in ("demo", "watch", "report"))
     return "\n".join(
         [
             "Usage: qkeel COMMAND [OPTIONS]",
             "",
-            "Keeps attention logits on an even keel.",
-            "",
-            "Commands (qkeel COMMAND --help says more):",
-            *(textwrap.fill(row, 100, subsequent_indent=" " * width) for row in rows),
+            "Keeps attention logits on an even keel. qkeel COMMAND --help says more of a command.",
+            *parts,
             "",
             "Examples:",
             *(f"  {line}" for line in first),

@@ -75,7 +75,13 @@ class StudyView:
         self.over += 1
         run = self.runs[outcome.directory]
         name = f"[{self.over}/{len(self.runs)}] {run.title}"
-        self.console.print(escape(f"{name}: {self._result(outcome)}"), highlight=False, soft_wrap=True)
+        self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        """The time that is left, by that of the runs that are over; nothing where that is soon."""
+        rest = len(self.runs) - self.over
+        seconds = (time.monotonic() - self.started) * rest / self.over
+        return f"; about {spent(seconds)} left" if rest and seconds >= 10 else ""
 
     def _result(self, outcome: Outcome) -> str:
         if outcome.error:

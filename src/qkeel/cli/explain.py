@@ -1,15 +1,12 @@
-"""`qkeel presets`, `qkeel remedies`: names, each with its line; `qkeel explain`: the formula and source of one."""
+"""The formula and the source of a preset or a remedy, as `qkeel explain` prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from qkeel.cli.exits import OK
 from qkeel.errors import unknown
 from qkeel.lab.config import ModelConfig
-from qkeel.lab.model.build_model import attention_spec, build_decoder
+from qkeel.lab.model.build_model import build_decoder
 from qkeel.lab.model.run_remedies import rules
 from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
@@ -17,35 +14,15 @@ from qkeel.remedies import parse as remedies_of
 from qkeel.remedies.apply import remedies
 from qkeel.sites import find_sites
 from qkeel.spec import PRESETS, presets
+from qkeel.spec.presets import attention_spec
 
 _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
 
 
-def list_presets() -> int:
-    """List the published attention recipes."""
-    return _print(presets())
-
-
-def list_remedies() -> int:
-    """List the remedies."""
-    return _print(remedies())
-
-
-def _print(names: Mapping[str, str]) -> int:
-    width = max(map(len, names))
-    for name, line in names.items():
-        print(f"{name:<{width}}  {line}")
-    return OK
-
-
-def explain_command(name: str, /) -> int:
-    """Print the formula that a preset or remedy puts in force, and its source.
-
-    Args:
-        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
-    """
-    print(explain(name))
-    return OK
+def made() -> dict[str, dict[str, str]]:
+    """Returns what cli/answers.json holds."""
+    names = {**presets(), **remedies()}
+    return {"presets": presets(), "remedies": remedies(), "explained": {name: explain(name) for name in names}}
 
 
 def explain(text: str) -> str:

@@ -95,7 +95,7 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
 @functools.cache  # the command of each study asks for the same five
 def _documents(cls: type) -> dict[str, str]:
     parsed = docstring_parser.parse_from_object(cls)
-    said = {p.arg_name: (p.description or "").replace("\n", " ") for p in parsed.params}
+    said = {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
     return said | {"remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."}
 
 

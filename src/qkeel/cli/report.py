@@ -16,13 +16,15 @@ def report(
     /,
     *,
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("report.html"),
+    baseline: str = "none",
 ) -> int:
     """Write one self-contained HTML page about studies, runs or watched models.
 
     Args:
         runs: Directories of studies, of runs, or of watched models.
         output: The file to write.
+        baseline: Of a study, the remedy that the others are compared with, like qk_norm.
     """
-    write(runs, output)
+    write(runs, output, baseline=baseline)
     print(output)
     return OK

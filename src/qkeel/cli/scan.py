@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from qkeel.audit import Geometry, as_json, table
 from qkeel.audit.scan.scan import scan as read
 from qkeel.cli.exits import FAILED, OK
+from qkeel.errors import DataError
 
 _SWITCH = Parameter(negative=(), show_default=False)
 
@@ -46,7 +48,8 @@ def scan(
         json_: Print everything as JSON.
     """
     flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, layout=layout)
-    with _bar() as on_progress:
+    refuse_hub_name(checkpoint)
+    with progress_bar() as on_progress:
         found = read(checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only)
     if json_:
         print(json.dumps(as_json(found)))
@@ -55,8 +58,17 @@ def scan(
     return FAILED if any(t.non_finite for t in found.tensors) else OK
 
 
+def refuse_hub_name(path: Path) -> None:
+    """Raise for the name of a model on the Hugging Face hub in place of a path.
+
+    Raises: DataError: there is no such file or folder, and it looks like a name of the hub.
+    """
+    if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix != ".safetensors":
+        raise DataError(f"{path} does not exist. It looks like a hub name: download it with hf download {path}")
+
+
 @contextlib.contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar of bytes on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

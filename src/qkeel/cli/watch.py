@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,18 +16,19 @@ from cyclopts import Parameter
 
 from qkeel.autopilot import policy as known_policy
 from qkeel.cli.exits import OK
-from qkeel.cli.watched_script.messages import MessageWriter
+from qkeel.cli.watched_script.messages import Fix, MessageWriter
 from qkeel.cli.watched_script.run_program import EXAMPLE, Program, execute, parse, prepare, under_torchrun
 from qkeel.cli.watched_script.watch_session import WatchPlan, WatchSession
 from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks
 from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
+from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
 from qkeel.records import fresh_directory
+from qkeel.remedies.apply import canonical
 from qkeel.report.live import serve
 
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
 _OPTIONAL = Parameter(show_default=False)
-_EVERY = 10  # steps
 
 
 @Parameter(name="*")
@@ -34,9 +37,9 @@ class When:
     """The steps to measure."""
 
     every: Annotated[int | None, _OPTIONAL] = None
-    """Measure every n-th optimizer step [default: 10]."""
+    """Measure every n-th optimizer step [default: every 10th, and every 2nd while logits are changing]."""
     adaptive: Annotated[bool, _SWITCH] = False
-    """Measure every 100 steps, and when the logits move up to every 5."""
+    """Measure every 100 steps, or as often as every 5 while logits are changing."""
     log_spaced: Annotated[bool, _SWITCH] = False
     """Measure 20 steps per decade of steps: often at the start, then less and less."""
 
@@ -49,7 +52,7 @@ class When:
             raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; leave one")
         if self.adaptive or self.log_spaced:
             return Adaptive() if self.adaptive else LogSpaced()
-        return Every(_EVERY if self.every is None else self.every)
+        return WHILE_LOGITS_MOVE if self.every is None else Every(self.every)
 
 
 def watch(
@@ -59,6 +62,7 @@ def watch(
     sink: Annotated[list[str], _SWITCH] = [],  # noqa: B006 - read only
     live: Annotated[bool | int, _SWITCH] = False,
     query_mask: Annotated[str | None, _OPTIONAL] = None,
+    apply: Annotated[str | None, _OPTIONAL] = None,
     autopilot: Annotated[bool, _SWITCH] = False,
     policy: Annotated[str | None, _OPTIONAL] = None,
 ) -> int:
@@ -71,32 +75,61 @@ def watch(
         command: The command that trains, after --.
         when: The steps to measure.
         out: Directory of the run; where it holds something, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
-        sink: Where else the numbers of the first model go, as tensorboard or wandb:project=gpt; may be repeated.
+        sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
         live: Serve the page of the run while it goes on, on this port of this machine or on a free one.
         query_mask: Keyword argument of the model's forward that says which rows count, like attention_mask.
-        autopilot: Hold the logits of the heads that need it by the cheapest remedy that does.
+        apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script stays as it is.
+        autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
         policy: What the autopilot does when, like ladder:threshold=50 [default: ladder].
     """
     cadence = when.cadence()
     others = [part for text in sink for part in sinks(text)]
+    for one in others:
+        one.require()
     own = sys.argv[1 : len(sys.argv) - len(command)]
     if command and own[-1:] != ["--"]:
-        raise InvalidValueError(f"expected -- before the command, so that its options are its own: {EXAMPLE}")
+        raise _misread(command)
+    if apply is not None:
+        if autopilot or policy is not None:
+            raise InvalidValueError("expected --apply or --autopilot, got both; the autopilot chooses its remedies")
+        apply = canonical(apply)
     program = parse(command)
     if not isinstance(program, Program):
         _become(under_torchrun(program, ["qkeel", *own]))
     source = prepare(program)
-    place = (out or Path("qkeel-runs") / program.title).absolute()
+    place = out or Path("qkeel-runs") / program.title
     named = policy or ("ladder" if autopilot else None)
     if named is not None:
         known_policy(named)
-    plan = WatchPlan(cadence=cadence, out=place, sinks=tuple(others), query_mask=query_mask, policy=named)
+    plan = WatchPlan(
+        cadence=cadence,
+        out=place.absolute(),
+        shown=place,
+        fix=Fix(own=own, command=command, applied=apply or "", piloted=named is not None),
+        sinks=tuple(others),
+        query_mask=query_mask,
+        policy=named,
+    )
     with MessageWriter(_rank()) as writer, _page(plan, live, writer) as plan:
         session = WatchSession(plan, writer)
         code = execute(program, source)
         if writer.here:
             session.close(complete=code == OK)
     return code
+
+
+def _misread(command: Sequence[str]) -> InvalidValueError:
+    """The error of a command line of which qkeel's own part is not understood: `command` is what was left of it."""
+    first = command[0]
+    if not first.startswith("-"):
+        return InvalidValueError(f"expected -- before the command, so that its options are its own: {EXAMPLE}")
+    options = [
+        f"--{name.replace('_', '-')}"
+        for name in (*When.__dataclass_fields__, *list(inspect.signature(watch).parameters)[2:])
+    ]
+    near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
+    meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
+    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script come after --")
 
 
 @contextlib.contextmanager

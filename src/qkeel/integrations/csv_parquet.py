@@ -25,12 +25,15 @@ class CSVSink(Sink):
         self.path: Path | None = None
         self._files: TableFiles | None = None
 
+    def require(self) -> None:
+        """Parquet needs pyarrow."""
+        TableFiles(Path(), self.kind)
+
     def open(self, about: Mapping[str, object]) -> None:
         """Make the folder."""
         fields = about.get("fields")
         names = ("step", "layer", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
         announced: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "eval_heads"), names)
-        TableFiles(Path(), self.kind)  # refuses before there is a folder
         self.path = fresh_directory(self.asked)
         self._files = TableFiles(self.path, self.kind, announced)
 

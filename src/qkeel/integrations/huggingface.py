@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from qkeel.autopilot import Policy, attach
 from qkeel.errors import caution, needed
 from qkeel.frames import Foreign
-from qkeel.integrations.watched_training import Sinks, WatchedTraining
+from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.patching.compiler_state import running_frames
@@ -44,18 +44,19 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     bit the training without it until its first action. Its state is saved next to each checkpoint and taken up again
     where the training is resumed from one.
 
-    For every, sinks, rules and query_mask see `qkeel.watch`. per_layer: log each layer too. autopilot: true, or its
-    policy.
+    For every, sinks, rules and query_mask see `qkeel.watch`; by default every 50th step is measured, every 5th of the
+    first 20 and while logits are changing. per_layer: log a series for each layer (attn/layer_07/max_logit) besides
+    those of the model (attn/max_logit); W&B shows both under train/. autopilot: true, or its policy.
     """
 
     def __init__(
         self,
         *,
-        every: int | Cadence = 50,
+        every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
         query_mask: Given | None = "attention_mask",
-        per_layer: bool = False,
+        per_layer: bool = True,
         autopilot: bool | str | Policy = False,
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)

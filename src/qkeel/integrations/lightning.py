@@ -11,7 +11,7 @@ from torch import nn
 from qkeel.autopilot import Policy, attach
 from qkeel.errors import InvalidValueError, needed
 from qkeel.handle import State
-from qkeel.integrations.watched_training import Sinks, WatchedTraining
+from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.measure.query_mask import Given
 
@@ -35,15 +35,16 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     Lightning's checkpoints. From one taken within an epoch Lightning itself goes on with the first batches of the epoch
     again, unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
 
-    For every, sinks, rules and query_mask see `qkeel.watch`. module: its dotted name. autopilot: true, or its policy.
-    example: what the module takes, which an autopilot needs to resume.
+    For every, sinks, rules and query_mask see `qkeel.watch`; by default every 50th step is measured, every 5th of the
+    first 20 and while logits are changing. Each layer has a series of its own besides those of the model. module: its
+    dotted name. autopilot: true, or its policy. example: what the module takes, which an autopilot needs to resume.
     """
 
     def __init__(
         self,
         *,
         module: str | None = None,
-        every: int | Cadence = 50,
+        every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
         query_mask: Given | None = None,

@@ -21,11 +21,18 @@ class MLflowSink(Sink):
         self._run_id = ""
         self._own = False
 
-    def open(self, about: Mapping[str, object]) -> None:
-        """Join the active run, or start one."""
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
         with needed("the MLflow sink", "mlflow"):
             import mlflow  # pyright: ignore[reportMissingImports]
-        self._mlflow = mlflow
+        return mlflow
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Join the active run, or start one."""
+        self._mlflow = self._library()
         self._own = self._mlflow.active_run() is None
         self._client = self._mlflow.MlflowClient()
         run = self._begun() if self._own else self._mlflow.active_run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from qkeel.errors import InvalidValueError, needed
 from qkeel.frames import Foreign
@@ -24,11 +24,18 @@ class NotebookSink(Sink):
         self._alarms: list[Alarm] = []
         self._shown = -math.inf
 
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
+        with needed("the notebook sink", "ipython"):
+            import IPython.display  # pyright: ignore[reportMissingImports]
+        return IPython.display
+
     def open(self, about: Mapping[str, object]) -> None:
         """Make the place in the cell's output."""
-        with needed("the notebook sink", "ipython"):
-            from IPython.display import display  # pyright: ignore[reportMissingImports]
-        self._display = display(self, display_id=True)
+        self._display = self._library().display(self, display_id=True)
         if self._display is None:
             raise InvalidValueError('sinks="notebook" shows a table in a notebook\'s cell; outside of one use "log"')
 

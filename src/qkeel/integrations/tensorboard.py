@@ -19,11 +19,18 @@ class TensorBoardSink(Sink):
         self.directory = Path(directory)
         self._writer: Any = None
 
-    def open(self, about: Mapping[str, object]) -> None:
-        """Start the event file and describe what is watched."""
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
         with needed("the TensorBoard sink", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer = SummaryWriter(str(self.directory))
+        return SummaryWriter
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Start the event file and describe what is watched."""
+        self._writer = self._library()(str(self.directory))
         self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
 
     def write(self, sample: Sample) -> None:

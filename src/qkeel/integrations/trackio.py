@@ -24,12 +24,20 @@ class TrackioSink(Sink):
         self._own = False
         self._histogram: Foreign = None
 
-    def open(self, about: Mapping[str, object]) -> None:
-        """Join the active run, or start one."""
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
         with needed("the trackio sink", "trackio"):
             import trackio  # pyright: ignore[reportMissingImports]
-            from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
-        module: Any = trackio
+        return trackio
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Join the active run, or start one."""
+        module = self._library()
+        from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
+
         self._histogram = module.Histogram
         self._run = current_run.get()
         stopped: Foreign = None if self._run is None else vars(self._run).get("_stop_flag")

@@ -37,11 +37,18 @@ class WandbSink(Sink):
         self._histogram: Foreign = None
         self._place = -1  # the run's step counter when a sample was last put into its row
 
-    def open(self, about: Mapping[str, object]) -> None:
-        """Join the active run, or start one."""
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
         with needed("the W&B sink", "wandb"):
             import wandb  # pyright: ignore[reportMissingImports]
-        module: Any = wandb
+        return wandb
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Join the active run, or start one."""
+        module = self._library()
         self._histogram = module.Histogram
         self._own = module.run is None
         self._run = module.init(project=self.project, name=self.name, mode=self.mode) if self._own else module.run

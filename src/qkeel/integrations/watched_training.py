@@ -10,11 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot, Policy, policy
-from qkeel.monitor import Alarm, Cadence, Rule, Sample, Sink
+from qkeel.monitor import Adaptive, Alarm, Cadence, Rule, Sample, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
 
+CALLBACK_CADENCE = Adaptive(least=5, most=50, change=0.25, start=20)
 Sinks = Sink | str | Path | Sequence[Sink | str | Path]
 
 

@@ -2,11 +2,13 @@
 
 from qkeel.metrics.bootstrap import bootstrap_interval
 from qkeel.metrics.divergence import distance, divergence_rate
+from qkeel.metrics.health import LAYER_ENTROPY, Health, Status, judged
 from qkeel.metrics.logit_errors import FRACTION_BITS, fused_logit_error, stored_logit_error
 from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects, planned_power
 from qkeel.metrics.run_scalars import (
     ALARM_THRESHOLD,
     COLLAPSE_ENTROPY,
+    HARMFUL_LOGIT,
     Row,
     alarm_step,
     collapsed,
@@ -23,8 +25,12 @@ __all__ = [
     "ALARM_THRESHOLD",
     "COLLAPSE_ENTROPY",
     "FRACTION_BITS",
+    "HARMFUL_LOGIT",
+    "Health",
+    "LAYER_ENTROPY",
     "PairedEffect",
     "Row",
+    "Status",
     "Verdict",
     "alarm_step",
     "bootstrap_interval",
@@ -34,6 +40,7 @@ __all__ = [
     "drift",
     "fused_logit_error",
     "growth_exponent",
+    "judged",
     "largest_stable_lr",
     "lr_sensitivity",
     "paired_effect",

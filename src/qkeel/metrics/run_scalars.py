@@ -13,6 +13,9 @@ from qkeel.errors import InvalidValueError
 
 Row = Mapping[str, Any]  # a record or a line of a table: numbers, text, booleans and null by name
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
+HARMFUL_LOGIT = (
+    1000.0  # nats; with transplanted logits of 1e3 the loss degrades (Wortsman et al. 2023, arXiv 2309.14322)
+)
 COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
 
 

@@ -80,22 +80,33 @@ class Adaptive(Cadence):
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
     where there is none (dropout, a GPU) scale·max|q|·max|k|, and of hand-written attention the maximum itself. Changed
     means by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models
-    are not read between measurements, and several processes must decide alike: there it is every `most` steps.
+    are not read between measurements, and several processes must decide alike: there it is every `most` steps, and
+    every `least` of the first `start`, in which logits change most.
+
+    >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
+    [0, 2, 4, 6, 9]
     """
 
     least: int = 5
     most: int = 100
     change: float = 0.1
+    start: int = 0
     brackets = True
 
     def __post_init__(self) -> None:
         check(1 <= self.least <= self.most, "1 <= least <= most", f"least={self.least}, most={self.most}")
         check(self.change > 0, "a change above 0 (0.1 is ten per cent)", self.change)
+        check(self.start >= 0, "a start of at least 0 steps", self.start)
 
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         if last is None or step - last >= self.most:
             return True
+        if step <= self.start and step % self.least == 0:
+            return True
         return step - last >= self.least and abs(math.log(bound_ratio)) > math.log1p(self.change)
+
+
+WHILE_LOGITS_MOVE = Adaptive(least=2, most=10, change=0.25, start=20)  # the command line's own
 
 
 def cadence(every: int | Cadence) -> Cadence:

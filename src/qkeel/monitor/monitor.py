@@ -246,14 +246,18 @@ class Monitor(Handle):
 
     @property
     def history(self) -> History:
-        """The course of the run, for rules and plots."""
+        """The course of the run, for rules and plots; its `phase` says whether it is of training."""
         self._settle()
-        return self._journal.recording.history
+        return self._journal.history
 
     def table(self) -> str:
         """The numbers of the step measured last and the gravest alarms, one line per layer."""
         sample = self.sample
-        return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, self._coverage)
+        return (
+            "nothing measured yet"
+            if sample is None
+            else sample_table(sample, self.alarms, self._coverage, root=self._root)
+        )
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the course of the run by matplotlib and returns the Axes; see `History.plot`."""
@@ -268,7 +272,15 @@ class Monitor(Handle):
 
     def _repr_html_(self) -> str:
         sample = self.sample
-        return "<p>nothing measured yet</p>" if sample is None else sample_html(sample, self.alarms, self._coverage)
+        return (
+            "<p>nothing measured yet</p>"
+            if sample is None
+            else sample_html(sample, self.alarms, self._coverage, root=self._root)
+        )
+
+    @property
+    def _root(self) -> str:
+        return type(self.model).__name__
 
     @property
     def _coverage(self) -> str:

@@ -96,6 +96,7 @@ def watch(
             classes are asked for with stats="entropy" or "max", there is no model, or one is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1), the sites are those of another model, a
             probe batch is given of several models.
+        MissingLibraryError: a sink needs a library that is not installed.
         UnknownNameError: stats is something else, or no sink has this name.
         AlreadyAppliedError: the model is watched already.
     """
@@ -150,8 +151,12 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
 def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     """The sinks that one entry asks for: a text names some, or is the path of a run directory."""
     if isinstance(given, Sink):
-        return (given,)
-    return named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
+        found: tuple[Sink, ...] = (given,)
+    else:
+        found = named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
+    for one in found:
+        one.require()
+    return found
 
 
 def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer:

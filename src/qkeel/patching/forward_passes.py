@@ -16,8 +16,8 @@ from torch.nn.modules import module as calls
 
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, running_frames, uncompiled
-from qkeel.patching.guard import Guard
-from qkeel.patching.module_tables import hooks_before
+from qkeel.patching.guard import Guarded
+from qkeel.patching.module_tables import hooks_before, store_whole, store_without
 from qkeel.patching.parallel_training import inferring_shapes
 
 Args = tuple[Any, ...]
@@ -47,7 +47,7 @@ class ForwardPasses(Handle):
         before: Callable[[Args, Kwargs, bool], None],
         after: Callable[[object, bool], None],
         *,
-        guard: Guard,
+        guard: Guarded,
         owner: object = None,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
@@ -63,6 +63,7 @@ class ForwardPasses(Handle):
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
         ]
+        store_without(model, _Hook)
         super().__init__(self._unhook)
 
     @property
@@ -116,6 +117,7 @@ class ForwardPasses(Handle):
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()
+            store_whole(self.model)
 
 
 @contextmanager
@@ -187,6 +189,17 @@ def idle(*_: object) -> None:
 def get_idle() -> Callable[..., None]:
     """Returns `idle`; a pickle refers to this function by its name."""
     return idle
+
+
+@contextmanager
+def joining(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
+    """ForwardPasses that are put on a model in here, where a pass of it begins, see this pass too: torch has made its
+    list of hooks before."""
+    known = set(hooks_before(model))
+    yield
+    for number, hook in list(hooks_before(model).items()):
+        if number not in known and isinstance(hook, _Hook):
+            hook(model, args, kwargs)
 
 
 def owners(model: nn.Module) -> list[object]:

@@ -7,11 +7,17 @@ hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 TABLES = ("_parameters", "_modules", "_buffers")
+_STATE = "__getstate__"
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -59,6 +65,43 @@ def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
     for number in [number for number in module._forward_hooks if number not in kept]:
         for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
             table.pop(number, None)
+
+
+@final
+class _StoredState:
+    """A module's state without some of its hooks; it stands in the module's own `__dict__`, and leaves itself out."""
+
+    def __init__(self, module: nn.Module, own: type) -> None:
+        self.module, self.own = module, own
+
+    def __call__(self) -> object:
+        found = type(self.module).__getstate__(self.module)
+        if type(found) is not dict:  # the class has a state of its own making
+            return found
+        left = {name: value for name, value in found.items() if value is not self}
+        gone = {n for table in _HOOKS[:2] for n, hook in left.get(table, {}).items() if isinstance(hook, self.own)}
+        for name in _HOOKS:
+            if name in left:
+                left[name] = type(left[name])((n, x) for n, x in left[name].items() if n not in gone)
+        return left
+
+
+def store_without(module: nn.Module, own: type) -> None:
+    """Has copies and pickles of a module leave out its forward hooks of the class `own`, as if nobody had put them on.
+
+    A module is asked for its state as an instance, so an entry in its `__dict__` answers before its class does.
+    """
+    if _STATE not in vars(module) and not isinstance(module, torch.jit.ScriptModule):
+        vars(module)[_STATE] = _StoredState(module, own)
+
+
+def store_whole(module: nn.Module) -> None:
+    """Takes back `store_without`, once none of its hooks is left."""
+    found = vars(module).get(_STATE)
+    if isinstance(found, _StoredState) and not any(
+        isinstance(hook, found.own) for table in _HOOKS[:2] for hook in vars(module)[table].values()
+    ):
+        del vars(module)[_STATE]
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -123,7 +123,7 @@ _FILES: dict[str, Mapping[str, str]] = {
         "a list of text": "fields",
     },
     "env.json": {
-        "text": "qkeel python torch device cpu dtype formula remedy_line remedy_source command system commit",
+        "text": "qkeel python torch device cpu dtype formula remedy_line remedy_source command watcher system commit",
         "true or false": "compiled_kernels",
         "an object": "corpus versions",
         "a whole number": "n_parameters",
@@ -136,7 +136,7 @@ _FILES: dict[str, Mapping[str, str]] = {
     "eval.jsonl": {"!a whole number": "step", "a number": "*"},
     "events.jsonl": {
         "!a whole number": "step",
-        "text": "event rule severity meaning trend remedy source layer action site text",
+        "text": "event rule severity meaning trend remedy cause source layer action site text",
         "a whole number": "head",
         "a number": "value",
         "a list of whole numbers": "heads",

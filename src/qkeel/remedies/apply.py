@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
-from qkeel.handle import Handle
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
+from qkeel.handle import Handle, State
+from qkeel.nn.spec_module import SpecModule
 from qkeel.options import build
 from qkeel.patching.compiler_state import compile_again
-from qkeel.patching.forward_passes import unwrapped
+from qkeel.patching.forward_passes import ForwardPasses, joining, owners, unwrapped
+from qkeel.patching.guard import unguarded
+from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.registry import Term, lookup
 from qkeel.registry import parse as parse_terms
 from qkeel.remedies.base import Remedy, Target, compose_all, where
@@ -37,12 +41,14 @@ from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.steps.head_weights import check_weights
+from qkeel.remedies.steps.mixed_precision import innermost
 from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.example import arguments
+from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import Models, named_models, of_each, sites_of_each
-from qkeel.sites.site import AttentionSite
+from qkeel.sites.site import APPLIED, AttentionSite
+from qkeel.sites.tap import Tap
 
 REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,
@@ -72,7 +78,8 @@ REMEDIES: dict[str, type[Remedy]] = {
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 
-_MARK = "_qkeel_applied"  # on a site's module: the remedies in force there, by name
+_GIVE = "For apply: qkeel.apply({!r}, model, optimizer, example=batch), with a batch as the model takes it"
+
 
 Named = str | Remedy | Sequence[str | Remedy]
 
@@ -105,6 +112,11 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
     >>> parse("quack", tau=0.3)
     (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
     """
+    if isinstance(named, nn.Module):
+        raise InvalidTypeError(
+            f"expected a remedy's name first, got a model ({type(named).__name__}); write "
+            'qkeel.apply("qk_norm", model, optimizer)'
+        )
     if isinstance(named, Remedy):
         _no_options(options, named)
         return (named,)
@@ -114,7 +126,7 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
             raise InvalidTypeError(f"{named!r} names {len(terms)} remedies; write the options into the string")
         return tuple(_make(term, options) for term in terms)
     if not isinstance(named, Sequence):
-        raise InvalidTypeError(f"expected a remedy's name, a Remedy or a list of them, got {named!r}")
+        raise InvalidTypeError(f"expected a remedy's name, a Remedy or a list of them, got {type(named).__name__}")
     _no_options(options, named)
     return tuple(remedy for one in named for remedy in parse(one))
 
@@ -156,6 +168,10 @@ def apply(
     Where several processes train one model, all of them apply the same remedies at the same place of the program, or
     each raises an error and none is changed; they remove them after the same step.
 
+    A model that `qkeel.watch` has seen make a pass needs no example: its attention is known, and so is its last batch.
+    Any other model of an optimizer's needs none either; then the remedies are applied at the beginning of its next
+    forward pass, on that pass's batch, and an optimizer step that comes before any pass raises an error.
+
     >>> from qkeel.nn import Attention
     >>> attention = Attention(16, 4)
     >>> with apply("softcap:cap=30", attention):
@@ -169,7 +185,7 @@ def apply(
         optimizer: the one that steps the model's weights; remedies on steps need it, new parameters join it.
         example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
             tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it. Of
-            several models one for each, as a list or a dict by name.
+            several models one for each, as a list or a dict by name. Not needed with an optimizer; see above.
         sites: what `find_sites` found in this model, in place of an example: before fully_shard or tensor parallel
             split its weights, which can no longer be followed then. They are known again by their names. Of several
             models for each, as examples are.
@@ -182,15 +198,156 @@ def apply(
         says where and why. AlreadyAppliedError: it is on this model already. The model is then as it was.
     """
 
+    more = Asked(options=options, train_length=train_length, partial=partial)
+    if example is not None or sites is not None or not isinstance(model, nn.Module) or _knows_itself(model):
+        return _apply(named, model, optimizer, more, example=example, sites=sites)
+    found, tap = parse(named, **options), next((one for one in owners(model) if isinstance(one, Tap)), None)
+    if tap is not None and tap.sites and all(remedy.on_steps for remedy in found):
+        return _apply(named, model, optimizer, more, sites=tap.sites)
+    if tap is not None and tap.latest is not None:
+        with tap.latest.setting(unwrapped(model)):
+            return _apply(named, model, optimizer, more, example=_Call(tap.latest.args, tap.latest.kwargs))
+    if optimizer is None:
+        return _apply(named, model, optimizer, more)
+    _check_optimizer(optimizer)
+    return AtNextPass(named, model, optimizer, more)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of a forward pass that was seen, as an example."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `apply` was asked for besides remedies, model and optimizer."""
+
+    options: Mapping[str, float | int | bool | str] = dataclasses.field(default_factory=dict)
+    train_length: int | None = None
+    partial: bool = False
+
+
+def _check_optimizer(given: object) -> None:
+    """Raise unless it is an optimizer."""
+    if isinstance(given, type) and issubclass(given, Optimizer):
+        raise InvalidTypeError(
+            f"expected an optimizer, got the class {given.__name__}; make one: {given.__name__}(model.parameters())"
+        )
+    if not isinstance(given, Optimizer):
+        raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(given).__name__}")
+
+
+def _knows_itself(model: nn.Module) -> bool:
+    """Returns whether the model has attention of qkeel's own modules, which are found without a pass."""
+    return any(isinstance(module, SpecModule) for module in unwrapped(model).modules())
+
+
+@final
+class AtNextPass(Handle):
+    """Remedies that are applied when the model's next forward pass begins, whose arguments are the example.
+
+    What is refused then is raised to the caller of the model, or given to `refused`, where somebody else asked for it.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        model: nn.Module,
+        optimizer: Optimizer,
+        more: Asked,
+        *,
+        refused: Callable[[QkeelError], None] | None = None,
+    ) -> None:
+        check_wrapper(unwrapped(model))
+        self.about = "+".join(remedy.name for remedy in parse(named, **more.options))
+        self._named, self._model, self._optimizer, self._more = named, model, optimizer, more
+        self._refused = refused
+        self._inner: Handle | None = None
+        self._carried: State | None = None
+        self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
+        self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
+        super().__init__(self._take_off, state=self._own_state, load=self._take_state)
+
+    def __repr__(self) -> str:
+        waits = self.active and self._inner is None
+        return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
+
+    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool) -> None:
+        if not self.active or self._inner is not None:
+            return
+        self._wait_no_more()
+        try:
+            with joining(self._model, args, kwargs):
+                self._inner = self._applied(_Call(args, kwargs))
+        except QkeelError as error:
+            if self._refused is None:
+                raise
+            self._refused(error)
+            return
+        if self._carried is not None:
+            self._inner.load(self._carried)
+
+    def _applied(self, example: _Call) -> Handle:
+        own = vars(self._model).get("forward")
+        handle = _apply(self._named, self._model, self._optimizer, self._more, example=example)
+        if vars(self._model).get("forward") is not own:
+            handle.remove()
+            raise RefusedError(
+                f"{self.about} exchanges the model's own forward, whose call has begun. {_GIVE.format(self.about)}"
+            )
+        return handle
+
+    def _refuse_step(self, optimizer: Optimizer) -> None:
+        if self.active and self._inner is None and self._passes.active:
+            self.remove()
+            raise RefusedError(
+                f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} is next called, but its "
+                f"optimizer makes a step and the model was not called. {_GIVE.format(self.about)}"
+            )
+
+    def _wait_no_more(self) -> None:
+        self._passes.remove()
+        self._steps.remove()
+
+    def _take_off(self) -> None:
+        self._wait_no_more()
+        if self._inner is not None:
+            self._inner.remove()
+
+    def _own_state(self) -> State:
+        return self._inner.state() if self._inner is not None else dict(self._carried or {})
+
+    def _take_state(self, state: State) -> None:
+        if self._inner is not None:
+            self._inner.load(state)
+        else:
+            self._carried = dict(state)
+
+
+def _apply(
+    named: Named,
+    model: Models,
+    optimizer: Optimizer | None,
+    more: Asked,
+    *,
+    example: object = None,
+    sites: object = None,
+) -> Handle:
+    """Applies remedies now; see `apply`."""
+    train_length, partial = more.train_length, more.partial
+
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
-        found = parse(named, **options)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        found = parse(named, **more.options)
+        if optimizer is not None:
+            _check_optimizer(optimizer)
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
         shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, models)
         bare: list[tuple[Target, Sites | None]] = []
         for name, one in models.items():
-            given = ((), {}) if shown[name] is None else arguments(shown[name])
+            given = _shown(shown[name])
             target = Target(
                 model=unwrapped(one), optimizer=optimizer, sites=[], example=given, train_length=train_length
             )
@@ -215,6 +372,13 @@ def apply(
     whole = on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
     whole.about = "+".join(remedy.name for remedy in found)
     return whole
+
+
+def _shown(example: object) -> Arguments:
+    """The arguments of the pass that an example stands for; none without one."""
+    if isinstance(example, _Call):
+        return example.args, dict(example.kwargs)
+    return ((), {}) if example is None else arguments(example)
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
@@ -269,13 +433,15 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     """Note on each site's module that a remedy is in force there, until the handle returned undoes both."""
     modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
     for module in modules:
-        module.__dict__.setdefault(_MARK, _Marks())[remedy.name] = remedy
+        marks = module.__dict__.get(APPLIED)
+        module.__dict__[APPLIED] = own = marks if isinstance(marks, _Marks) else _Marks(marks or {})
+        own[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
         compile_again()  # code that was compiled before does not notice hooks
 
     def undo() -> None:
-        marks = [(module, module.__dict__.get(_MARK, {})) for module in modules]
+        marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
         if any(own.get(remedy.name) is not remedy for _, own in marks):  # folded into the weights
             return
         inner.remove()
@@ -284,7 +450,7 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
         for module, own in marks:
             del own[remedy.name]
             if not own:
-                del module.__dict__[_MARK]
+                del module.__dict__[APPLIED]
 
     return Handle(undo, state=inner.state, load=inner.load)
 
@@ -296,10 +462,7 @@ def _sites(remedy: Remedy, bare: Target) -> Sites:
     except RefusedError as error:
         if args or kwargs:
             raise
-        raise RefusedError(
-            f"{error} For apply: qkeel.apply({remedy.name!r}, model, optimizer, example=batch), with a batch as the "
-            "model takes it"
-        ) from error
+        raise RefusedError(f"{error} {_GIVE.format(remedy.name)}") from error
 
 
 class _Marks(dict[str, Remedy]):
@@ -308,23 +471,24 @@ class _Marks(dict[str, Remedy]):
     def __deepcopy__(self, memo: object) -> _Marks:
         return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
 
-    def __reduce__(self) -> tuple[type[_Marks], tuple[dict[str, Remedy]]]:
-        return _Marks, ({name: remedy for name, remedy in self.items() if not remedy.on_steps},)
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Remedy]] | tuple[()]]:
+        kept = {name: remedy for name, remedy in self.items() if not remedy.on_steps}
+        return (_Marks, (kept,)) if kept else (dict, ())  # a model of which only steps differ loads without qkeel
 
 
 def in_force(model: nn.Module) -> set[str]:
     """Names of the remedies applied to this model."""
-    return {name for module in model.modules() for name in module.__dict__.get(_MARK, {})}
+    return {name for module in model.modules() for name in module.__dict__.get(APPLIED, {})}
 
 
 def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
     """These remedies are part of the weights now: in force nowhere, and their handles find nothing to undo."""
     for module in model.modules():
-        marks = module.__dict__.get(_MARK, {})
+        marks = module.__dict__.get(APPLIED, {})
         for name in [name for name, remedy in marks.items() if folded(remedy)]:
             del marks[name]
             if not marks:
-                del module.__dict__[_MARK]
+                del module.__dict__[APPLIED]
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
@@ -337,7 +501,7 @@ def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
 
 
 def _applied(site: AttentionSite) -> dict[str, Remedy]:
-    return site.module.__dict__.get(_MARK, {})
+    return site.module.__dict__.get(APPLIED, {})
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:

@@ -10,13 +10,13 @@ from qkeel.records import write_text
 from qkeel.records.disk import make_directory
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.report.html.page import Page
-from qkeel.report.study.collect import as_paths, collect
+from qkeel.report.study.collect import BASELINE, as_paths, collect
 from qkeel.report.study.study_page import study_page
 from qkeel.report.watch.watch_page import watch_page
 from qkeel.report.watch.watched_run import is_watched, read_watched
 
 
-def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
+def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline: str = BASELINE) -> Path:
     """Writes one self-contained HTML page about a study, a run, a watched model, or several of one of them.
 
     Of watched models and a study, the page is about the models, with what the study says of the remedies.
@@ -24,6 +24,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
     Args:
         paths: what `qkeel study`, `qkeel run` or `qkeel.watch` wrote.
         out: the .html file to write; an existing file is replaced as a whole.
+        baseline: of a study, the remedy that the others are compared with.
 
     Returns: the path of the page.
 
@@ -40,17 +41,17 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
         raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
     target = Path(out)
     refuse_irregular(target)
-    text = page(paths).html()
+    text = page(paths, baseline).html()
     make_directory(target.parent)
     write_text(target, text)
     return target
 
 
-def page(paths: str | Path | Iterable[str | Path]) -> Page:
+def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> Page:
     """Returns the page of the directories; see `write`."""
     given = as_paths(paths)
     watched = [path for path in given if is_watched(path)]
     if not watched:
-        return study_page(collect(given))
+        return study_page(collect(given, baseline))
     others = [path for path in given if path not in watched]
-    return watch_page(read_watched(watched), collect(others) if others else None)
+    return watch_page(read_watched(watched), collect(others, baseline) if others else None)

@@ -89,6 +89,15 @@ def within(model: str, name: str) -> str:
     return f"{model}{'.' if model and name and name[0] != '#' else ''}{name}"
 
 
+def site_label(name: str, root: str) -> str:
+    """What to call a site in tables: its name, or, of attention that is the whole model, the model's class.
+
+    >>> site_label("layers.0", "Net"), site_label("", "Net"), site_label("#1", "Net")
+    ('layers.0', 'Net', 'Net#1')
+    """
+    return f"{root}{name}" if not name or name[0] == "#" else name
+
+
 def all_sites(of: Mapping[str, Sites]) -> Sites:
     """The sites of named models as those of one: names, also of weights, begin with that of the model."""
     if [*of] == [""]:

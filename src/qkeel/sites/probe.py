@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.errors import InvalidValueError, RefusedError, caution
+from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded
 from qkeel.patching.checkpointing import CheckpointedParts
 from qkeel.patching.compiler_state import uncompiled
@@ -43,7 +43,7 @@ def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Si
     with extra_pass(model), torch.inference_mode(False), undisturbed(model):
         reading, lost = _watched(model, args, kwargs)
     if not reading.sites and expected:
-        raise RefusedError(unseen(model, reading.watcher))
+        raise NoAttentionError(unseen(model, reading.watcher))
     if lost:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {lost}")
     return Sites([reading.sites[name] for name in reading.order if name in reading.sites], reading.watcher.missed)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from qkeel.errors import InvalidTypeError
+from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.options import build
-from qkeel.registry import Recipe, described, lookup
+from qkeel.registry import Recipe, described, lookup, parse
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
 from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
@@ -244,3 +244,18 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     if not isinstance(name, str):
         raise InvalidTypeError(f"expected the name of a preset, got {name!r}")
     return build(f"preset {name!r}", lookup("preset", PRESETS, name).build, options)
+
+
+def attention_spec(text: str) -> AttentionSpec:
+    """The spec of a preset string.
+
+    >>> attention_spec("gemma2:cap=30").cap
+    Softcap(cap=30)
+    """
+    terms = parse(text)
+    if len(terms) != 1:
+        raise InvalidValueError(f"expected one preset as attention, got {len(terms)} in {text!r}")
+    options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
+    if len(options) < len(terms[0].options):
+        raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")
+    return preset(terms[0].name, **options)

@@ -14,15 +14,16 @@ from qkeel.audit.explain.experiment import Experiment, products, scale_of, seen,
 from qkeel.audit.explain.query_or_key import QueryOrKey
 from qkeel.audit.explain.recipe import Explanation, NormRecipe, SiteRecipe
 from qkeel.audit.explain.responses import Rotation
-from qkeel.errors import RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.forward_passes import unwrapped
+from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.sites import AttentionSite, find_sites
-from qkeel.sites.example import arguments
+from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.kept_state import undisturbed
+from qkeel.sites.tap import Tap
 
 
-def explain_model(model: nn.Module, batch: object) -> Explanation:
+def explain_model(model: nn.Module, batch: object = None) -> Explanation:
     """Returns what each attention of a model does to q, k and their product, as forward passes show it, not names.
 
     The projections of every site are made to give chosen numbers (twice as large, tiny, with one number larger, the
@@ -33,7 +34,8 @@ def explain_model(model: nn.Module, batch: object) -> Explanation:
     Args:
         model: any PyTorch model whose attention `find_sites` sees. Compiled ones are run eagerly.
         batch: what a forward pass takes: a tensor, a tuple of arguments, or a mapping of keyword arguments. It needs
-            three tokens or more to show positions, and float32 to show what bfloat16 rounds away.
+            three tokens or more to show positions, and float32 to show what bfloat16 rounds away. Of a model that
+            `qkeel.watch` has seen train: by default its last batch.
 
     Returns:
         An Explanation: print it, or read `sites` and `differences` (from `model.config`, where there is one).
@@ -46,7 +48,7 @@ def explain_model(model: nn.Module, batch: object) -> Explanation:
     heads     2 heads of 8
     """
     model = unwrapped(model)
-    args, kwargs = arguments(batch, "batch")
+    args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
     with undisturbed(model):
         model.eval()
         sites = [s for s in find_sites(model, *args, **kwargs) if not isinstance(s.module, SpecModule)]
@@ -59,6 +61,17 @@ def explain_model(model: nn.Module, batch: object) -> Explanation:
             experiment = Experiment(model, args, kwargs, sites)
             recipes = [_recipe(experiment, site) for site in sites]
     return Explanation(model=type(model).__name__, sites=tuple(recipes), differences=differences(model, recipes))
+
+
+def _last_batch(model: nn.Module) -> Arguments:
+    """The arguments of the training pass that a watched model made last."""
+    latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
+    if latest is None:
+        raise InvalidTypeError(
+            "expected a batch, as the model takes it: qkeel.explain_model(model, batch). It is known without one only "
+            "of a model that qkeel.watch has seen train"
+        )
+    return tuple(latest.args), dict(latest.kwargs)
 
 
 def _recipe(experiment: Experiment, site: AttentionSite) -> SiteRecipe:

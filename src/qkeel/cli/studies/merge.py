@@ -21,8 +21,8 @@ def merge(
 ) -> int:
     """Merge directories of one study, made apart on several machines, into a new one; they stay as they are.
 
-    A run that is in several of them is taken where it is done, else where it is furthest; one that is done in two with
-    different results is an error. The study's own command with this directory as --out does what is left.
+    If a run appears more than once, the finished, else the most advanced copy is used; two finished copies with
+    different results are an error. The study's own command with this directory as --out does what is left.
 
     Args:
         parts: Directories of the study.

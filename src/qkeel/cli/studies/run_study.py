@@ -10,15 +10,20 @@ from rich.console import Console
 from qkeel.cli.console import StudyView, extrapolated, make_console, print_line, ranking, spent
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
 from qkeel.cli.studies.study import HowFlags
+from qkeel.errors import check_known
 from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, pending, run_directory, run_plan
 from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.progress import estimate_seconds
 from qkeel.lab.execution.workers import Shard
+from qkeel.lab.model.run_remedies import canonical
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import check_how
 from qkeel.lab.tuning import FOLDER, in_words, tuned_plan, tuning_plan
 from qkeel.report import write
+from qkeel.report.study.collect import BASELINE
+
+_LONG = 60  # seconds; a study that takes longer says so before its first run ends
 
 
 def run_study(
@@ -41,15 +46,20 @@ def run_study(
     plan = make_plan(name, base, grid, contexts)
     if grid.tuning_seeds and not how.dry_run:
         plan = _tuned(console, plan, out, how)
+    baseline = canonical(how.baseline)
+    if baseline != BASELINE:
+        check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
     left = pending(plan, out, shard)
     print_line(console, f"study {out}")
     jobs = how.jobs if how.jobs is not None else place.capacity() if left else 1
     part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
     console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
+    if left and not how.dry_run and (seconds := estimate_seconds(left, jobs)) >= _LONG:
+        console.print(f"about {spent(seconds)} on this machine", highlight=False)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
     result = _execute(console, plan, out, how, jobs)
-    write(out, out / "report.html")
+    write(out, out / "report.html", baseline=baseline)
     _print_tables(console, plan, result)
     for failure in result.failures:
         print_line(console, f"failed: {failure.directory}: {failure.error}")

@@ -33,6 +33,8 @@ class HowFlags:
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Annotated[bool, _SWITCH] = False
     """Only say what would be run, and for about how long."""
+    baseline: Annotated[str, Parameter(show_default=False)] = "none"
+    """The remedy that the report compares the others with, like qk_norm [default: none]."""
     fail_on_collapse: Annotated[bool, _SWITCH] = False
     """Exit with code 3 if attention collapsed in a run or its loss is NaN."""
 

@@ -39,7 +39,7 @@ def study_precision(
         out: Directory of the study.
         remedies: Of none, qk_norm, cosine and softcap:cap=50 [default: all].
         head_dim: Dimensions of a head.
-        seed: Of the random q, k and v.
+        seed: Seed for the random q, k and v.
     """
     if head_dim < 2:
         raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger one")

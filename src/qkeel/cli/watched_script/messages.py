@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+import shlex
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -16,13 +19,52 @@ from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity, Sink, sampl
 
 
 @final
-class MessageSink(Sink):
-    """Prints the directory of the run, each alarm, and at the end the last numbers."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """What is said to do about an alarm: the command that was typed, and what is being done already."""
 
-    def __init__(self, run: RunDirectorySink, writer: MessageWriter) -> None:
-        self.run, self.writer = run, writer
+    own: Sequence[str]  # words of `qkeel watch ...` before --
+    command: Sequence[str]  # the words after it
+    applied: str = ""  # by --apply
+    piloted: bool = False  # by --autopilot
+
+    @property
+    def watcher(self) -> str:
+        """The command that was typed."""
+        return shlex.join(["qkeel", *self.own, *self.command])
+
+    def lines(self, remedy: str) -> list[str]:
+        """What to do, where the alarm advises `remedy`; nothing where an autopilot sees to it."""
+        found = _APPLY.search(remedy)
+        if self.piloted:
+            return []
+        if found is None:
+            return [f"to act: {remedy}"]
+        spec = found[1]
+        again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
+        why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
+        return [f"to fix it: {again}", f"or in the script, after the optimizer is made: {found[0]}{why}"]
+
+
+_APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
+_WHY = "  (the forward pass stays as it is, so a checkpoint can go on; in a new training try qk_norm first)"
+
+
+@final
+class MessageSink(Sink):
+    """Prints the directory of the run, what alarms say, and at the end the last numbers.
+
+    Alarms of one cause are one story: the first grave one says what to do, those after it only how it goes on; of
+    several at one step the gravest speaks.
+    """
+
+    def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:
+        self.run, self.writer, self.fix = run, writer, fix
+        self._shown = shown
         self._sample: Sample | None = None
         self._alarms: list[Alarm] = []
+        self._fixed: set[str] = set()
+        self._model = ""
 
     @property
     def last(self) -> int | None:
@@ -31,16 +73,17 @@ class MessageSink(Sink):
 
     @property
     def place(self) -> str:
-        """The directory, as a relative path where that is shorter."""
-        path = Path(os.path.relpath(self.run.path or self.run.asked))
-        return str(path.absolute() if ".." in path.parts else path)
+        """The directory, in the words in which it was asked for."""
+        return str(self._shown.with_name((self.run.path or self.run.asked).name))
 
     def open(self, about: Mapping[str, Any]) -> None:
         """One line: what is watched, and where it is written."""
+        self._model = str(about["model"])
         sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
         number = f"{sites} of {sites + missed}" if missed else f"{sites}"
         what = f"{number} attention layers of {about['model']}" if sites else f"the attention of {about['model']}"
-        self.writer(f"watching {what}, run {self.place}")
+        with_it = f" with {self.fix.applied} applied" if self.fix.applied else ""
+        self.writer(f"watching {what}{with_it}, run {self.place}")
 
     def write(self, sample: Sample) -> None:
         """Nothing now."""
@@ -48,9 +91,16 @@ class MessageSink(Sink):
             self._sample = sample
 
     def alarm(self, alarm: Alarm) -> None:
-        """One line."""
+        """One line, and the first time that something is to be done about it, what."""
+        before = [other for other in self._alarms if other.cause == alarm.cause]
         self._alarms.append(alarm)
-        self.writer(str(alarm))
+        if any(other.step == alarm.step for other in before):
+            return  # the gravest came first
+        self.writer(dataclasses.replace(alarm, trend="").line if before else alarm.line)
+        if alarm.severity is not Severity.NOTICE and alarm.remedy not in self._fixed:
+            self._fixed.add(alarm.remedy)
+            for line in self.fix.lines(alarm.remedy):
+                self.writer(line)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """One line, of an event that says something."""
@@ -63,11 +113,25 @@ class MessageSink(Sink):
     def summary(self) -> None:
         """The numbers measured last, layer by layer, and how many alarms there were."""
         if self._sample is not None:
-            for line in sample_table(self._sample).splitlines():
+            for line in sample_table(self._sample, root=self._model).splitlines():
                 self.writer(line)
         counts = Counter(alarm.severity for alarm in self._alarms)
         alarms = ", ".join(f"{counts[severity]} {severity}" for severity in reversed(Severity) if counts[severity])
         self.writer(f"alarms: {alarms or 'none'}")
+        for cause, own in self._by_cause().items():
+            grave = max(own, key=lambda alarm: list(Severity).index(alarm.severity))
+            self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
+
+    def _by_cause(self) -> dict[str, list[Alarm]]:
+        """The alarms of each cause of which one is more than a notice, and that has several."""
+        causes: dict[str, list[Alarm]] = {}
+        for alarm in self._alarms:
+            causes.setdefault(alarm.cause, []).append(alarm)
+        return {
+            cause: own
+            for cause, own in causes.items()
+            if len({alarm.step for alarm in own}) > 1 and any(alarm.severity is not Severity.NOTICE for alarm in own)
+        }
 
 
 @final
@@ -101,7 +165,13 @@ class MessageWriter(Handle):
             self._print(line)
 
     def _print(self, line: str) -> None:
-        print(f"qkeel: {line}", file=self._stream, flush=True)
+        """Begins at the left, also where a progress bar has left the cursor in the middle of a line."""
+        bars = sys.modules.get("tqdm.std")  # a script without bars need not wait for it
+        text, shown = f"qkeel: {line}", bars is not None and bool(vars(bars.tqdm).get("_instances"))
+        if bars is not None and shown and self._stream.isatty():
+            bars.tqdm.write(text, file=self._stream)  # takes the bars away and draws them again below
+        else:
+            print(f"\n{text}" if shown else text, file=self._stream, flush=True)
 
     def _stop(self) -> None:
         warnings.showwarning = self._plain

@@ -13,11 +13,17 @@ from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
+from qkeel.cli.exits import USAGE
 from qkeel.cli.watched_script.find_models import ModelFinder
-from qkeel.cli.watched_script.messages import MessageSink, MessageWriter
+from qkeel.cli.watched_script.messages import Fix, MessageSink, MessageWriter
+from qkeel.errors import NoAttentionError, QkeelError
 from qkeel.monitor import Cadence, RunDirectorySink, Sink
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch as attach
+from qkeel.remedies.apply import Asked, AtNextPass
+from qkeel.report import write
+
+PAGE = "report.html"
 
 
 @final
@@ -27,6 +33,8 @@ class WatchPlan:
 
     cadence: Cadence
     out: Path
+    shown: Path  # `out` as it is printed: in the words in which it was asked for
+    fix: Fix
     sinks: tuple[Sink, ...] = ()
     query_mask: str | None = None
     policy: str | None = None  # of an autopilot
@@ -56,12 +64,13 @@ class WatchSession:
     def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
         self.plan, self.writer = plan, writer
         self._runs: list[_Run] = []
+        self._applied: list[AtNextPass] = []  # in force until the process ends
         self._finder = ModelFinder(self._start)
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
-        run = RunDirectorySink(self._place(name))
-        message_sink = MessageSink(run, self.writer)
+        run = RunDirectorySink(self._place(name), watcher=plan.fix.watcher)
+        message_sink = MessageSink(run, self.writer, shown=plan.shown, fix=plan.fix)
         others = () if any(run.used for run in self._runs) else plan.sinks
         monitor = attach(
             model,
@@ -70,6 +79,8 @@ class WatchSession:
             sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
             query_mask=plan.query_mask,
         )
+        if plan.fix.applied:
+            self._apply(model, optimizer)
         pilot = None if plan.policy is None else weakref.ref(attach_autopilot(monitor, optimizer, policy=plan.policy))
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
@@ -77,6 +88,23 @@ class WatchSession:
             _Run(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), pilot=pilot, done=done)
         )
         return monitor
+
+    def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Applies the remedies of --apply when the model is first called; a script that they cannot be applied to ends,
+        so that nobody takes it for one that they were applied to."""
+        spec, name = self.plan.fix.applied, type(model).__name__
+
+        def refused(error: QkeelError) -> None:
+            if isinstance(error, NoAttentionError):
+                self.writer(f"{name} has no attention: {spec} is not applied to it")
+                return
+            self.writer(f"error: {spec} cannot be applied to {name}: {' '.join(str(error).split())}")
+            raise SystemExit(USAGE)
+
+        try:
+            self._applied.append(AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused))
+        except QkeelError as error:
+            refused(error)
 
     def _place(self, model: str) -> Path:
         """The plan's directory; with the class name appended for models of another class than the first."""
@@ -104,10 +132,21 @@ class WatchSession:
             message_sink.summary()
         for message_sink in written:
             self.writer(f"run {message_sink.place}")
-        if written:
-            self.writer(f"for a page of it: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
-        else:
+            self._write_page(message_sink)
+        if len(written) > 1:
+            self.writer(f"to compare them: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
+        if not written:
             self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
+
+    def _write_page(self, sink: MessageSink) -> None:
+        """The page of a run, in its directory. Where it can't be written the script ends as it would all the same."""
+        assert sink.run.path is not None
+        try:
+            write(sink.run.path, sink.run.path / PAGE)
+        except Exception as error:
+            self.writer(f"no page could be written: {type(error).__name__}: {error}")
+        else:
+            self.writer(f"page {Path(sink.place, PAGE)}")
 
     def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:

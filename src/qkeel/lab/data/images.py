@@ -149,7 +149,7 @@ def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
 
 
 def _read(path: Path, size: int) -> np.ndarray:
-    with needed("reading images", "'qkeel[images]'"):
+    with needed("reading images", "'qkeel[data]'"):
         from PIL import Image, UnidentifiedImageError  # type: ignore[import-not-found]
     try:
         with Image.open(io.BytesIO(read_bytes(path))) as image:

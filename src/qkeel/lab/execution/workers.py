@@ -115,7 +115,7 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
     try:
         import joblib
     except ImportError as error:
-        raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
+        raise QkeelError(f"{workers} workers need joblib: pip install joblib, or use one worker") from error
     # One job at a time to each worker: what is not given out need not be taken back when the study is stopped.
     how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs", "backend": "loky"}
     how |= {"initializer": begin_worker, "initargs": lifeline()[:1]}

@@ -14,8 +14,8 @@ from qkeel.lab.config import ModelConfig, RunConfig, with_values
 from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.lab.model.run_remedies import canonical, put_on
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
-from qkeel.registry import parse
-from qkeel.spec import AttentionSpec, layer_specs, preset
+from qkeel.spec import AttentionSpec, layer_specs
+from qkeel.spec.presets import attention_spec
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,21 +48,6 @@ def check(config: RunConfig) -> None:
     }
     small = builders.get(config.data.task, lambda: build_decoder(narrow, vocab_size=2, train_length=length))()
     put_on(config, small, build_optimizer(config.optim, small))
-
-
-def attention_spec(text: str) -> AttentionSpec:
-    """The spec of a preset string.
-
-    >>> attention_spec("gemma2:cap=30").cap
-    Softcap(cap=30)
-    """
-    terms = parse(text)
-    if len(terms) != 1:
-        raise InvalidValueError(f"expected one preset as attention, got {len(terms)} in {text!r}")
-    options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
-    if len(options) < len(terms[0].options):
-        raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")
-    return preset(terms[0].name, **options)
 
 
 def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:

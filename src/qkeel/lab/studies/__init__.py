@@ -39,7 +39,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "chaos": (
         "qkeel.lab.studies.chaos:STUDY",
-        "Each run twice, one weight apart by one float32 step: the differences that rounding alone makes.",
+        "Train each configuration twice, one weight changed by one float32 ulp, to measure numerical noise.",
     ),
     "drift": (
         "qkeel.lab.studies.drift:STUDY",

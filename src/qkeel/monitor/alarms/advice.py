@@ -13,7 +13,7 @@ from qkeel.monitor.alarms.setup_rules import DECAY_GAINS, LOOK
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.find import is_normed
 from qkeel.sites.missed import Sites
-from qkeel.sites.site import AttentionSite
+from qkeel.sites.site import APPLIED, AttentionSite
 
 LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
 LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
@@ -43,11 +43,14 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
 
     Per-head rates and a clip where the weights of every head are known and no norm comes behind them; the clip alone
     where weights are in half precision, which round small steps away; the rates alone where weights are frozen, as
-    below an adapter. Else a cap on the logits, where every site takes one. Else a lower learning rate.
+    below an adapter. Else a cap on the logits, where every site takes one. Else, and where remedies on the steps of
+    these weights are in force already, a lower learning rate.
     """
+    if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
+        return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
     spec = _steps(model, sites) or ("softcap:cap=50" if all(map(_takes_a_cap, sites)) else "")
-    return f'qkeel.apply("{spec}", model, optimizer, example=batch{partial})' if spec else LOWER_RATE
+    return f'qkeel.apply("{spec}", model, optimizer{partial})' if spec else LOWER_RATE
 
 
 def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:

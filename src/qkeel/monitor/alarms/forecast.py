@@ -18,6 +18,7 @@ from qkeel.metrics import slope
 LEAST_POINTS = 6
 LEAST_EXPONENT = 0.05  # below it a logit that doubles needs a million times the training: no drift to speak of
 WINDOW = 10.0  # the fit looks at the last decade of the clock: before, in a long warm-up, the logit has not changed yet
+VAGUE = 10.0  # times the low end of an interval; beyond it a forecast says only what will not happen so soon
 FARTHEST = 50.0  # in ln clock; further than any training goes
 # The interval is measured, not derived: residuals of one run are no independent draws, and what bends the curve
 # later is not in them. Calibrated on the tuning seeds of research/alarms.md; its coverage is measured on others.
@@ -43,13 +44,19 @@ class Forecast:
     end: int | None = None
 
     def __str__(self) -> str:
-        """`passes 1e4 at step 2,140 ± 200`, the larger of both sides, and on what condition."""
+        """`passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition; where the interval is so
+        wide that its middle says nothing, the step before which it does not."""
+        condition = " if the learning rate stays" if self.end is None else ""
         if not math.isfinite(self.step):
             return f"does not pass {_short(self.threshold)} within this run"
-        side = max(self.high - self.step, self.step - self.low)
-        about = f" ± {_round(side):,}" if math.isfinite(side) else ", if it does within this run"
-        condition = " if the learning rate stays" if self.end is None else ""
-        return f"passes {_short(self.threshold)} at step {_round(self.step):,}{about}{condition}"
+        if self.vague:
+            return f"does not pass {_short(self.threshold)} before step {_round(self.low):,}{condition}"
+        return f"passes {_short(self.threshold)} at step {_round(self.step):,} ({self.interval}){condition}"
+
+    @property
+    def vague(self) -> bool:
+        """Returns whether the interval spans more than a factor of VAGUE."""
+        return min(self.high, math.inf if self.end is None else float(self.end)) > VAGUE * self.low
 
     @property
     def interval(self) -> str:
@@ -101,7 +108,7 @@ def forecast(
 
     >>> steps = np.arange(100, 1100, 100)
     >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
-    passes 100 at step 2,500 ± 2,170 if the learning rate stays
+    passes 100 at step 2,500 (90 % interval 1,500 to 4,660) if the learning rate stays
 
     Args:
         steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.

@@ -38,6 +38,7 @@ class History:
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
     tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
+    phase: whether the records are of training, or, where a model was never seen training, of evaluation.
     """
 
     steps: np.ndarray
@@ -47,6 +48,7 @@ class History:
     layers: tuple[str, ...] = ()
     tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     planned: PlannedRates | None = None
+    phase: Literal["train", "eval"] = "train"
 
     def __len__(self) -> int:
         return len(self.steps)

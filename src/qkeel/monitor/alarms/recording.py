@@ -10,7 +10,7 @@ import numpy as np
 from qkeel.errors import ShapeError
 from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History, envelope, number
-from qkeel.monitor.alarms.rule import Alarm, Rule
+from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.alarms.rules import DEFAULT
 
 MOST = 512  # records kept: a power law through 512 points is as good as through 100,000, and a rule reads them all
@@ -160,10 +160,11 @@ class AlarmLog:
         self.alarms: list[Alarm] = []
 
     def update(self, history: History) -> list[Alarm]:
-        """The alarms that the last record raises for the first time."""
+        """The alarms that the last record raises for the first time, the gravest first."""
         said = {alarm.rule for alarm in self.alarms}
         fresh = [rule for rule in self.rules if rule.name not in said] if len(history) else []
         new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
+        new.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
         self.alarms += new
         return new
 

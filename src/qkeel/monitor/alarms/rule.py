@@ -13,7 +13,8 @@ import numpy as np
 from qkeel.monitor.alarms.forecast import Forecast, forecast
 from qkeel.monitor.alarms.history import History, Place
 
-HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer, example=batch)'
+HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
+GROWTH = "attention logits grow too large"  # what most alarms are about
 
 
 class Severity(StrEnum):
@@ -35,7 +36,8 @@ class Alarm:
     `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
     number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` say it
     in words, `remedy` is the line of code, and `source` where the threshold comes from. `layer` and `head` are None
-    where the rule is about the whole model, or the whole layer.
+    where the rule is about the whole model, or the whole layer. `cause` is what is going wrong, in words: alarms of one
+    cause belong together, and have one remedy.
     """
 
     rule: str
@@ -48,12 +50,22 @@ class Alarm:
     source: str
     layer: str | None = None
     head: int | None = None
+    cause: str = ""
+
+    @property
+    def line(self) -> str:
+        """What was seen, where and when, without what to do about it."""
+        place = (
+            ""
+            if self.layer is None
+            else f", {self.layer or 'the model itself'}" + ("" if self.head is None else f", head {self.head}")
+        )
+        trend = f"; {self.trend}" if self.trend else ""
+        return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}"
 
     def __str__(self) -> str:
         """One line a person can act on."""
-        place = "" if self.layer is None else f", {self.layer}" + ("" if self.head is None else f", head {self.head}")
-        trend = f"; {self.trend}" if self.trend else ""
-        return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}. To act: {self.remedy}"
+        return f"{self.line}. To act: {self.remedy}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +75,7 @@ class Rule(abc.ABC):
     severity: Severity = Severity.ALARM  #: of its alarms
     source: str = ""  #: paper, page or derivation, in words
     remedy: str = HOLD  #: the line of code that an alarm advises
+    cause: str = GROWTH  #: what goes wrong: alarms of one cause are one story
 
     @property
     def name(self) -> str:
@@ -87,6 +100,7 @@ class Rule(abc.ABC):
             source=self.source,
             layer=layer,
             head=head,
+            cause=self.cause,
         )
 
 
@@ -129,9 +143,11 @@ def first(values: np.ndarray) -> int:
 
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """The growth of a value in words: of what, from where, and as which power of the learning-rate clock."""
+    """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
+    counted in learning rates summed over steps."""
     start = first(values)
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    clock = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
-    return was if found is None else f"{was} and grows as {clock}^{found.exponent:.2f}"
+    if found is None:
+        return was
+    return f"{was}, and each doubling of the training multiplies it by {2**found.exponent:.2g}"

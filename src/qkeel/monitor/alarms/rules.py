@@ -92,7 +92,7 @@ class Approach(Rule):
         if found is None:
             return None
         top, then = found
-        meaning = f"max logit {top.value:,.4g} {then} ({then.interval})"
+        meaning = f"max logit {top.value:,.4g} {then}"
         return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
 

@@ -20,7 +20,7 @@ DECAY_GAINS = (
 )
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
-LOOK = "print(qkeel.explain_model(model, batch))  # says which norm each attention really applies"
+LOOK = "print(qkeel.explain_model(model))  # says which norm each attention really applies"
 
 
 @final
@@ -42,6 +42,7 @@ class Resolution(Rule):
     severity: Severity = Severity.ALARM
     source: str = "derived, checked against rounding by torch in tests/monitor; the tolerance is a choice"
     remedy: str = KEEP_FLOAT32
+    cause: str = "rounding is as large as the differences between logits"
 
     @property
     def name(self) -> str:
@@ -81,6 +82,7 @@ class GainGrowth(Rule):
     severity: Severity = Severity.NOTICE
     source: str = "Qwen3-Next (2025): gains of its q/k norms grew abnormally; zero-centred and decayed since"
     remedy: str = DECAY_GAINS
+    cause: str = "the gains of the q/k norm grow"
 
     def check(self, history: History) -> Alarm | None:
         series, top = history.series("gain_bound"), history.top("gain_bound")
@@ -114,6 +116,7 @@ class IdleNorm(Rule):
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
     remedy: str = LOOK
+    cause: str = "the q/k norm that is configured does not act"
 
     def check(self, history: History) -> Alarm | None:
         found = (self._length(history, f"{side}_norm") for side in self.sides if self.fresh)
@@ -157,6 +160,7 @@ class VanishingGradient(Rule):
         "rate 0.3 do better with 1e-15 than 1e-8, and diverge with 1e-6"
     )
     remedy: str = SMALLER_EPS
+    cause: str = "a query or key weight hardly trains"
 
     def check(self, history: History) -> Alarm | None:
         series = history.series("grad_over_eps")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
+from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY
 
 CLIPS = ALARM_THRESHOLD
-HARMS = 1e3
+HARMS = HARMFUL_LOGIT
 DIVERGES = 1e4
 SOURCES = {
     CLIPS: "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip",
@@ -18,7 +18,7 @@ GROWTH_FLOOR, GROWTH_FACTOR = ALARM_THRESHOLD, 3.0
 APPROACH_FLOOR = 30.0
 HORIZON = 4.0  # times the training so far
 OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
-ENTROPY = COLLAPSE_ENTROPY / 2  # of a layer; half of what counts as collapsed for a whole model
+ENTROPY = LAYER_ENTROPY
 
 # Rules that know the setting of a run.
 ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys

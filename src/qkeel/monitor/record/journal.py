@@ -17,6 +17,7 @@ from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms.forecast import PlannedRates
+from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.recording import AlarmLog, Recording
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.processes.transfer import Measurement
@@ -48,6 +49,8 @@ class Journal:
         self.sample: Sample | None = None
         self._trained: list[Sample] = []  # the last two of training
         self.recording = Recording(planned=planned)
+        self._evaluated = Recording()  # of a model that is never seen in training mode
+        self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
         self._width = 0
@@ -61,6 +64,7 @@ class Journal:
             self.sites = tuple(measured.stats)
             self._width = max(len(s.max_logit) for s in measured.stats.values())
             self.recording = Recording(self.sites, planned=self.recording.planned)
+            self._evaluated = Recording(self.sites)
         self._tell_late(step, measured)
         if self._about is not None:
             about, self._about = {**self._about(), **class_facts(measured.stats)}, None
@@ -69,12 +73,16 @@ class Journal:
             self._each(lambda sink: sink.open(about))
         sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
+        if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
+            self._last_evaluated = sample.step
+            self._evaluated.append(sample.values, sample.heads)
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.values, sample.heads)
             for alarm in self.log.update(self.recording.history):
                 if dist.rank() == 0:
-                    caution(str(alarm), AlarmWarning)
+                    known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
+                    caution(alarm.line if known else str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
 
     def _tell_late(self, step: int, measured: Measurement) -> None:
@@ -87,6 +95,12 @@ class Journal:
                 "its first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch "
                 "again from here on, or begin with a batch that uses all attention"
             )
+
+    @property
+    def history(self) -> History:
+        """The course of training; of a model that was only seen in evaluation mode, that of its passes."""
+        one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
+        return one.history if one is self.recording else dataclasses.replace(one.history, phase="eval")
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""

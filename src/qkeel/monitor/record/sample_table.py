@@ -11,6 +11,7 @@ from qkeel.frames.markup import plain_table, tag
 from qkeel.monitor.alarms.rule import Alarm, Severity
 from qkeel.monitor.record.sample import Sample
 from qkeel.records import CLASS_FIELDS, HEAD_FIELDS
+from qkeel.sites.named_models import site_label
 
 _ORDER = {Severity.CRITICAL: 0, Severity.ALARM: 1, Severity.NOTICE: 2}
 
@@ -24,7 +25,7 @@ def leading_head(sample: Sample) -> tuple[str, int, float] | None:
     return sample.layers[layer], int(head), float(logits[layer, head])
 
 
-def sample_line(sample: Sample) -> str:
+def sample_line(sample: Sample, root: str = "") -> str:
     """One line: step, loss, the largest logit and its head, entropy, norms; what was not measured is left out.
 
     >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
@@ -36,7 +37,7 @@ def sample_line(sample: Sample) -> str:
         parts.append(f"loss {loss:.4f}")
     lead = leading_head(sample)
     if lead is not None:
-        parts.append(f"max logit {_number(lead[2])} ({lead[0]} head {lead[1]})")
+        parts.append(f"max logit {_number(lead[2])} ({f'{site_label(lead[0], root)} head {lead[1]}'.strip()})")
     for name, word in [*_columns().items()][1 if lead is not None else 0 : 4]:
         value = sample.overall(name)
         if not math.isnan(value):
@@ -54,31 +55,34 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
     return f"{watched} of {watched + len(missed)} attentions watched; not understood: {others}" if missed else ""
 
 
-def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "") -> str:
+def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
     """One line per layer: its largest logit and the head that has it, entropy, norms; a note; then the gravest alarms.
+    Attention that is the whole model is called `root`.
 
     Logits and entropy in nats. What was not measured has no column.
 
     >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
     step 5, max logit 3
     """
-    head, rows = _rows(sample)
+    head, rows = _rows(sample, root)
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
-    return "\n".join([sample_line(sample), *(body if rows else []), *filter(None, [note]), *map(str, _gravest(alarms))])
+    return "\n".join(
+        [sample_line(sample, root), *(body if rows else []), *filter(None, [note]), *map(str, _gravest(alarms))]
+    )
 
 
-def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "") -> str:
+def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
     """The same as HTML for a notebook's `_repr_html_`; every text escaped, no script, no style of the page touched.
 
     >>> sample_html(Sample(step=5))
     '<div><p>step 5</p></div>'
     """
-    head, rows = _rows(sample)
+    head, rows = _rows(sample, root)
     table = [plain_table(head, rows, aligned=True)] if rows else []
     warned = [tag("li", {}, str(alarm)) for alarm in _gravest(alarms)]
     listed = [*([tag("p", {}, note)] if note else []), *([tag("ul", {}, *warned)] if warned else [])]
-    return tag("div", {}, tag("p", {}, sample_line(sample)), *table, *listed)
+    return tag("div", {}, tag("p", {}, sample_line(sample, root)), *table, *listed)
 
 
 def _columns() -> dict[str, str]:
@@ -86,7 +90,7 @@ def _columns() -> dict[str, str]:
     return {name: field.column for name, field in {**HEAD_FIELDS, **CLASS_FIELDS}.items() if field.column}
 
 
-def _rows(sample: Sample) -> tuple[list[str], list[list[str]]]:
+def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     columns = _columns()
     shown = [name for name in columns if name in sample.heads and not np.isnan(sample.heads[name]).all()]
     folded = {name: sample.by_layer(name) for name in shown}
@@ -95,7 +99,7 @@ def _rows(sample: Sample) -> tuple[list[str], list[list[str]]]:
         head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
     rows = []
     for i, layer in enumerate(sample.layers if shown else ()):
-        row = [layer]
+        row = [site_label(layer, root)]
         for name in shown:
             row.append(_number(float(folded[name][i])))
             if name == "max_logit":

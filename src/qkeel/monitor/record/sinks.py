@@ -24,11 +24,24 @@ from qkeel.registry import Term, parse
 
 DEFAULT_PATH = Path("qkeel-runs/watch")
 KIND = "watch"
-ENVIRONMENT = ("versions", "system", "commit", "command")  # what goes to env.json; the rest describes what is watched
+ENVIRONMENT = (
+    "versions",
+    "system",
+    "commit",
+    "command",
+    "watcher",
+)  # what goes to env.json; the rest describes what is watched
 
 
 class Sink(abc.ABC):
-    """Takes what a Monitor measures. Every method may raise: the Monitor warns once and goes on without the sink."""
+    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and goes on without
+    the sink."""
+
+    def require(self) -> None:  # noqa: B027 - most sinks need nothing
+        """Called by `qkeel.watch` before anything is measured.
+
+        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost for it.
+        """
 
     @abc.abstractmethod
     def open(self, about: Mapping[str, object]) -> None:
@@ -63,10 +76,11 @@ class RunDirectorySink(Sink):
     left out.
     """
 
-    def __init__(self, path: str | Path = DEFAULT_PATH) -> None:
+    def __init__(self, path: str | Path = DEFAULT_PATH, watcher: str = "") -> None:
+        """Takes the directory, and the command line of a `qkeel watch` that records here."""
         if not isinstance(path, (str, Path)):
             raise InvalidTypeError(f"expected a path for the records, got {type(path).__name__}")
-        self.asked = Path(path)
+        self.asked, self.watcher = Path(path), watcher
         self.path: Path | None = None
         self._fields: tuple[str, ...] = ()
         self._heads: dict[str, HeadRecorder] = {}
@@ -79,6 +93,7 @@ class RunDirectorySink(Sink):
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
         self._summary = {"steps": 0, "samples": 0, "max_logit": math.nan, "alarms": 0}
+        about = {**about, "watcher": self.watcher} if self.watcher else about
         write_json(path / "env.json", {name: about[name] for name in ENVIRONMENT if name in about})
         watched = {name: value for name, value in about.items() if name not in ENVIRONMENT}
         write_json(path / "config.json", {"kind": KIND, **watched})

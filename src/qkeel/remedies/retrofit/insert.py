@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
 
@@ -21,7 +21,7 @@ from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.fit_gains import Best, SiteNorm, copies, descend, fit, put_back
 from qkeel.remedies.retrofit.predictions import Gap, LayerGap, Reference, RetrofitReport, divergence, predictions
 from qkeel.remedies.retrofit.replay import Replay, captured
-from qkeel.sites.example import Arguments, arguments
+from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite
 
@@ -95,7 +95,7 @@ class Retrofit(Handle):
 def retrofit(
     model: nn.Module,
     named: str | QKNorm,
-    batches: Sequence[object],
+    batches: object,
     optimizer: Optimizer | None = None,
     *,
     fitting: Fitting | None = None,
@@ -106,8 +106,9 @@ def retrofit(
     q and k are distilled for some steps, and the gap to the old model is measured: before, after, and layer by layer.
 
     Args:
-        named: "qk_norm" with its options, such as "qk_norm:gain=head_dim". batches: a few, as for `apply(example=)`:
-            tensors of tokens, tuples or dicts of arguments; what is measured is measured on them.
+        named: "qk_norm" with its options, such as "qk_norm:gain=head_dim". batches: a tensor of tokens or a dict of
+            arguments, or a list of several batches, which may be tuples of arguments too. What is measured is measured
+            on them.
         optimizer: the gains join it; with fitting.anneal its steps blend the norm in.
 
     Raises:
@@ -116,14 +117,15 @@ def retrofit(
 
     >>> from qkeel.nn import Decoder, DecoderConfig
     >>> model = Decoder(DecoderConfig(vocab_size=8, d_model=16, n_heads=2, n_layers=1))
-    >>> retrofit(model, "qk_norm", [torch.arange(8)[None]]).report.gap.kl < 0.01
+    >>> retrofit(model, "qk_norm", torch.arange(8)[None]).report.gap.kl < 0.01
     True
     """
     fitting = fitting or Fitting()
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
     remedy = _remedy(named)
-    given = _batches(batches)
+    several = _several(batches)
+    given = [arguments(batch, "batch") for batch in several]
     plain = unwrapped(model)
     with evaluating(plain):
         reference = Reference(plain, given)
@@ -133,7 +135,7 @@ def retrofit(
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         replays = captured(plain, sites, given)
     with ExitStack() as undo:
-        undo.callback(apply(remedy, plain, optimizer, example=batches[0]).remove)
+        undo.callback(apply(remedy, plain, optimizer, example=several[0]).remove)
         # The eps asked for, or that of the model's other norms.
         eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
         norms = [SiteNorm(site, eps if isinstance(eps, float) else None) for site in sites]
@@ -251,7 +253,12 @@ def _remedy(named: str | QKNorm) -> QKNorm:
     return found[0]
 
 
-def _batches(batches: Sequence[object]) -> list[Arguments]:
-    if isinstance(batches, (Tensor, dict, str)) or not isinstance(batches, Sequence) or not batches:
-        raise InvalidTypeError(f"expected a list of one or more batches, got {type(batches).__name__}")
-    return [arguments(batch, "batch") for batch in batches]
+def _several(batches: object) -> list[object]:
+    """One batch or several, as a list."""
+    if isinstance(batches, (Tensor, Mapping)):
+        return [batches]
+    if isinstance(batches, str) or not isinstance(batches, Sequence):
+        raise InvalidTypeError(f"expected a batch or a list of one or more batches, got {type(batches).__name__}")
+    if not batches:
+        raise InvalidTypeError("expected a batch or a list of one or more batches, got an empty list")
+    return list(batches)

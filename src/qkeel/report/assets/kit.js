@@ -46,19 +46,71 @@ const Kit = (() => {
     return Array.from({length: last - first + 1}, (_, i) => Number(((first + i) * gap).toPrecision(12)));
   };
 
+  // The place of a value on a scale of colour, from 0 to 1, and the value at a place.
+  function axisOf(scale) {
+    const [low, high] = scale.domain, c = scale.constant ?? 1;
+    const kinds = {
+      log: [Math.log, Math.exp],
+      "diverging-symlog": [(v) => Math.sign(v) * Math.log1p(Math.abs(v / c)), (t) => Math.sign(t) * c * Math.expm1(Math.abs(t))]
+    };
+    const [to, from] = kinds[scale.type] ?? [(v) => v, (t) => t];
+    const [first, last] = [to(low), to(high)];
+    return {place: (v) => (to(v) - first) / (last - first), at: (t) => from(first + t * (last - first))};
+  }
+
+  // Ticks of a scale of colour whose labels have room beside each other: the ends first.
+  function rampTicks(scale, width) {
+    const [low, high] = scale.domain, {place} = axisOf(scale), taken = [];
+    const tens = (most) => Array.from({length: Math.max(0, Math.ceil(Math.log10(most)))}, (_, i) => Number(`1e${i}`)).filter((x) => x < most);
+    const wanted = scale.type === "log" ? [low, high, ...logTicks(low, high)]
+      : scale.type === "diverging-symlog" ? [0, low, high, ...tens(high).reverse(), ...tens(-low).reverse().map((x) => -x)]
+        : [low, high, (low + high) / 2, low + (high - low) / 4, low + 3 * (high - low) / 4];
+    for (const tick of wanted) {
+      const middle = place(tick) * width, half = 3.4 * human(tick).length + 5;
+      if (taken.every((other) => Math.abs(other.middle - middle) >= other.half + half)) taken.push({tick, middle, half});
+    }
+    return ascending(taken.map((one) => one.tick));
+  }
+
   function ramp(name, scale) {
-    const [low, high] = scale.domain, n = 64, log = scale.type === "log";
-    const at = (t) => (log ? low * (high / low) ** t : low + (high - low) * t);
+    const n = 64, width = 264, {place, at} = axisOf(scale), ticks = rampTicks(scale, width);
     const holder = document.querySelector(`[data-legend="${name}"]`);
     holder.replaceChildren(Plot.plot({
-      width: 300, height: 50, marginLeft: 12, marginRight: 24, marginTop: 18, marginBottom: 20,
+      width: width + 56, height: 50, marginLeft: 28, marginRight: 28, marginTop: 18, marginBottom: 20,
       style: {fontSize: "11px", background: "none", overflow: "visible"}, ariaLabel: `Scale of colour: ${scale.label}`,
-      x: {type: log ? "log" : "linear", domain: scale.domain, label: null, ticks: log ? logTicks(low, high) : 5, tickFormat: (x) => human(x), tickSize: 3},
+      x: {type: "linear", domain: [0, 1], label: null, ticks: ticks.map(place), tickFormat: (t) => human(ticks.find((tick) => Math.abs(place(tick) - t) < 1e-9)), tickSize: 3},
       color: {...scale, label: undefined},
       marks: [
-        Plot.rect(Array.from({length: n}, (_, i) => i), {x1: (i) => at(i / n), x2: (i) => at((i + 1) / n), fill: (i) => at((i + 0.5) / n), insetLeft: -0.3, insetRight: -0.3}),
+        Plot.rect(Array.from({length: n}, (_, i) => i), {x1: (i) => i / n, x2: (i) => (i + 1) / n, fill: (i) => at((i + 0.5) / n), insetLeft: -0.3, insetRight: -0.3}),
         Plot.text([scale.label], {text: (d) => d, frameAnchor: "top-left", dy: -13, fill: "var(--ink)"})
       ]
+    }));
+  }
+
+  // Black or white, whichever can be read on a colour: contrast as WCAG 2 defines it.
+  function readable(colour) {
+    const rgb = (colour.match(/^#(..)(..)(..)$/)?.slice(1).map((part) => parseInt(part, 16)) ?? colour.match(/[\d.]+/g)?.map(Number) ?? [255, 255, 255]).slice(0, 3);
+    const [r, g, b] = rgb.map((part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+    const light = 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    return 1.05 / (light + 0.05) > (light + 0.05) / 0.05 ? "#fff" : "#000";
+  }
+
+  // Names at the right ends of lines, moved apart where they would lie on each other; of many lines those that have room.
+  function endLabels(ends, {height, top, bottom, axis, dx = 6, size = 11, ...facet}) {
+    const [low, high] = axis.domain ?? [Math.min(...ends.map((e) => e.value)), Math.max(...ends.map((e) => e.value))];
+    const to = axis.type === "log" ? Math.log : (v) => v, inner = height - top - bottom;
+    const pixel = (v) => top + inner * (1 - (to(Math.max(v, low)) - to(low)) / ((to(high) - to(low)) || 1));
+    const gap = size + 1, most = Math.max(1, Math.floor(inner / gap));
+    const every = Math.ceil(ends.length / most);
+    const shown = ends.filter((_, i) => i % every === 0 || i === ends.length - 1).map((end) => ({...end, at: pixel(end.value)})).sort((a, b) => a.at - b.at);
+    shown.forEach((end, i) => { end.to = i ? Math.max(end.at, shown[i - 1].to + gap) : end.at; });
+    for (let i = shown.length - 1, limit = top + inner; i >= 0; i -= 1) {
+      shown[i].to = Math.min(shown[i].to, limit);
+      limit = shown[i].to - gap;
+    }
+    return shown.map((end) => Plot.text([end], {
+      x: "step", y: "value", text: "name", dx, dy: end.to - end.at, textAnchor: "start", fontSize: size, fontWeight: 600,
+      fill: end.fill, stroke: "var(--paper)", strokeWidth: 3, paintOrder: "stroke", ariaDescription: "name of a line", ...facet
     }));
   }
 
@@ -170,5 +222,5 @@ const Kit = (() => {
 
   const redraw = () => Object.keys(drawers).filter((name) => document.getElementById(`chart-${name}`)).forEach(draw);
 
-  return {data, human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, redraw, start, colour, dash, symbol, key, view, smoothed, axis, above, keep, csv};
+  return {data, human, finite, unique, ascending, logTicks, frame, controls, ramp, readable, endLabels, draw, redraw, start, colour, dash, symbol, key, view, smoothed, axis, above, keep, csv};
 })();

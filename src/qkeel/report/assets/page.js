@@ -34,7 +34,7 @@
 
   // ── Copying ────────────────────────────────────────────────────────────────────────────────────────────────────
   const makeCopied = () => document.querySelectorAll("button.copy[hidden]").forEach((button) => {
-    const source = button.parentElement.querySelector(".command-text");
+    const source = button.parentElement.querySelector(".command-text"), label = button.textContent;
     button.hidden = false;
     button.addEventListener("click", async () => {
       const range = document.createRange();
@@ -47,7 +47,7 @@
       } catch {
         button.textContent = "Selected: press Ctrl-C"; // a file:// page may not write the clipboard
       }
-      setTimeout(() => (button.textContent = "Copy"), 2500);
+      setTimeout(() => (button.textContent = label), 2500);
     });
   });
 

@@ -1,10 +1,10 @@
 // Draws the charts of a watched model from #report-data.
 (() => {
   "use strict";
-  const {human, finite, ascending, logTicks, frame, controls, ramp, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
+  const {human, finite, ascending, logTicks, frame, controls, ramp, readable, endLabels, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
   let data = Kit.data();
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
-  const choice = {run: data.runs[0].name, map: "max_logit", more: null};
+  const choice = {run: data.runs[0].name, map: "max_logit", more: null, runs: "max_logit"};
 
   const current = () => data.runs.find((run) => run.name === choice.run) ?? data.runs[0];
   const steps = (x) => x.toLocaleString("en-US");
@@ -41,6 +41,17 @@
       strokeLinejoin: "round", ariaDescription: "layers", ...more
     })];
   }
+
+  // The name of each layer at the end of its line; `ends` of a linear axis, which chooses its own, are those of all points.
+  function layerNames(run, all, scale, size, facet = {}) {
+    const n = run.layers.length;
+    if (n < 2) return [];
+    const last = new Map(all.map((p) => [p.layer, p]));
+    const values = all.map((p) => p.value), linear = scale.domain ?? [scale.zero ? Math.min(0, ...values) : Math.min(...values), Math.max(...values)];
+    const ends = [...last.values()].map((p) => ({...p, name: run.layers[p.layer], fill: depth(p.layer, n)}));
+    return endLabels(ends, {...size, axis: {...scale, domain: linear}, ...facet});
+  }
+  const labelRoom = (run) => (run.layers.length < 2 ? 0 : Math.min(90, 6.4 * Math.max(...run.layers.map((name) => name.length)) + 6));
 
   const thick = (all) => Plot.line(all, {
     x: "step", y: "value", stroke: "var(--ink)", strokeWidth: 6, strokeOpacity: 0.16, strokeLinejoin: "round", ariaDescription: "whole model"
@@ -80,26 +91,32 @@
   const layerTip = (run) => (p) => `${p.layer === undefined ? "whole model" : `layer ${run.layers[p.layer]}`}\nstep ${steps(p.step)}: ${human(p.value)}`;
 
   // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
+  const OVERLAID = {max_logit: "largest attention logit (nats)", entropy: "attention entropy (nats)", train_loss: "training loss"};
+
   function runs(width) {
-    const shown = data.runs.filter((run) => run.values.max_logit);
-    const seen = view("runs", {scale: "log", smooth: "1"}), log = seen.scale === "log";
-    const recorded = shown.flatMap((run, i) => points(run.values.max_logit, run, {run: i}));
+    const names = Object.keys(OVERLAID).filter((name) => data.runs.some((run) => run.values[name]));
+    if (!names.includes(choice.runs)) choice.runs = names[0];
+    controls("runs", choice, [["Number", "runs", names.map((name) => [name, OVERLAID[name]])]]);
+    const name = choice.runs, logits = name === "max_logit";
+    const shown = data.runs.filter((run) => run.values[name]);
+    const seen = view("runs", {scale: "log", smooth: "1"}), log = seen.scale === "log" && logits;
+    const recorded = shown.flatMap((run, i) => points(run.values[name], run, {run: i}));
     const all = smoothed(above(recorded, log, FLOOR), "run", seen.smooth);
-    keep("runs", recorded.map((p) => ({run: shown[p.run].name, step: p.step, max_logit: p.value})));
+    keep("runs", recorded.map((p) => ({run: shown[p.run].name, step: p.step, [name]: p.value})));
     document.querySelector('[data-legend="runs"]').replaceChildren(...shown.map((run, i) => {
-      const item = document.createElement("span"), name = document.createElement("span");
-      name.className = "key-name";
-      name.textContent = run.name;
+      const item = document.createElement("span"), text = document.createElement("span");
+      text.className = "key-name";
+      text.textContent = run.name;
       item.className = "key";
-      item.append(key(i), name);
+      item.append(key(i), text);
       return item;
     }));
     return frame("runs", width, tall(width), {
       marginLeft: 56, marginRight: 60, marginTop: 24, marginBottom: 36, color: {type: "identity"},
       x: {label: "step", ticks: Math.max(3, Math.floor(width / 110)), tickFormat: steps},
-      y: axis(all, "largest attention logit (nats)", log, [data.alarm]),
+      y: axis(all, OVERLAID[name], log, logits ? [data.alarm] : []),
       marks: [
-        ...alarmLine(),
+        ...(logits ? alarmLine() : []),
         ...shown.map((run, i) => Plot.line(all.filter((p) => p.run === i), {x: "step", y: "value", stroke: colour(i), strokeDasharray: dash(i), strokeWidth: 1.8, ariaDescription: run.name})),
         Plot.dot(all, Plot.selectLast({x: "step", y: "value", z: "run", r: 3, fill: (p) => colour(p.run)})),
         Plot.text(all, Plot.selectLast({x: "step", y: "value", z: "run", dx: 7, textAnchor: "start", fontWeight: 600, fill: (p) => colour(p.run), text: (p) => human(p.value)})),
@@ -130,20 +147,22 @@
     const full = lead ? `layer ${run.layers[lead.layer]} · head ${lead.head}` : "";
     const label = full.length > 18 ? `head ${lead.head}` : full; // the caption's sentence has the layer's name
     depthLegend("growth", run);
+    const y = axis([...layers, ...whole, ...evaluated], "largest attention logit (nats)", log, [data.alarm]), names = labelRoom(run);
     return frame("growth", width, tall(width), {
-      marginLeft: 56, marginRight: room ? 132 : 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y: axis([...layers, ...whole, ...evaluated], "largest attention logit (nats)", log, [data.alarm]),
+      marginLeft: 56, marginRight: (room ? 132 : 52) + names, marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: xAxis(width, run), y,
       marks: [
         ...alarmLine(run.interventions.length ? "right" : "left"), // their lines stand where logits rise, at the left
         thick(whole),
         ...layerLines(run, layers),
+        ...layerNames(run, layers, y, {height: tall(width), top: 24, bottom: 36}),
         Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
         Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
         Plot.ruleX(run.interventions, {x: "step", stroke: "var(--series-2)", strokeDasharray: "2 3", strokeWidth: 1.4, title: "text", ariaDescription: "interventions"}),
         ...labelled(run, width).map((labels, row) => Plot.text(labels, {x: "step", text: "label", title: "text", frameAnchor: "bottom", textAnchor: "start", dx: 3, dy: -7 - 12 * row, fontSize: 10, fill: "var(--series-2)", stroke: "var(--paper)", strokeWidth: 3})),
         Plot.dot(whole, Plot.selectLast({x: "step", y: "value", r: 3.2, fill: "var(--ink)"})),
         Plot.text(whole, Plot.selectLast({
-          x: "step", y: "value", dx: 8, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,
+          x: "step", y: "value", dx: 8 + names, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,
           text: (p) => (room && label ? `${human(p.value)}\n${label}` : human(p.value))
         })),
         tips([...layers, ...whole], layerTip(run))
@@ -160,11 +179,11 @@
     const cells = last.fields[choice.map].flatMap((row, layer) => row.map((value, head) => ({layer: run.layers[layer], head, value}))).filter((c) => c.value !== null);
     const values = cells.map((c) => c.value), low = Math.min(...values), high = Math.max(...values);
     keep("map", cells.map((c) => ({run: run.name, step: last.step, layer: c.layer, head: c.head, [choice.map]: c.value})));
-    const scale = {...mapScale(choice.map, low, high), label: what(choice.map)}, log = scale.type === "log";
+    const scale = {...mapScale(choice.map, low, high), label: what(choice.map)};
     const heads = ascending(last.fields[choice.map].flatMap((row) => row.map((_, head) => head)));
     const rows = run.layers, left = Math.min(170, 14 + 6.5 * Math.max(...rows.map((name) => name.length)));
     const high1 = Math.max(8, Math.min(26, 640 / rows.length)), each = (width - left) / heads.length;
-    const place = (v) => (scale.type === "diverging" ? 0.6 - Math.abs(v) / scale.domain[1] + 0.2 : log ? Math.log(v / scale.domain[0]) / Math.log(scale.domain[1] / scale.domain[0]) : (v - scale.domain[0]) / (scale.domain[1] - scale.domain[0]));
+    const paint = Plot.plot({axis: null, width: 9, height: 9, color: {...scale, label: undefined}, marks: [Plot.dot(values, {x: 0, y: 0, fill: (v) => v})]}).scale("color");
     ramp("map", scale);
     return frame("map", width, high1 * rows.length + 62, {
       marginLeft: left, marginRight: 4, marginTop: 8, marginBottom: 40, color: {...scale, label: undefined},
@@ -172,17 +191,18 @@
       y: {type: "band", domain: rows, label: null, tickSize: 0, padding: rows.length > 40 ? 0 : 0.06, ticks: rows.filter((_, i) => i % Math.ceil(12 / high1) === 0)},
       marks: [
         Plot.cell(cells, {x: "head", y: "layer", fill: "value", ariaDescription: "heads"}),
-        ...(each > 38 && high1 > 15 ? [Plot.text(cells, {x: "head", y: "layer", text: (c) => human(c.value), fontSize: 11, fill: (c) => (place(c.value) > 0.6 ? "#000" : "#fff")})] : []),
+        ...(each > 38 && high1 > 15 ? [Plot.text(cells, {x: "head", y: "layer", text: (c) => human(c.value), fontSize: 11, fill: (c) => readable(paint.apply(c.value))})] : []),
         Plot.tip(cells, Plot.pointer({x: "head", y: "layer", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25, title: (c) => `layer ${c.layer}, head ${c.head}\n${human(c.value)}`}))
       ]
     });
   }
 
-  // Both signs: two colours from zero. Logits: up to the alarm line at least, so that a harmless run never looks hot.
+  // Both signs: two colours from zero, logarithmic on both sides where they span much. Logits: up to the alarm line at least, so that a harmless run never looks hot.
   function mapScale(name, low, high) {
     if (low < 0 && high > 0) {
       const most = Math.max(-low, high);
-      return {type: "diverging", scheme: "RdBu", reverse: true, domain: [-most, most]};
+      if (most <= 20) return {type: "diverging", scheme: "RdBu", reverse: true, domain: [-most, most]};
+      return {type: "diverging-symlog", constant: 1, scheme: "RdBu", reverse: true, domain: [-most, most]};
     }
     if (name === "max_logit" && low > 0) return {type: "log", domain: [Math.min(1, low), Math.max(data.alarm, high)], scheme: "magma"};
     const ends = low < high ? [low, high] : [low, low + (Math.abs(low) || 1)];
@@ -193,12 +213,14 @@
     const run = current();
     const {log, layers, whole} = chosen("entropy", {scale: "linear", smooth: "1"}, run, byLayer(run, "entropy"), points(run.values.entropy ?? [], run), 1e-3);
     depthLegend("entropy", run);
+    const y = axis([...layers, ...whole], "attention entropy (nats)", log, [], {zero: true}), names = labelRoom(run);
     return frame("entropy", width, tall(width) * 0.85, {
-      marginLeft: 56, marginRight: 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y: axis([...layers, ...whole], "attention entropy (nats)", log, [], {zero: true}),
+      marginLeft: 56, marginRight: 52 + names, marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: xAxis(width, run), y,
       marks: [
         ...(log ? [] : [Plot.ruleY([0], {stroke: "var(--rule)"})]), thick(whole), ...layerLines(run, layers),
-        Plot.text(whole, Plot.selectLast({x: "step", y: "value", dx: 7, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", text: (p) => human(p.value)})),
+        ...layerNames(run, layers, y, {height: tall(width) * 0.85, top: 24, bottom: 36}),
+        Plot.text(whole, Plot.selectLast({x: "step", y: "value", dx: 7 + names, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", text: (p) => human(p.value)})),
         tips([...layers, ...whole], layerTip(run))
       ]
     });
@@ -211,14 +233,16 @@
     const {log, layers: all} = chosen("norms", {scale: "log", smooth: "1"}, run, recorded);
     const facet = {fx: "fx", fy: "fy"};
     depthLegend("norms", run);
-    const height = wide ? tall(width) * 0.85 : 470;
+    const height = wide ? tall(width) * 0.85 : 470, y = axis(all, "mean length (L2)", log);
+    const named = wide ? sides.flatMap((name, i) => layerNames(run, all.filter((p) => p.fx === i), y, {height, top: 40, bottom: 36}, facet)) : [];
     return frame("norms", width, height, {
-      marginLeft: 56, marginRight: 16, marginTop: 40, marginBottom: 36, color: {type: "identity"},
+      marginLeft: 56, marginRight: 16 + (wide ? labelRoom(run) : 0), marginTop: 40, marginBottom: 36, color: {type: "identity"},
       fx: {axis: null, paddingInner: 0.12, paddingOuter: 0}, fy: {axis: null, paddingInner: wide ? 0 : 0.2, paddingOuter: 0},
-      x: {...xAxis(wide ? width / 2 : width, run)}, y: axis(all, "mean length (L2)", log),
+      x: {...xAxis(wide ? width / 2 : width, run)}, y,
       marks: [
         Plot.text(sides.map((name, i) => ({fx: wide ? i : 0, fy: wide ? 0 : i, text: name === "query_norm" ? "queries |q|" : "keys |k|"})), {...facet, text: "text", frameAnchor: "top-left", dy: -16, fontWeight: 600, fontSize: 12.5, fill: "var(--ink)"}),
         ...layerLines(run, all, facet),
+        ...named,
         tips(all, layerTip(run), facet)
       ]
     });
@@ -263,10 +287,11 @@
     const wide = values.length && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 30;
     const {log, layers: all} = chosen("more", {scale: wide ? "log" : "linear", smooth: "1"}, run, recorded);
     depthLegend("more", run);
+    const y = axis(all, what(choice.more), log && Math.min(...values) > 0);
     return frame("more", width, tall(width) * 0.85, {
-      marginLeft: 56, marginRight: 16, marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y: axis(all, what(choice.more), log && Math.min(...values) > 0),
-      marks: [...layerLines(run, all), tips(all, layerTip(run))]
+      marginLeft: 56, marginRight: 16 + labelRoom(run), marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: xAxis(width, run), y,
+      marks: [...layerLines(run, all), ...layerNames(run, all, y, {height: tall(width) * 0.85, top: 24, bottom: 36}), tips(all, layerTip(run))]
     });
   }
 

@@ -34,12 +34,14 @@ class Page:
     """Everything that a page says.
 
     `data` is what its charts draw with the script `drawing` of report/assets; None: it has no charts. `mark` sets names
-    in findings apart. `in_place`: a live page replaces its sections one by one, all but the charts; else as a whole.
+    in findings apart. `verdict` comes before the findings, as markup of its own. `in_place`: a live page replaces its
+    sections one by one, all but the charts; else as a whole.
     """
 
     title: str
     sections: Sequence[Section]
     meta: str = ""
+    verdict: Markup | None = None
     findings: Sequence[Finding] = ()
     data: Mapping[str, object] | None = None
     drawing: str = ""
@@ -72,6 +74,7 @@ class Page:
         leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
         rest = [f for f in self.findings if f.kind not in ("lead", "undecided")]
         folded = [f for f in self.findings if f.kind == "undecided"]
+        leads = [self.verdict, *leads] if self.verdict else leads
         both = " columns" if leads and rest else ""
         return tag(
             "header",
@@ -115,9 +118,9 @@ def note(text: str) -> Markup:
     return tag("p", {"class": "note"}, text)
 
 
-def details(title: str, content: Markup) -> Markup:
-    """Returns content that is shown when its title is pressed."""
-    return tag("details", {}, tag("summary", {}, title), content)
+def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
+    """Returns content that is shown when its title is pressed, or from the start."""
+    return tag("details", {"open": None} if shown else {}, tag("summary", {}, title), content)
 
 
 def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
@@ -129,9 +132,9 @@ def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Ma
     return tag("dl", {"class": "facts"}, *lines) if lines else Markup("")
 
 
-def command_block(text: str) -> Markup:
+def command_block(text: str, label: str = "Copy") -> Markup:
     """Returns a command with a button that copies it."""
-    button = tag("button", {"type": "button", "class": "copy", "hidden": None}, "Copy")
+    button = tag("button", {"type": "button", "class": "copy", "hidden": None}, label)
     return join([tag("pre", {"class": "command-text"}, text), button])
 
 

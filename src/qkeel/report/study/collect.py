@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qkeel.errors import InvalidTypeError, RunDirectoryError
+from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
 from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus
 from qkeel.records.file_fields import read_checked
@@ -58,6 +58,8 @@ class StudyData:
     tuned: Sequence[Row] = ()
     chaos: Sequence[Row] = ()
     """Its own chaos.json: what rounding does to a pair of runs."""
+    baseline: str = BASELINE
+    """The remedy that the others are compared with."""
     primary: Row | None = None
     """The comparison that it was made to decide, see `lab.plan.Primary`."""
 
@@ -84,10 +86,12 @@ class StudyData:
         return f"nats/{units.pop()}" if len(units) == 1 else "nats/token"
 
 
-def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
-    """Reads a study directory, a run directory, or several of either.
+def collect(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> StudyData:
+    """Reads a study directory, a run directory, or several of either; `baseline` is the remedy that the others are
+    compared with.
 
-    Raises: RunDirectoryError if a path is neither, or if a file in it is damaged.
+    Raises: RunDirectoryError if a path is neither, or if a file in it is damaged. UnknownNameError if the baseline is
+    another than none and in no run.
     """
     studies = [_open(path) for path in as_paths(paths)]
     runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
@@ -96,7 +100,9 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
     stated = [remedy for study in studies for remedy in study.remedies]
     used = {run.remedy for run in runs}
     order = dict.fromkeys([*(r for r in stated if r in used), *(run.remedy for run in runs)])
-    remedies = sorted(order, key=lambda remedy: remedy != BASELINE)  # stable: the baseline first, the rest as given
+    if baseline != BASELINE and baseline not in order:
+        raise unknown("baseline", baseline, order)
+    remedies = sorted(order, key=lambda remedy: remedy != baseline)  # stable: the baseline first, the rest as given
     tuned = [choice for study in studies for choice in study.tuned]
     chaos = [pair for study in studies for pair in study.chaos]
     return StudyData(
@@ -106,6 +112,7 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
         runs=runs,
         tuned=tuned,
         chaos=chaos,
+        baseline=baseline,
         primary=studies[0].primary if len(studies) == 1 else None,
     )
 

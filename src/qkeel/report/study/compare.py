@@ -66,6 +66,13 @@ class Gain:
         """True if the remedy is better and its attention works."""
         return self.verdict == "better" and not self.collapsed
 
+    def reversed(self) -> Gain:
+        """The gain of the other over this one; whether the other collapsed is not known here."""
+        effect = self.effect
+        turned = effect and dataclasses.replace(effect, mean=-effect.mean, low=-effect.high, high=-effect.low)
+        names = {"remedy": self.baseline, "baseline": self.remedy}
+        return dataclasses.replace(self, mean=-self.mean, effect=turned, **names)
+
     def figures(self) -> str:
         """The mean and what `over` says of it."""
         return f"{signed(self.mean)} nats, {self.over()}"
@@ -215,9 +222,9 @@ def standings(study: StudyData) -> list[Standing]:
     """Each remedy with a finished grid run: the largest LR without collapse first, then the least sensitive to it."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
-    judged = _gains_alone(study) if study.primary else gains(rows, study.remedies)
+    judged = _gains_alone(study) if study.primary else gains(rows, study.remedies, study.baseline)
     lines = [
-        _standing(rows, remedy, study.lrs(), {g.lr: g for g in judged if g.remedy == remedy})
+        _standing(rows, remedy, study.lrs(), {g.lr: g for g in judged if g.remedy == remedy}, study.baseline)
         for remedy in study.remedies
         if remedy in present
     ]
@@ -232,7 +239,9 @@ def _rank(line: Standing) -> tuple[float, float, float]:
     return -(line.stable_lr or 0.0), clipped, last(line.best_loss.mean)
 
 
-def _standing(rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Mapping[float, Gain]) -> Standing:
+def _standing(
+    rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Mapping[float, Gain], baseline: str
+) -> Standing:
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
     works = {lr: total for lr, total in by_lr.items() if not collapses(rows, remedy, lr)}
@@ -250,7 +259,7 @@ def _standing(rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Ma
         stable_lr=largest_stable_lr(mine),
         stable_lrs=stable_lrs(mine),
         alarm=min(alarms) if alarms else None,
-        cpu_ratio=_cpu_ratio(mine, [row for row in rows if row["remedy"] == BASELINE]),
+        cpu_ratio=_cpu_ratio(mine, [row for row in rows if row["remedy"] == baseline]),
     )
 
 

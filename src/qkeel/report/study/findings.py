@@ -123,13 +123,15 @@ def _drift_clause(run: RunData, *, alone: bool) -> str:
 
 
 def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    if not any(row["remedy"] == BASELINE for row in rows):
-        text = f"No run without a remedy ({BASELINE}) has finished, so no gain can be given: "
-        text += f"add {BASELINE} to the remedies."
+    if not any(row["remedy"] == study.baseline for row in rows):
+        without = "without a remedy (none)" if study.baseline == BASELINE else f"of {study.baseline}"
+        text = f"No run {without} has finished, so no gain can be given: add {study.baseline} to the remedies."
         return [Finding("caution", text)]
-    found = [g for g in gains(rows, study.remedies) if math.isfinite(g.mean)]
+    found = [g for g in gains(rows, study.remedies, study.baseline) if math.isfinite(g.mean)]
     if not found:
-        return [Finding("caution", f"No seed has finished both with a remedy and with {BASELINE} at the same LR.")]
+        return [
+            Finding("caution", f"No seed has finished both with a remedy and with {study.baseline} at the same LR.")
+        ]
     praised = [g for g in found if g.praised]
     if not praised:
         return [Finding("lead", _nothing_shown(found)), *_logits(rows, found)]
@@ -146,8 +148,8 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
 def _nothing_shown(found: Sequence[Gain]) -> str:
     """The lead where no remedy is better: what came nearest, and what would decide it."""
     if all(g.effect is None for g in found):
-        return f"One seed decides nothing: no remedy is judged against {BASELINE}."
-    text = f"No remedy's held-out loss is shown to be better than that of {BASELINE} at any LR"
+        return f"One seed decides nothing: no remedy is judged against {found[0].baseline}."
+    text = f"No remedy's held-out loss is shown to be better than that of {found[0].baseline} at any LR"
     near = [g for g in found if g.effect and g.verdict == "undecided" and g.mean > 0 and not g.collapsed]
     if not near:
         return text + "."
@@ -240,9 +242,9 @@ def _term(remedy: str) -> Term | None:
 
 def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     """The remedies that are worse than doing nothing."""
-    found = [g for g in gains(rows, study.remedies) if g.verdict == "worse"]
+    found = [g for g in gains(rows, study.remedies, study.baseline) if g.verdict == "worse"]
     worse = [f"{g.remedy} at LR {rate(g.lr)} ({g.figures()})" for g in found]
-    return [Finding("note", f"Worse than {BASELINE}: {listing(worse)}.")] if worse else []
+    return [Finding("note", f"Worse than {study.baseline}: {listing(worse)}.")] if worse else []
 
 
 def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
@@ -269,10 +271,10 @@ def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     apart = judge(rows, [(remedy, r, lr) for r in study.remedies if r != remedy])
     close = [g.baseline for g in apart if g.effect and g.verdict in ("equal", "undecided")]
     text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
-    others = {cell: total for cell, total in finite.items() if cell[0] == BASELINE}
-    if others and remedy != BASELINE:
+    others = {cell: total for cell, total in finite.items() if cell[0] == study.baseline}
+    if others and remedy != study.baseline:
         cell = min(others, key=lambda c: others[c].mean)
-        text += f"; the lowest of {BASELINE} is {loss(others[cell].mean)}, at LR {rate(cell[1])}"
+        text += f"; the lowest of {study.baseline} is {loss(others[cell].mean)}, at LR {rate(cell[1])}"
     return [Finding("note", text + ".")]
 
 
@@ -301,9 +303,9 @@ def _seeds(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     seeds = {row["seed"] for row in rows}
     if len(seeds) == 1:
         return [Finding("caution", "One seed: no interval, so no difference is judged.")]
-    tests = sum(g.effect is not None for g in gains(rows, study.remedies))
+    tests = sum(g.effect is not None for g in gains(rows, study.remedies, study.baseline))
     text = "Differences are paired by seed: mean, then 95 % interval"
-    text += f" (Student's t, by Holm for the {tests} comparisons with {BASELINE} at once)" if tests > 1 else ""
+    text += f" (Student's t, by Holm for the {tests} comparisons with {study.baseline} at once)" if tests > 1 else ""
     return [Finding("caution", f"{text}; {len(seeds)} seeds.")]
 
 

@@ -13,6 +13,7 @@ from qkeel.report.study.charts import chart_data, charts, figures
 from qkeel.report.study.collect import StudyData
 from qkeel.report.study.findings import findings
 from qkeel.report.study.modality_table import by_modality
+from qkeel.report.study.pairs import pair_tables
 from qkeel.report.study.verdict import verdict_table
 
 TITLES = {
@@ -59,6 +60,7 @@ def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
         Section("chaos", "What rounding does", chaos_findings.floors_table(study)),
         Section("accuracy", "Accuracy", accuracy_findings.table_of(study)),
         Section("ranking", "Secondary comparisons" if study.primary else "Ranking", _ranking(study)),
+        Section("pairs", "Every pair", pair_tables(study) if _pairs_wanted(study, bool(parts)) else Markup("")),
         *(Section(f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(parts.items())),
         Section("without", "Runs without a result", tables.without_result(study)),
         Section(
@@ -137,8 +139,17 @@ def _part(part: StudyData) -> Markup:
 
 def _verdict(study: StudyData) -> Markup:
     """The answer before every chart; studies of other questions than remedies have answers of their own."""
-    other = length_findings.is_long(study) or modality_findings.is_multimodal(study) or study.name == "chaos"
-    return Markup("") if other else verdict_table(study)
+    return verdict_table(study) if _compares(study) else Markup("")
+
+
+def _pairs_wanted(study: StudyData, parts: bool) -> bool:
+    """Returns whether every pair is judged: not where the study has one comparison of its own to decide."""
+    return _compares(study) and not parts and study.primary is None
+
+
+def _compares(study: StudyData) -> bool:
+    """Returns whether the question of the study is which remedy is better."""
+    return not (length_findings.is_long(study) or modality_findings.is_multimodal(study) or study.name == "chaos")
 
 
 def _ranking(study: StudyData) -> Markup:

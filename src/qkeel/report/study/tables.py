@@ -9,7 +9,7 @@ from qkeel.records import RunStatus
 from qkeel.report.html.formats import count, loss, number, rate, signed
 from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, table, table_row, tag, words
 from qkeel.report.html.page import details
-from qkeel.report.study.collect import BASELINE, RunData, StudyData
+from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import Gain, Spread, Standing, standings
 
 SERIES = 8  # colours in assets/report.css
@@ -38,7 +38,7 @@ def ranking(study: StudyData) -> Markup:
     head = columns("Remedy", kind="text")
     head += columns("LR sensitivity", *["… clipped at initial loss"] * clips) if several else []
     head += columns("Best held-out loss", *(f"Gain at LR\u00a0{rate(lr)}" for lr in gain_lrs))
-    head += columns("Largest logit", "Alarm step", "Largest LR without collapse", "CPU, ×\u00a0none")
+    head += columns("Largest logit", "Alarm step", "Largest LR without collapse", f"CPU, ×\u00a0{study.baseline}")
     body = [_line(study, line, gain_lrs, several + several * clips) for line in lines]
     return table("Ranking of the remedies", head, body, sortable=True)
 
@@ -47,7 +47,7 @@ def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivi
     cells = [_loss(line.sensitivity), _loss(line.sensitivity_clipped)][:sensitivities]
     best = f"at LR {rate(line.best_lr)}{', collapsed' if line.collapsed else ''}"
     cells.append(cell(loss(line.best_loss.mean), line.best_loss.mean, best))
-    cells += [_gain(line.gains.get(lr), line.remedy) for lr in gain_lrs]
+    cells += [_gain(line.gains.get(lr), line.remedy == study.baseline) for lr in gain_lrs]
     cells.append(cell(number(line.max_logit), line.max_logit))
     if line.alarm is None:
         cells.append(cell("never", math.inf))
@@ -68,9 +68,9 @@ def spread_cell(total: Spread, write: Callable[[float], str]) -> Markup:
     return cell(write(total.mean), total.mean, f"{write(total.low)} to {write(total.high)}" if total.n > 1 else "")
 
 
-def _gain(one: Gain | None, remedy: str) -> Markup:
+def _gain(one: Gain | None, baseline: bool) -> Markup:
     if one is None:
-        return cell("" if remedy == BASELINE else "–", -math.inf)
+        return cell("" if baseline else "–", -math.inf)
     return gain_cell(one, f"{one.over()}{'; collapsed' if one.collapsed else ''}")
 
 

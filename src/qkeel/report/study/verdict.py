@@ -11,7 +11,7 @@ from qkeel.metrics import Row, Verdict
 from qkeel.report.html.formats import count, listing, number, rate, signed
 from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, table, table_row, tag
 from qkeel.report.html.page import command_block, note
-from qkeel.report.study.collect import BASELINE, StudyData
+from qkeel.report.study.collect import StudyData
 from qkeel.report.study.compare import Gain, Standing, standings
 from qkeel.report.study.tables import cost_cell, gain_cell, swatch
 
@@ -29,9 +29,12 @@ def verdict_table(study: StudyData) -> Markup:
     if study.primary:
         return _certain(study, rows)
     fallen = {line.remedy: collapsed_at(rows, line.remedy) for line in lines}
-    lines.sort(key=lambda line: (line.remedy == BASELINE, len(fallen[line.remedy]), -_shown(line)[1]))
-    head = [*columns("Remedy", f"Against {BASELINE}", kind="text"), *columns("Gain", "Largest logit", "Collapsed at")]
-    head += columns("Cost: CPU, ×\u00a0none")
+    lines.sort(key=lambda line: (line.remedy == study.baseline, len(fallen[line.remedy]), -_shown(line)[1]))
+    head = [
+        *columns("Remedy", f"Against {study.baseline}", kind="text"),
+        *columns("Gain", "Largest logit", "Collapsed at"),
+    ]
+    head += columns(f"Cost: CPU, ×\u00a0{study.baseline}")
     return table("Verdict", head, [_line(study, line, fallen[line.remedy]) for line in lines], sortable=True)
 
 
@@ -52,9 +55,9 @@ def advice(study: StudyData) -> Markup:
     best = max(shown, key=lambda gain: (not collapsed_at(rows, gain.remedy), gain.mean), default=None)
     text = f"From {study.name or 'runs of the lab'}, {count(len(study.rows()), 'run')} of a small model: "
     if best is None:
-        return join([note(f"{text}no remedy is shown to be better than {BASELINE}."), verdict])
+        return join([note(f"{text}no remedy is shown to be better than {study.baseline}."), verdict])
     text += f"{best.remedy} gains most, {signed(best.mean)} {study.loss_unit()} at LR {rate(best.lr)} ({best.over()})."
-    line = command_block(f'qkeel.apply("{best.remedy}", model, optimizer, example=batch)')
+    line = command_block(f'qkeel.apply("{best.remedy}", model, optimizer)')
     return join([note(text), tag("div", {"class": "remedy-line"}, line), verdict])
 
 
@@ -91,8 +94,8 @@ def _line(study: StudyData, line: Standing, fallen: Sequence[str]) -> Markup:
     shown = NOTHING if gain is None else gain_cell(gain, f"at LR {rate(gain.lr)}: {gain.over()}")
     return table_row(
         swatch(study, line.remedy),
-        tag("td", {"class": "text wide"}, _words(line)),
-        cell("", -math.inf) if line.remedy == BASELINE else shown,
+        tag("td", {"class": "text wide"}, _words(line, study.baseline)),
+        cell("", -math.inf) if line.remedy == study.baseline else shown,
         cell(number(line.max_logit), line.max_logit),
         cell(f"LR {listing(fallen)}" if fallen else "never", len(fallen)),
         cost_cell(line),
@@ -106,14 +109,15 @@ def _shown(line: Standing) -> tuple[Gain | None, float]:
     return best, -math.inf if best is None else best.mean
 
 
-def _words(line: Standing) -> str:
+def _words(line: Standing, baseline: str) -> str:
     """The verdicts by rate; where attention collapsed nothing is said of the loss."""
-    if line.remedy == BASELINE:
+    if line.remedy == baseline:
         return "the baseline"
     at = {
         verdict: [rate(lr) for lr, gain in sorted(line.gains.items()) if not gain.collapsed and gain.verdict == verdict]
         for verdict in get_args(Verdict)
     }
     parts = [f"{verdict} at LR {listing(lrs)}" for verdict, lrs in at.items() if lrs]
-    parts += ["collapsed elsewhere"] if parts and any(gain.collapsed for gain in line.gains.values()) else []
+    fallen = [rate(lr) for lr, gain in sorted(line.gains.items()) if gain.collapsed]
+    parts += [f"attention collapsed at LR {listing(fallen)}"] if parts and fallen else []
     return "; ".join(parts) or ("collapsed wherever it was tried" if line.gains else "not compared: no seed has both")

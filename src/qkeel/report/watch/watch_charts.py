@@ -17,8 +17,8 @@ from qkeel.report.watch.watched_run import Watched, overall
 RUNS = Chart(
     "runs",
     "The runs side by side",
-    "The largest attention logit of each run. Logarithmic axis; the red line is the alarm line.",
-    "Line chart: largest attention logit against step, one line per run.",
+    "Largest attention logit, entropy or training loss of each run. The red line is the alarm line of logits.",
+    "Line chart: the chosen number against step, one line per run.",
 )
 GROWTH = Chart(
     "growth",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT
 from qkeel.records import RunStatus, fold_heads
 from qkeel.report.html.formats import MINUS, count, listing, loss, number
 from qkeel.report.html.page import Finding
@@ -18,27 +20,78 @@ CLEAR = 1.25  # a factor smaller than this explains nothing
 
 
 def findings(runs: Sequence[Watched]) -> list[Finding]:
-    """Returns the first screen: a lead for each run; of a single run also the numbers behind it."""
+    """Returns the sentences below the verdict: of several runs one verdict for each, of a single one its numbers."""
     if len(runs) > 1:
-        return [Finding("note", f"{run.name}: {lead(run)}") for run in runs]
+        return [Finding("note", f"{run.name}: {verdict(run).text}") for run in runs]
     run = runs[0]
-    texts = [_growth_or_angle(run), _entropy(run), _loss(run), _evaluation(run)]
-    found = [Finding("lead", lead(run)), *(Finding("note", text) for text in texts if text)]
+    texts = [_growth(run), _growth_or_angle(run), _entropy(run), _loss(run), _evaluation(run)]
+    found = [Finding("note", text) for text in texts if text]
     return found + [Finding("caution", text) for text in _cautions(run)]
 
 
-def lead(run: Watched) -> str:
-    """Returns the first sentence: alarms, how large the largest logit is, in which head, and how it moves."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The first sentence of a page and its light: good, large, bad, or none where nothing is known."""
+
+    light: str
+    text: str
+
+
+def verdict(run: Watched) -> Verdict:
+    """Returns whether the run is healthy, in one sentence with its number and its threshold."""
     if not run.records:
-        return "Nothing is recorded yet."
+        return Verdict("none", "Nothing is recorded yet.")
+    values = run.overall("max_logit")
+    known = values[~np.isnan(values)]
+    now = float(known[-1]) if len(known) else math.nan
+    peak = float(known.max()) if len(known) else math.nan
     span = f"in {count(run.steps[-1], 'step')}" if run.steps[-1] else "at the first step"
-    state = _logit(run)
-    if not run.alarms:
-        return f"There was no alarm {span}; {state}." if state else f"There was no alarm {span}."
-    first = run.alarms[0]
-    first_alarm = f"{count(len(run.alarms), 'alarm')} {span}. The first, at step {first['step']:,}{place(first)}: "
-    first_alarm += f"{first.get('meaning')}."
-    return f"{first_alarm} Now {state}." if state else first_alarm
+    grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
+    head = run.leader()
+    where = "" if head is None else f" in {head.name}, head {head.head}"
+    if grave and not (run.acted and now <= ALARM_THRESHOLD):
+        first = grave[0]
+        cause = str(first.get("cause") or CAUSE)
+        text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}"
+        if cause != CAUSE or math.isnan(peak):
+            return Verdict("bad", f"{text}: {first.get('meaning')}{place(first)}.")
+        at_most = f"; it was {number(peak)} at most" if peak > 1.05 * now else ""
+        return Verdict("bad", f"{text}. The largest is {number(now)}{where}{at_most}. {_LIMIT}")
+    if math.isnan(peak):
+        return Verdict("none" if not run.alarms else "large", f"No attention logit was measured {span}.")
+    if run.acted and peak > ALARM_THRESHOLD:
+        text = (
+            f"Held: the largest attention logit was {number(peak)}, and is {number(now)} since remedies were applied."
+        )
+        return Verdict("large" if now > ALARM_THRESHOLD else "good", text)
+    if peak > HARMFUL_LOGIT:
+        return Verdict("bad", f"Attention logits are too large: {number(peak)} at most {span}. {_LIMIT}")
+    if peak > ALARM_THRESHOLD:
+        return Verdict("large", f"Attention logits are large: {number(peak)} at most {span}{where}. {_LIMIT}")
+    text = f"Healthy: the largest attention logit {span} is {number(peak)}{where}"
+    return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
+
+
+CAUSE = "attention logits grow too large"  # of alarms that were recorded without one
+_LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
+
+
+def fix(run: Watched) -> list[str]:
+    """Returns what to do about the gravest alarms: a command for the shell where the run was started by one, or a line
+    of code; nothing where nothing is to be done, or is being done already."""
+    grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice" and alarm.get("remedy")]
+    if run.acted or not grave:
+        return []
+    line = str(grave[0]["remedy"])
+    found = _APPLY.search(line)
+    watcher = str(run.env.get("watcher") or "")
+    own, dashes, command = watcher.partition(" -- ")
+    if found is None or not dashes:
+        return [line]
+    return [f"{own} --apply {found[1]} -- {command}", line]
+
+
+_APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer')
 
 
 def place(alarm: object) -> str:
@@ -58,14 +111,17 @@ def movement(run: Watched) -> str:
     return f"was {number(values[0])} at step {run.steps[0]:,}" if len(values) > 1 and np.isfinite(values[0]) else ""
 
 
-def _logit(run: Watched) -> str:
-    value = run.overall("max_logit")[-1]
-    if not np.isfinite(value):
-        return ""
-    head = run.leader()
-    where = "" if head is None else f" ({head.name} head {head.head})"
-    moves = movement(run)
-    return f"the largest attention logit is {number(value)}{where}" + (f" and {moves}" if moves else "")
+def _growth(run: Watched) -> str:
+    """How the largest logit moves, as what a doubling of the training does to it."""
+    values, power = run.overall("max_logit"), run.exponent()
+    if not math.isfinite(power):
+        if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
+            return ""
+        return f"The largest logit was {number(values[0])} at step {run.steps[0]:,} and is {number(values[-1])} now."
+    if abs(power) < LEVEL:
+        return "The largest logit holds its level."
+    grows = "grows" if power > 0 else "falls"
+    return f"The largest logit {grows}: each doubling of the training multiplies it by {2**power:.2g}."
 
 
 def norm_product(run: Watched) -> np.ndarray | None:

@@ -17,7 +17,7 @@ from qkeel.report.study.collect import StudyData
 from qkeel.report.study.verdict import advice
 from qkeel.report.watch.watch_charts import RUNS, chart_data, charts
 from qkeel.report.watch.watch_classes import class_tables
-from qkeel.report.watch.watch_findings import findings, movement, place
+from qkeel.report.watch.watch_findings import CAUSE, findings, fix, movement, place, verdict
 from qkeel.report.watch.watched_run import Watched
 
 COLUMNS = {
@@ -41,6 +41,7 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
     return Page(
         title=heading(runs),
         meta=_meta(runs),
+        verdict=_verdict(runs),
         findings=findings(runs),
         sections=[
             Section("nothing", "Nothing to draw yet", empty),
@@ -84,25 +85,55 @@ def _meta(runs: Sequence[Watched]) -> str:
     return " · ".join(part for part in parts if part)
 
 
+def _verdict(runs: Sequence[Watched]) -> Markup | None:
+    """The light, its sentence, and what to do with a button that copies it."""
+    if len(runs) > 1:
+        return None
+    found, lines = verdict(runs[0]), fix(runs[0])
+    light = tag("span", {"class": "light", "aria-hidden": "true"})
+    said = tag("p", {"class": f"lead signal signal-{found.light}"}, light, tag("span", {}, found.text))
+    if not lines:
+        return said
+    parts = [tag("div", {"class": "remedy-line"}, command_block(lines[0], "Copy fix"))]
+    if len(lines) > 1:
+        other = tag("code", {}, lines[1])
+        parts.append(tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
+    return join([said, tag("div", {"class": "fix"}, *parts)])
+
+
 def _alarms(runs: Sequence[Watched]) -> Markup:
-    items = [_alarm(alarm, run.name if len(runs) > 1 else "") for run in runs for alarm in run.alarms]
+    """One card for each cause: since when, what was seen when, and what to do about it, once."""
+    items = []
+    for run in runs:
+        causes: dict[str, list[Row]] = {}
+        for alarm in run.alarms:
+            causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
+        items += [_story(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
     return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
 
 
-def _alarm(alarm: Row, run: str) -> Markup:
-    severity = str(alarm.get("severity"))
+_GRAVITY = ("notice", "alarm", "critical")
+
+
+def _story(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
+    gravest = max((str(alarm.get("severity")) for alarm in alarms), key=lambda s: (*_GRAVITY, s).index(s))
+    since = f"since step {alarms[0]['step']:,}" + (f", {name}" if name else "")
+    title = tag("strong", {"class": "severity"}, gravest), f" {cause[0].upper()}{cause[1:]} {since}"
+    seen = tag("ol", {"class": "course"}, *map(_seen, alarms))
+    grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"]
+    advised = dict.fromkeys(str(alarm["remedy"]) for alarm in grave or alarms if alarm.get("remedy"))
+    fixes = [tag("div", {"class": "remedy-line"}, command_block(line)) for line in list(advised)[:1]]
+    if run.acted and cause == CAUSE:
+        fixes = [tag("p", {"class": "source"}, "The autopilot acts on this; what it did is below.")]
+    sources = dict.fromkeys(str(alarm.get("source")) for alarm in alarms if alarm.get("source"))
+    about = tag("ul", {}, *(tag("li", {"class": "source"}, source) for source in sources))
+    more = details("Where the thresholds come from", about) if sources else ""
+    return tag("li", {"class": f"alarm-{gravest}"}, tag("p", {}, *title), seen, *fixes, more)
+
+
+def _seen(alarm: Row) -> Markup:
     trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
-    where = f"step {alarm['step']:,}{place(alarm)}" + (f", {run}" if run else "")
-    value = alarm.get("value")
-    shown = f"value {number(value)}" if isinstance(value, (int, float)) else ""
-    source = f"Rule: {alarm.get('rule')}, {shown}. Source: {alarm.get('source') or '–'}"
-    return tag(
-        "li",
-        {"class": f"alarm-{severity}"},
-        tag("p", {}, tag("strong", {"class": "severity"}, severity), f" {where}: {alarm.get('meaning')}{trend}."),
-        tag("div", {"class": "remedy-line"}, command_block(str(alarm.get("remedy") or ""))),
-        tag("p", {"class": "source"}, source),
-    )
+    return tag("li", {}, f"Step {alarm['step']:,}{place(alarm)}: {alarm.get('meaning')}{trend}.")
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:

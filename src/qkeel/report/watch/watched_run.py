@@ -63,6 +63,11 @@ class Watched:
         """Returns [n], a number of the whole model: as recorded, else from its heads; NaN where neither is there."""
         return overall(self.records, self.heads, name)
 
+    @property
+    def acted(self) -> bool:
+        """Returns whether somebody acted on the run while it went on: an autopilot that decided something."""
+        return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
+
     def leader(self) -> Leader | None:
         """Returns the head with the largest logit; None if no head was ever measured."""
         values = self.heads.values.get("max_logit")

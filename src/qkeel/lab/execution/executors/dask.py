@@ -52,7 +52,7 @@ class Dask:
 
     @functools.cached_property
     def _client(self) -> Any:
-        with needed("the executor dask", "'qkeel[dask]'"):
+        with needed("the executor dask", "distributed"):
             from distributed import Client, get_client  # pyright: ignore[reportMissingImports]
         if self.address or "DASK_SCHEDULER_ADDRESS" in os.environ:
             return Client(self.address or None)

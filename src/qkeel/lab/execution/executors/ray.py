@@ -57,7 +57,7 @@ class Ray:
                 ray.cancel(left, force=True)
 
     def _connected(self) -> Any:
-        with needed("the executor ray", "'qkeel[ray]'"):
+        with needed("the executor ray", "ray"):
             import ray  # pyright: ignore[reportMissingImports]
         if not ray.is_initialized():
             ray.init(address=self.address or None, log_to_driver=False, include_dashboard=False)

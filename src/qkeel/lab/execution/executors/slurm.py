@@ -56,7 +56,7 @@ class Slurm:
                 job.cancel()
 
     def _executor(self, workers: int, folder: Path) -> Any:
-        with needed("the executor slurm", "'qkeel[slurm]'"):
+        with needed("the executor slurm", "submitit"):
             import submitit  # pyright: ignore[reportMissingImports]
         made = submitit.AutoExecutor(folder=folder / "slurm", cluster=self.cluster)
         named = {"slurm_partition": self.partition, "slurm_account": self.account, "slurm_qos": self.qos}

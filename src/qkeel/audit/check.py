@@ -1,0 +1,195 @@
+"""Is the attention of a model, a run or a checkpoint healthy? One sentence, with its number and its threshold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qkeel.audit.scan.geometry import Geometry
+from qkeel.audit.scan.scan import Progress, Scan, scan
+from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
+from qkeel.patching.forward_passes import unwrapped
+from qkeel.patching.guard import Guard
+from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
+from qkeel.sites.example import arguments
+from qkeel.sites.find import find_sites
+from qkeel.sites.kept_state import copied, undisturbed
+from qkeel.sites.named_models import site_label
+from qkeel.sites.tap import Tap
+
+
+def check(what: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
+    """Returns whether attention is healthy: print it for one sentence, `table()` for the numbers of each layer.
+
+    Not healthy is a logit that is NaN, infinite or over `threshold`, or a layer whose mean attention entropy is under
+    0.05 nats. A model is judged by one forward pass on the batch, after which it is what it was; a run by all its
+    records; a checkpoint by its weights alone, without running it: what they allow is an upper bound, so a bound over
+    the threshold is "not known" and not "not healthy".
+
+    >>> from qkeel.nn import Attention
+    >>> print(check(Attention(16, 2), torch.zeros(1, 4, 16)))
+    healthy: largest logit 0 (Attention head 0), under 100, where logits begin to count as large
+
+    Args:
+        what: a model; the directory of a run that was watched or trained by qkeel; or a .safetensors file, a folder of
+            shards or a Hugging Face folder.
+        batch: what the model takes: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
+        threshold: the largest logit that is let pass, in nats.
+
+    Raises:
+        InvalidTypeError: it is none of these, or a model comes without a batch. NoAttentionError: the pass shows no
+        attention. InvalidValueError: the threshold is not above 0. RunDirectoryError, DataError: it cannot be read.
+    """
+    if not threshold > 0:
+        raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
+    if isinstance(what, nn.Module):
+        if batch is None:
+            raise InvalidTypeError("expected a batch, as the model takes it: qkeel.check(model, batch)")
+        return _of_model(what, batch, threshold)
+    if not isinstance(what, (str, Path)):
+        raise InvalidTypeError(f"expected a model, or the path of a run or checkpoint, got {type(what).__name__}")
+    path = Path(what)
+    return _of_run(path, threshold) if is_run(path) else of_scan(scan(path), threshold)
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether a directory holds the records of a run."""
+    return (path / "metrics.jsonl").is_file()
+
+
+def check_checkpoint(path: Path, flags: Geometry, threshold: float, on_progress: Progress) -> Health:
+    """As `check`, of a checkpoint with head counts that it does not say itself."""
+    return of_scan(scan(path, flags=flags, on_progress=on_progress), threshold)
+
+
+def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
+    args, kwargs = arguments(batch, "batch")
+    inner = unwrapped(model)
+    sites = find_sites(inner, *args, **kwargs)
+    guard = Guard("this look at attention failed: {}")
+    with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
+        tap.sites = sites
+        inner(*copied(args), **copied(kwargs))
+        found = tap.read()
+    if guard.error is not None:
+        raise guard.error
+    if not found:
+        raise NoAttentionError(f"no attention was seen in a forward pass of this {type(inner).__name__}")
+    rows, largest, where = [], math.nan, ""
+    lowest, entropy, broken = "", math.nan, []
+    for name, stats in found.items():
+        label = site_label(name, type(inner).__name__)
+        top, head, mean, bad = _numbers(stats)
+        if bad:
+            broken.append(label)
+        if not top <= largest and not math.isnan(top):
+            largest, where = top, f"{label} head {head}"
+        if not mean >= entropy and not math.isnan(mean):
+            entropy, lowest = mean, label
+        rows.append((label, _text(top), str(head), _text(mean)))
+    status, sentence = judged(largest, where, entropy=entropy, lowest=lowest, broken=broken, threshold=threshold)
+    if sites.missed:
+        sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attentions are not understood"
+    columns = ("layer", "max logit", "head", "entropy")
+    return Health(
+        status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
+    )
+
+
+def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:
+    """Of one site: the largest logit, its head, the mean entropy of its heads, whether a logit is not finite."""
+    values = stats.max_logit.double()
+    head = int(values.nan_to_num(-math.inf).argmax())
+    entropy = stats.value("entropy")
+    mean = math.nan if entropy is None else float(entropy.double().nanmean())
+    bad = stats.value(NON_FINITE)
+    return float(values[head]), head, mean, bad is not None and bool((bad > 0).any())
+
+
+def _of_run(path: Path, threshold: float) -> Health:
+    run = RunDirectory(path)
+    records = run.metrics()
+    if not records:
+        status, sentence = judged(math.nan, threshold=threshold)
+        return Health(status=status, sentence=sentence, threshold=threshold)
+    heads = run.heads() if (path / "heads.json").exists() else None
+    if heads is None or not len(heads.steps) or "max_logit" not in heads.values:
+        known = [float(r["max_logit"]) for r in records if isinstance(r.get("max_logit"), (int, float))]
+        largest = max((x for x in known if not math.isnan(x)), default=math.nan)
+        status, sentence = judged(
+            largest, broken=["the run"] if any(map(math.isnan, known)) else [], threshold=threshold
+        )
+        return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
+    return _of_heads(heads, threshold)
+
+
+def _of_heads(heads: Heads, threshold: float) -> Health:
+    """By all records: the largest logit of any, and the entropy of the last."""
+    logits = torch.from_numpy(heads.values["max_logit"].copy()).double()  # [records layers heads]
+    bad = heads.values.get(NON_FINITE)
+    flat = logits.nan_to_num(-math.inf).flatten()
+    at = int(flat.argmax())
+    record, layer, head = (int(i) for i in torch.unravel_index(torch.tensor(at), logits.shape))
+    names = [name or "the model itself" for name in heads.layers]
+    largest = float(flat[at]) if math.isfinite(float(flat[at])) or float(flat[at]) > 0 else math.nan
+    last = heads.values.get("entropy")
+    entropies = [math.nan] * len(names) if last is None else [float(x) for x in fold_heads("entropy", last[-1])]
+    low = min(range(len(names)), key=lambda i: math.inf if math.isnan(entropies[i]) else entropies[i])
+    broken = [] if bad is None else [names[i] for i in range(len(names)) if (bad[:, i] > 0).any()]
+    where = f"{names[layer]} head {head}, step {int(heads.steps[record]):,}"
+    status, sentence = judged(
+        largest, where, entropy=entropies[low], lowest=names[low], broken=broken, threshold=threshold
+    )
+    tops = logits.nan_to_num(-math.inf).amax(dim=(0, 2)).tolist()
+    now = logits[-1].nan_to_num(-math.inf).amax(dim=1).tolist()
+    rows = tuple((names[i], _text(tops[i]), _text(now[i]), _text(entropies[i])) for i in range(len(names)))
+    columns = ("layer", "max logit", "last", "entropy, last")
+    return Health(status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=rows)
+
+
+def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
+    """Returns what the weights of a checkpoint say: a bound that no input passes, where norms give one."""
+    rows, bounds = [], []
+    for site in found.sites:
+        both = [g if math.isfinite(g) else b for g, b in zip(site.gain_bound, site.logit_bound)]
+        known = [x for x in both if math.isfinite(x)]
+        bound = max(known) if len(known) == len(both) else math.nan
+        bounds.append((bound, site.name))
+        normed = "q, k norm" if any(map(math.isfinite, site.gain_bound)) else "-"
+        rows.append((site.name, _text(bound), normed, str(sum(site.outlier))))
+    columns = ("layer", "logit bound", "normed", "outlier heads")
+    bad = [t.name for t in found.tensors if t.non_finite]
+    unbounded = [name for bound, name in bounds if math.isnan(bound)]
+    largest, where = max(((b, n) for b, n in bounds if not math.isnan(b)), default=(math.nan, ""))
+    apart = [f"{site.name} head {h}" for site in found.sites for h, out in enumerate(site.outlier) if out]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        status, text = Status.NOT_HEALTHY, f"not healthy: NaN or infinite weights in {', '.join(bad[:3])}{more}"
+    elif unbounded or found.unknown or not bounds:
+        left = [*unbounded, *(one.name for one in found.unknown)]
+        status = Status.NOT_KNOWN
+        text = f"not known: weights are finite, but give no bound on the logits of {left[0] if left else 'this model'}"
+        text += f" and {len(left) - 1} more layers" if len(left) > 1 else ""
+    elif largest <= threshold:
+        status, text = (
+            Status.HEALTHY,
+            f"healthy: no input can make a logit over {largest:,.4g} ({where}), under {threshold:,g}",
+        )
+    else:
+        status = Status.NOT_KNOWN
+        text = f"not known: weights allow logits up to {largest:,.4g} ({where}), and the threshold is {threshold:,g}"
+    if status is Status.NOT_KNOWN:
+        text += "; a pass on data decides: qkeel.check(model, batch)"
+    if apart:
+        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        text += f". Far larger than the other heads: {', '.join(apart[:3])}{more}"
+    return Health(status=status, sentence=text, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows))
+
+
+def _text(value: float) -> str:
+    return "-" if not math.isfinite(value) and not value > 0 else f"{value:,.4g}"

@@ -1,0 +1,152 @@
+"""`qkeel check`: one sentence with its number and its threshold, the same exit code for the same verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import qkeel
+from qkeel.cli.app import main
+from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
+from qkeel.metrics import Status, judged
+from qkeel.monitor import RunDirectorySink, Sample
+
+Capture = pytest.CaptureFixture[str]
+
+
+def encoder(scale: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2, enable_nested_tensor=False)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "in_proj_weight" in name:
+                p.mul_(scale)
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_model_is_judged_by_the_largest_logit_that_a_watcher_sees_and_stays_as_it_is() -> None:
+    model = encoder()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    found = qkeel.check(model, batch())
+    with qkeel.watch(model) as monitor:
+        model(batch())
+    assert monitor.sample is not None
+    assert found.largest == pytest.approx(monitor.sample.overall("max_logit"), rel=1e-6)
+    assert found.healthy
+    assert str(found).startswith(f"healthy: largest logit {found.largest:.3g} (layers.")
+    assert str(found).endswith("under 100, where logits begin to count as large")
+    assert len(found.table().splitlines()) == 3
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert model.training
+
+
+def test_too_large_logits_are_not_healthy_and_the_threshold_is_the_callers() -> None:
+    found = qkeel.check(encoder(100.0), batch())
+    assert found.status is Status.NOT_HEALTHY
+    assert "is over 1,000, where training suffers" in str(found)
+    healthy = qkeel.check(encoder(), batch())
+    strict = qkeel.check(encoder(), batch(), threshold=healthy.largest / 2)
+    assert strict.status is Status.NOT_HEALTHY
+    assert "the threshold that was given" in str(strict)
+
+
+def test_attention_that_is_the_whole_model_is_called_by_its_class() -> None:
+    found = qkeel.check(qkeel.nn.Attention(16, 2), batch())
+    assert "(Attention head " in str(found)
+    with qkeel.watch(model := qkeel.nn.Attention(16, 2)) as monitor:
+        model(batch())
+    assert "(Attention head " in monitor.table().splitlines()[0]
+    assert monitor.table().splitlines()[2].startswith("Attention ")
+
+
+def test_what_cannot_be_judged_is_one_clear_error() -> None:
+    with pytest.raises(InvalidTypeError, match=r"qkeel.check\(model, batch\)"):
+        qkeel.check(encoder())
+    with pytest.raises(InvalidTypeError, match="expected a model, or the path"):
+        qkeel.check(3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="above 0"):
+        qkeel.check(encoder(), batch(), threshold=0.0)
+    with pytest.raises(NoAttentionError):
+        qkeel.check(nn.Linear(16, 16), batch())
+
+
+@pytest.mark.parametrize(
+    ("largest", "more", "status", "says"),
+    [
+        (7.0, {}, Status.HEALTHY, "healthy: largest logit 7 (a head 0), under 100"),
+        (168.0, {}, Status.HEALTHY, "healthy, but large: largest logit 168 (a head 0) is over 100 and under 1,000"),
+        (1340.0, {}, Status.NOT_HEALTHY, "not healthy: largest logit 1,340 (a head 0) is over 1,000"),
+        (7.0, {"entropy": 0.01, "lowest": "b"}, Status.NOT_HEALTHY, "not healthy: attention has collapsed in b"),
+        (7.0, {"broken": ["a", "b", "c", "d"]}, Status.NOT_HEALTHY, "NaN or infinite in a, b, c and 1 more"),
+        (float("nan"), {}, Status.NOT_KNOWN, "not known: no attention logit was measured"),
+        (float("inf"), {}, Status.NOT_HEALTHY, "not healthy: largest logit inf (a head 0) is over 1,000"),
+        (100.0, {}, Status.HEALTHY, "healthy: largest logit 100"),
+        (1000.0, {}, Status.HEALTHY, "healthy, but large: largest logit 1,000"),
+    ],
+)
+def test_the_verdict_and_its_sentence(largest: float, more: dict[str, object], status: Status, says: str) -> None:
+    found = judged(largest, "a head 0", **more)  # type: ignore[arg-type]
+    assert found[0] is status
+    assert says in found[1]
+
+
+def run(path: Path, logits: list[float], entropy: float = 2.0) -> Path:
+    sink = RunDirectorySink(path)
+    sink.open({"model": "Toy", "sites": [{"name": name, "n_heads": 2} for name in ("a", "b")]})
+    for step, top in enumerate(logits):
+        heads = {"max_logit": np.array([[0.5, 1.0], [0.1, top]]), "entropy": np.full((2, 2), entropy)}
+        sink.write(Sample(step=step, layers=("a", "b"), heads=heads))
+    sink.close(complete=True)
+    return path
+
+
+def test_a_run_is_judged_by_all_its_records(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["check", str(run(tmp_path / "good", [1.0, 7.0, 3.0])), "--table"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == ("healthy: largest logit 7 (b head 1, step 1), under 100, where logits begin to count as large")
+    assert said[1].split() == ["layer", "max", "logit", "last", "entropy,", "last"]
+    assert main(["check", str(run(tmp_path / "bad", [1.0, 1340.0, 3.0]))]) == 1
+    assert "not healthy: largest logit 1,340 (b head 1, step 1)" in capsys.readouterr().out
+    assert main(["check", str(run(tmp_path / "flat", [1.0], entropy=0.01))]) == 1
+    assert main(["check", str(tmp_path / "bad"), "--threshold", "2000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["largest"] == 1340.0
+
+
+def weights(path: Path, value: float) -> Path:
+    made = {f"h.0.attn.{name}_proj.weight": torch.eye(8) * value for name in ("q", "k", "v", "o")}
+    made |= {f"h.0.attn.{name}_norm.weight": torch.ones(4) * value for name in "qk"}
+    safetensors.torch.save_file(made, path)
+    return path
+
+
+def test_a_checkpoint_is_judged_by_what_its_weights_allow(tmp_path: Path, capsys: Capture) -> None:
+    """Norms over heads of 4 with gains g: no logit is over g² · 4 / √4 = 2 g²."""
+    heads = ["--n-heads", "2", "--n-kv-heads", "2"]
+    assert main(["check", str(weights(tmp_path / "a.safetensors", 1.0)), *heads]) == 0
+    assert "healthy: no input can make a logit over 2 (h.0.attn), under 1,000" in capsys.readouterr().out
+    large = str(weights(tmp_path / "b.safetensors", 30.0))
+    assert main(["check", large, *heads]) == 0
+    assert (
+        "not known: weights allow logits up to 1,800 (h.0.attn), and the threshold is 1,000" in capsys.readouterr().out
+    )
+    assert main(["check", large, *heads, "--strict"]) == 1
+    assert main(["check", str(weights(tmp_path / "c.safetensors", float("nan"))), *heads]) == 1
+    assert "not healthy: NaN or infinite weights in h.0.attn." in capsys.readouterr().out
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["check"]) == 2
+    assert main(["check", str(tmp_path / "nothing.safetensors")]) == 2
+    assert main(["check", "meta-llama/Llama-3-8B"]) == 2
+    assert "looks like a hub name: download it with hf download meta-llama/Llama-3-8B" in capsys.readouterr().err
+    assert main(["check", str(run(tmp_path / "r", [1.0])), "--threshold", "-1"]) == 2

@@ -1,0 +1,107 @@
+"""A model that is stored whole while it is watched: the file is the one that it would be without qkeel."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import pickletools
+
+import pytest
+import torch
+from torch import nn
+
+import qkeel
+from qkeel.handle import Handle
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1, enable_nested_tensor=False)
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.randn(2, 5, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names(stored: bytes) -> set[str]:
+    return {arg for _, arg, _ in pickletools.genops(stored) if isinstance(arg, str) and "qkeel" in arg}
+
+
+def test_a_watched_model_pickles_to_the_bytes_that_it_has_without_a_watcher() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    before = pickle.dumps(net)
+    with qkeel.watch(net, optimizer):
+        assert pickle.dumps(net) == before
+        step(net, optimizer)
+        during, copied = pickle.dumps(net), copy.deepcopy(net)
+        optimizer_during = pickle.dumps(optimizer)
+    assert pickle.dumps(net) == during
+    assert not names(pickle.dumps(copied))
+    assert not copied._forward_hooks
+    assert pickle.dumps(optimizer) == optimizer_during
+    assert "__getstate__" not in vars(net)
+
+
+def test_torch_load_with_safe_globals_reads_a_model_that_was_saved_while_watched() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    plain, watched = io.BytesIO(), io.BytesIO()
+    torch.save(net, plain)
+    with qkeel.watch(net, optimizer):
+        net(torch.randn(2, 5, 16))
+        torch.save(net, watched)
+    allowed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(plain.getvalue()))
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(watched.getvalue())) == allowed
+
+
+def test_hooks_of_the_user_stay_in_the_pickle() -> None:
+    net = model()
+    net.register_forward_pre_hook(nn.Module.train)
+    with qkeel.watch(net):
+        loaded = pickle.loads(pickle.dumps(net))
+    assert list(loaded._forward_pre_hooks.values()) == [nn.Module.train]
+    assert not loaded._forward_hooks
+
+
+def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either() -> None:
+    inner = model()
+    outer = nn.Sequential(inner)
+    first, second = qkeel.watch(inner), qkeel.watch(outer)
+    first.remove()
+    assert not names(pickle.dumps(outer))
+    second.remove()
+    assert "__getstate__" not in {*vars(inner), *vars(outer)}
+
+
+class Own(nn.Linear):
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "added": 1}
+
+
+def test_a_state_that_a_class_makes_itself_is_kept_but_for_the_hooks() -> None:
+    net = Own(2, 2)
+    with qkeel.watch(net):
+        state = net.__getstate__()
+    assert isinstance(state, dict)
+    assert state["added"] == 1
+    assert state["_forward_hooks"] == {}
+    assert "__getstate__" not in state
+
+
+@pytest.mark.parametrize("remedy", ["lalr:tau=0.1", "qk_clip:threshold=100", "lalr:tau=0.1+qk_clip:threshold=100"])
+def test_a_model_whose_steps_alone_are_changed_loads_without_qkeel(remedy: str) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    handle: Handle
+    with qkeel.apply(remedy, net, optimizer, example=torch.randn(2, 5, 16)) as handle:
+        step(net, optimizer)
+        stored = pickle.dumps(net)
+        assert not {name for name in names(stored) if name != "_qkeel_applied"}
+        loaded = pickle.loads(stored)
+        with qkeel.apply(remedy, loaded, torch.optim.AdamW(loaded.parameters()), example=torch.randn(2, 5, 16)):
+            pass
+        assert handle.active

@@ -1,0 +1,160 @@
+"""`qkeel.apply` without an example: on a watched model its sites are known, on another the next pass shows them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.handle import Handle
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(step))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    one, other = weights(a), weights(b)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec: str, watched: bool) -> None:
+    shown, own = encoder(), encoder()
+    first, second = adamw(shown), adamw(own)
+    qkeel.apply(spec, shown, first, example=batch(0))
+    monitor = qkeel.watch(own, second) if watched else None
+    handle = qkeel.apply(spec, own, second)
+    assert "next pass" in repr(handle)
+    train(shown, first, 0, 4)
+    train(own, second, 0, 4)
+    assert "in force" in repr(handle)
+    assert equal(shown, own)
+    assert monitor is None or monitor.active
+    handle.remove()
+    assert torch.equal(own(batch(9)), copy_of_plain(own)(batch(9)))
+
+
+def copy_of_plain(model: nn.Module) -> nn.Module:
+    plain = encoder()
+    plain.load_state_dict({name: x for name, x in model.state_dict().items() if name in plain.state_dict()})
+    return plain
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec: str) -> None:
+    shown, own = encoder(), encoder()
+    first, second = adamw(shown), adamw(own)
+    with qkeel.watch(own, second) as monitor:
+        train(shown, first, 0, 2)
+        train(own, second, 0, 2)
+        qkeel.apply(spec, shown, first, example=batch(1))
+        handle = qkeel.apply(spec, own, second)
+        assert "in force" in repr(handle)
+        train(shown, first, 2, 5)
+        train(own, second, 2, 5)
+        assert equal(shown, own)
+        assert monitor.active
+
+
+def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = encoder()
+    optimizer = adamw(model)
+    with qkeel.watch(model, optimizer):
+        train(model, optimizer, 0, 1)
+        monkeypatch.setattr(nn.TransformerEncoder, "forward", None)
+        assert qkeel.apply("lalr:tau=0.1", model, optimizer).active
+
+
+def test_taken_off_before_any_pass_nothing_is_ever_changed() -> None:
+    plain, model = encoder(), encoder()
+    first, second = adamw(plain), adamw(model)
+    before = pickle.dumps(model)
+    qkeel.apply("qk_norm", model, second).remove()
+    assert pickle.dumps(model) == before
+    train(plain, first, 0, 2)
+    train(model, second, 0, 2)
+    assert equal(plain, model)
+
+
+def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was() -> None:
+    model = encoder()
+    optimizer = adamw(model)
+    out = model(batch(0))
+    qkeel.apply("qk_norm+lalr", model, optimizer)
+    with pytest.raises(RefusedError, match="lalr"):
+        model(batch(0))
+    assert torch.equal(model(batch(0)), out)
+    assert not model._forward_pre_hooks
+    with pytest.raises(RefusedError, match="example=batch"):
+        qkeel.apply("softcap:cap=30", model)  # nothing would notice if the model were never called
+
+
+def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_would_be_exchanged() -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    optimizer = adamw(model)
+    x = batch(0)
+    out = model(x, x, x)[0]
+    qkeel.apply("softcap:cap=0.1", model, optimizer)
+    with pytest.raises(RefusedError, match="example=batch"):
+        model(x, x, x)
+    assert torch.equal(model(x, x, x)[0], out)
+
+
+def test_a_state_that_is_loaded_before_the_pass_is_that_of_the_remedy_after_it() -> None:
+    one, other = encoder(), encoder()
+    first, second = adamw(one), adamw(other)
+    handle = qkeel.apply("lalr:tau=0.1", one, first)
+    train(one, first, 0, 2)
+    later: Handle = qkeel.apply("lalr:tau=0.1", other, second)
+    later.load(handle.state())
+    assert later.state().keys() == handle.state().keys()
+    other.load_state_dict(one.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(one, first, 2, 4)
+    train(other, second, 2, 4)
+    assert equal(one, other)
+
+
+def test_the_usual_slips_are_named_in_one_short_sentence() -> None:
+    model = encoder()
+    with pytest.raises(InvalidTypeError) as caught:
+        qkeel.apply(model, "qk_norm")  # type: ignore[arg-type]
+    assert str(caught.value).startswith("expected a remedy's name first, got a model (TransformerEncoder)")
+    assert len(str(caught.value)) < 160
+    with pytest.raises(InvalidTypeError, match=r"got the class AdamW; make one: AdamW\(model.parameters\(\)\)"):
+        qkeel.apply("lalr", model, torch.optim.AdamW)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="expected an option behind the colon of 'qk_norm:', got none"):
+        qkeel.apply("qk_norm:", model)

@@ -1,0 +1,49 @@
+"""Figures for papers: which files there are, what they show, and that the same numbers make the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic_study import grid, make_study
+from synthetic_watch import Seen, make_watch
+
+from qkeel.cli.app import main
+from qkeel.errors import InvalidValueError, MissingLibraryError, UnknownNameError
+from qkeel.report.figures import figures
+
+SMALL = Seen(layers=3, heads=4, samples=12)
+
+
+def test_what_is_asked_wrongly_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="unknown format of figures 'pfd'"):
+        figures(tmp_path, tmp_path / "out", formats=["pfd"])
+    with pytest.raises(InvalidValueError, match="expected a width from"):
+        figures(tmp_path, tmp_path / "out", width=0.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(MissingLibraryError, match=r"pip install 'qkeel\[plot\]'"):
+        figures(make_watch(tmp_path / "run", SMALL), tmp_path / "out")
+
+
+def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = make_watch(tmp_path / "run", SMALL)
+    first = figures(run, tmp_path / "a", formats=["pdf", "svg"])
+    again = figures(run, tmp_path / "b", formats=["pdf", "svg"])
+    names = ("max_logit", "entropy", "query_norm", "key_norm", "heads")
+    assert [path.name for path in first] == [f"{name}.{kind}" for name in names for kind in ("pdf", "svg")]
+    assert [a.read_bytes() == b.read_bytes() for a, b in zip(first, again)] == [True] * len(first)
+    text = (tmp_path / "a" / "max_logit.svg").read_text(encoding="utf-8")
+    assert "largest attention logit (nats)" in text
+    assert "layer 2" in text or ">2<" in text
+    study = make_study(tmp_path / "study", grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)))
+    assert main(["figures", str(study), "--out", str(tmp_path / "s"), "--formats", "svg", "--baseline", "qk_norm"]) == 0
+    drawn = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
+    assert drawn == {"val_loss_by_lr", "max_logit_by_lr", "max_logit_lr_0.01", "max_logit_lr_0.1", "gains"}
+    assert "minus that of the remedy" in (tmp_path / "s" / "gains.svg").read_text(encoding="utf-8")
