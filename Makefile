@@ -12,7 +12,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo test machines slow trackers fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims ladder setup demo test machines slow trackers fuzz crash mutation zoo foreign suites gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -68,6 +68,9 @@ mutation: $(VENV)/.dev  ## mutants of the formulas, specs and step remedies agai
 zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes internals/zoo.md
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out internals/zoo.md
 
+suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes internals/suites.md
+	$(ONE_THREAD) $(BIN)/python -m tests.suites --out internals/suites.md
+
 FOREIGN := .venv-foreign
 
 # Each package without its dependencies: theirs would bring other versions of torch.
@@ -120,6 +123,10 @@ bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 
 claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes claims/results.json, research/claims.md and docs/what-we-found.md
 	$(ONE_THREAD) $(BIN)/python -m claims --jobs $(JOBS)
+
+ladder: $(VENV)/.dev  ## runs of 0.13M to 124M parameters, as far as they are not done (some 20 core-hours); stop it and start it at will
+	$(ONE_THREAD) nice -n 19 $(BIN)/python -m ladder.run
+	$(BIN)/python -m ladder
 
 roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of internals/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ NOT_TEXT = ("vision",)  # whose loss is nats an image, not a byte
 Cell = tuple[str, float]  # a setting and a peak rate
 Run = dict[str, str]
 
-_HEAD = """# The autopilot on what it was not made on
+_HEAD = """# The second test of the autopilot
 
 Written from the lines of the runs by the command below; a test compares. What the autopilot does when:
 [autopilot](autopilot.md).
@@ -26,7 +27,20 @@ Written from the lines of the runs by the command below; a test compares. What t
 
 Terms used here: collapse, remedy ([glossary](glossary.md)).
 
-The policy was frozen in a commit of its own before the first of these runs, whose seeds nothing was chosen on. {what}
+{what}
+
+**What was held out, and what was not.** The policy was frozen in a commit of its own before the first of these runs,
+and nothing was chosen on their seeds. But its threshold of 15 was picked on these eight settings at the rates 0.1 and
+0.3, on seeds 2 to 5, in that same commit. The settings are no test of it; the seeds are.
+
+**The rate that was left out.** The first test (threshold 30, seeds 30 to 33, rates 0.003 to 0.3) missed the goal of
+0.02 nats at rate 0.03 (+0.039, 0.011 to 0.068), at 0.1 and at 0.3. The threshold was changed, and this test has 0.01,
+0.1 and 0.3, not 0.03. An audit ran that rate on three fresh seeds: the autopilot touched none of them and ended 0.051
+nats (0.001 to 0.100) behind QK-norm. At rates between healthy and collapsing it does nothing yet, where an always-on
+norm already gains.
+
+**What it costs.** In the median over settings and seeds the same run took {cost} times the processor time of none
+({others}).
 
 A run has collapsed when its mean attention entropy ends under 0.1 nats, or its loss did not improve. Intervals are of
 95 %: of shares exact binomial ones, of losses by `qkeel.metrics.paired_effect`. All remedies were trained on seed
@@ -35,7 +49,8 @@ rates that collapse, and is compared on them, so that it is not favoured by the 
 on the seed of the choice, which favours it. On the other seeds none, the rival and the autopilot were trained. This
 plan was made when seed {first} was done: four seeds, micro models and 100 steps (text 150) are what
 two cores gave in half an hour. Runs without an autopilot are computed by compiled operators,
-which round otherwise: the losses of untouched runs differ from those of none by up to 0.001.
+which round otherwise: at the healthy rates of this table the losses of untouched runs differ from those of none by
+up to 0.001, and at rate 0.03 by 0.013 in the audit's runs.
 """
 
 # Written by hand, after the held-out runs, from runs of their own; nothing of the policy was changed for it.
@@ -112,7 +127,9 @@ def page(files: Sequence[Path]) -> str:
     seeds = sorted({seed for _, seed, _ in results.each})
     count, settings = sum(len(runs) for *_, runs in results.each), dict.fromkeys(cell[0] for cell in results.runs)
     what = f"{count} runs on seeds {', '.join(map(str, seeds))}; settings {', '.join(settings)}. 2 cores, torch 2.13."
-    head = _HEAD.format(command=command, what=what, first=results.first)
+    others = ", ".join(f"{name} {_times_of_none(results, name):.2f}" for name in ("qk_norm", "lalr:tau=0.1"))
+    cost = f"{_times_of_none(results, OWN):.1f}"
+    head = _HEAD.format(command=command, what=what, first=results.first, cost=cost, others=others)
     parts = [head, _goals(results), _losses(results), _pareto(results), _touched(results), _lead(results), _BEHIND]
     return "\n".join(parts)
 
@@ -140,19 +157,23 @@ def _goals(results: Results) -> str:
     touched = [runs for runs in well if runs[OWN]["first_step"]]
     alone = len(well) - len(touched)
     cost = max((_over_none(runs) for runs in touched), default=0.0)
-    met = [kept >= 0.9 * len(bad), alone >= 0.95 * len(well), cost <= WORSE]
+    whole = [_cells(results, hot) for hot in (True, False)]
     worst = f"at worst {cost:+.3f} over none" if touched else "none was touched"
     calm = [cell for cell in results.runs if cell not in results.hot]
     lines = [
-        f"| 90 % of the runs that collapse are kept from it | {_share(kept, len(bad))} | {_reached(met[0])} |",
-        f"| 95 % of the healthy runs are untouched | {_share(alone, len(well))} | {_reached(met[1])} |",
-        f"| the touched ones are not worse by over {WORSE} | {worst} | – | {_reached(met[2])} |",
+        f"| 90 % of the cells that collapse are kept from it ({kept} of {len(bad)} runs) | {_share(*whole[0])} | "
+        f"{_read(0.9, 1.0, *exact_interval(*whole[0]))} |",
+        f"| 95 % of the healthy cells are untouched ({alone} of {len(well)} runs) | {_share(*whole[1])} | "
+        f"{_read(0.95, 1.0, *exact_interval(*whole[1]))} |",
+        f"| the touched ones are not worse by over {WORSE} | {worst} | – | not decided |",
         _loss_goal(results, "where none collapses", calm),
         _loss_goal(results, "where runs collapse", results.hot),
     ]
     about = (
-        "The loss goals are means over settings but vision, whose loss has another unit; the interval is over these;\n"
-        "equal means that all of the interval is under the margin."
+        "One reading for every goal: reached where all of the interval is within it, missed where none of it is, else\n"
+        "not decided. Runs of a cell, a setting at a rate, are alike, so shares are of cells: one counts as kept, or\n"
+        "untouched, if all of its seeds are. The loss goals are means over settings but vision, whose loss has\n"
+        "another unit; the interval is over these."
     )
     return "\n".join(
         ["## Goals\n", about, "", "| goal | figure | 95 % interval | reached |", "|---|---|---|---|", *lines, ""]
@@ -166,7 +187,8 @@ def _loss_goal(results: Results, where: str, cells: Sequence[Cell]) -> str:
         return f"{start} | too few settings | – | – |"
     found = paired_effect(gaps)
     interval = f"{found.low:+.3f} to {found.high:+.3f}"
-    return f"{start} | {found.mean:+.3f} over {len(gaps)} | {interval} | {_reached(found.high < MARGIN)} |"
+    read = _read(-math.inf, MARGIN, found.low, found.high)
+    return f"{start} | {found.mean:+.3f} over {len(gaps)} | {interval} | {read} |"
 
 
 def _losses(results: Results) -> str:
@@ -276,8 +298,25 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _reached(well: bool) -> str:
-    return "yes" if well else "**no**"
+def _read(least: float, most: float, low: float, high: float) -> str:
+    """Whether an interval lies within a goal."""
+    if least <= low and high <= most:
+        return "yes"
+    return "**no**" if high < least or low > most else "not decided"
+
+
+def _cells(results: Results, hot: bool) -> tuple[int, int]:
+    """Of the cells that collapse without a remedy those whose runs are all kept, or of the others those whose runs are
+    all untouched, and how many there are."""
+    found = [runs for cell, runs in results.runs.items() if (cell in results.hot) is hot]
+    good = [all(not _collapsed(r[OWN]) if hot else not r[OWN]["first_step"] for r in runs.values()) for runs in found]
+    return sum(good), len(found)
+
+
+def _times_of_none(results: Results, remedy: str) -> float:
+    """The median over runs of a remedy's processor time over that of none."""
+    pairs = [(runs[remedy], runs[NONE]) for *_, runs in results.each if remedy in runs and runs[remedy]["cpu_seconds"]]
+    return statistics.median(float(a["cpu_seconds"]) / float(b["cpu_seconds"]) for a, b in pairs)
 
 
 def _share(k: int, n: int) -> str:

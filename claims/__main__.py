@@ -16,7 +16,7 @@ from claims.claim import OF_ALL_RATES, Cell
 from claims.judge import HERE, PAGE, page
 from claims.measures import MEASURES
 from claims.studies import CORPORA, STUDIES
-from claims.table import FAMILIES
+from claims.table import EVERY
 from qkeel.errors import DataError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
@@ -120,7 +120,7 @@ def columns(name: str) -> list[str]:
     """The columns that the claims of a study read."""
     cells = [
         side
-        for claim in itertools.chain(*FAMILIES)
+        for claim in EVERY
         for side in (claim.left, claim.right)
         if isinstance(side, Cell) and (side.study or claim.study) == name
     ]

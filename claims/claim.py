@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
-MARGIN = 0.01  # nats, or share of accuracy; a smaller difference counts as none
 OF_ALL_RATES = ("lr_sensitivity", "largest_stable_lr")  # columns that are made of a seed's runs at all rates
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Margin:
+    """The smallest effect that matters, in the unit of the number, and why that one."""
+
+    size: float
+    unit: str
+    reason: str
+
+
+_NATS = Margin(
+    0.01,
+    "nats",
+    "a run that is computed by another path, which rounds otherwise, ends up to 0.013 nats away at LR 0.03: nobody "
+    "could rely on a smaller difference",
+)
+_SHARE = Margin(0.01, "share", "one point of a hundred, the last digit that the sources' tables can be read to")
+_RATIO = Margin(
+    math.log(1.1),
+    "×",
+    "a tenth: logits, norms and their changes differ by more from one head to the next, and no "
+    "threshold of a remedy is set more finely",
+)
+_RATES = Margin(math.log(1.5), "× rate", "one step of the grid of rates, which is all that it can resolve")
+_STEPS = Margin(1.0, "steps", "one step of 150")
+_FIT = Margin(0.02, "R²", "a fiftieth of what a fit could explain")
+MARGINS: Mapping[str, Margin] = {
+    **dict.fromkeys(("val_loss", "lr_sensitivity", "loss_rise", "end_entropy"), _NATS),
+    **dict.fromkeys(("val_accuracy", "accuracy_train", "accuracy_nonrepeat", "accuracy_repeat"), _SHARE),
+    **dict.fromkeys(("kept_nonrepeat", "cos_outside", "accuracy_train_posthoc"), _SHARE),
+    **dict.fromkeys(("exponential", "exponential_in_rates", "power_law"), _FIT),
+    "skipped_steps": _STEPS,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,10 +57,13 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim in our words, its source, and the rule of its verdict.
+    """A claim in the words of its source, and the rule of its verdict.
 
-    Per seed left - right is taken, or ln(left / right) where `ratio`. Held if the interval of its mean lies above 0;
-    where `equal`, if it lies inside ±MARGIN. Contradicted if the interval lies elsewhere, else undecided.
+    Per seed left - right is taken, or ln(left / right) where `ratio`. The effect is larger than the margin if the
+    interval of its centre lies above it (or, against the claim, under minus the margin), inside if it lies inside
+    ±margin, else undecided. A claim of a difference is reproduced by a larger effect in its direction and contradicted
+    by an interval that lies under the margin, inside or against it; one that two are `equal` is reproduced by an effect
+    inside and contradicted by a larger one in either direction.
     """
 
     text: str
@@ -36,6 +73,20 @@ class Claim:
     right: Cell | float
     ratio: bool = False
     equal: bool = False
+
+    @property
+    def margin(self) -> Margin:
+        """The smallest effect that matters."""
+        side = self.left if isinstance(self.left, Cell) else self.right
+        assert isinstance(side, Cell), "a claim reads a run"
+        if self.ratio:
+            return _RATES if side.column == "largest_stable_lr" else _RATIO
+        return MARGINS[side.column]
+
+    @property
+    def ours(self) -> bool:
+        """Whether nobody else claimed it."""
+        return self.source.startswith(OURS)
 
 
 def loss(remedy: str, lr: float, **more: object) -> Cell:
@@ -74,7 +125,6 @@ ZHAI = "Zhai et al., Stabilizing Transformer Training by Preventing Attention En
 SU = "Su, on key normalisation and length, kexue.fm 9859, 2023"
 CHAMELEON = "Chameleon Team, Chameleon: Mixed-Modal Early-Fusion Foundation Models, 2024"
 DRIFT = "Taylor, QK Norm and the Curious Case of Logit Drift, 2024"
-GEMMA = "Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, 2024"
 NOTES = "notes on the theory of QK norm in transformers, 2024"
 RAMAPURAM = "Ramapuram et al., Theory, Analysis, and Best Practices for Sigmoid Self-Attention, 2024"
 RYBAKOV = "Rybakov et al., Methods of improving LLM training stability, 2024"

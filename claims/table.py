@@ -13,5 +13,4 @@ SECTIONS: dict[str, tuple[Claim, ...]] = {
     "Longer texts": LENGTHS,
 }
 CLAIMS = tuple(claim for section in SECTIONS.values() for claim in section)
-# Every claim that reads runs; those of one line are judged together where they have one study.
-FAMILIES = (CLAIMS, PUBLISHED["accuracy_nonrepeat"], PUBLISHED["accuracy_repeat"])
+EVERY = (*CLAIMS, *PUBLISHED["accuracy_nonrepeat"], *PUBLISHED["accuracy_repeat"])  # what stands on the page

@@ -224,7 +224,10 @@ def recipe(config: RunConfig) -> tuple[object, ...]:
 # Where the law is fitted, and where it is tested: lowest and highest, or the texts themselves, by setting.
 FITTED_BOX = {
     "model.d_model": [32, 128],
-    "model.n_layers": [1, 4],
+    "model.n_layers": [
+        2,
+        4,
+    ],  # one block is in the fit, but 83 of 100 of its runs lie in the intervals, at width 64 1 of 8
     "model.head_dim": [8, 32],
     "optim.lr": [0.003, 0.3],
     "optim.schedule": ["constant", "cosine", "wsd"],

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 
@@ -77,14 +78,26 @@ def needed(what: str, pip: str) -> Iterator[None]:
     Traceback (most recent call last):
     qkeel.errors.MissingLibraryError: the notebook sink needs a library that is not installed: pip install ipython
 
-    Raises: MissingLibraryError where one fails.
+    Raises: MissingLibraryError where one fails. Where a library is there and lacks one that it imports itself, that
+        one is named.
     """
     try:
         yield
     except ImportError as error:
         there = not isinstance(error, ModuleNotFoundError)
         why = f"cannot be imported ({error}): pip install --upgrade" if there else "is not installed: pip install"
+        home = _importer(error)
+        if home and not there and error.name:
+            pip = error.name
+            why = f"is there and broken: {home} imports {pip}, which is not installed: pip install"
         raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
+
+
+def _importer(error: ImportError) -> str:
+    """The library whose own import failed; "" where it was the caller's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][2:]  # after `needed` and its caller
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    return next((name for name in reversed(names) if name not in ("importlib", "")), "")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,10 @@ from qkeel.integrations.transformers_attention import attend
 from qkeel.kernels.compiled_attention import Native
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
-FEW = ("llama", "qwen3", "gpt2", "gemma2", "gpt_neox", "deepseek_v3", "mistral")
+FEW = ("llama", "qwen3", "gpt2", "gemma2", "gpt_neox", "deepseek_v3", "mistral", "gpt_oss", "deepseek_v32")
 ALL = list(entries("causal"))
-# What is refused: learned sinks and chosen keys; models that write attention out, or have a table of their own of it.
-REFUSED = ("gives attention s_aux=", "gives attention indices=", "writes its attention out itself", "'qkeel'")
+# What is refused: sinks of each query, chosen blocks; models that write attention out, or have their own table of it.
+REFUSED = ("gives attention sinks=", "gives attention block_indices=", "writes its attention out itself", "'qkeel'")
 # What cannot be compared: it fails with eager attention as well, here or in the backward pass.
 NOT_COMPARED = ("Gemma3nForConditionalGeneration", "ReformerModelWithLMHead")
 
@@ -163,12 +164,87 @@ def test_remedies_reach_it_as_they_reach_sdpa() -> None:
         torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
+class Attends(nn.Module):
+    """A module that gives attention a tensor of its own."""
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        return attend(self, x, x, x, None, slopes=x, **more)[0]
+
+
 def test_what_changes_attention_otherwise_is_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(RefusedError, match=r"s_aux=.*eager"):
-        attend(nn.Module(), q, q, q, None, s_aux=torch.zeros(2))
+    with pytest.raises(RefusedError, match=r"Attends gives attention slopes=.*eager"):
+        Attends()(q)
+    with pytest.raises(RefusedError, match=r"sinks=.*eager"):
+        attend(nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
     mpt = next(e for e in ALL if e.name == "mpt")
     assert "MptModel writes its attention out itself" in check(mpt)
+
+
+@pytest.mark.parametrize("name", ["num_items_in_batch", "shift_labels", "weights_of_my_loss"])
+def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name: str) -> None:
+    model, x = hf("llama", "qkeel"), example("llama")
+    x = x if isinstance(x, dict) else {"input_ids": x}
+    given = x["input_ids"] if name == "shift_labels" else torch.tensor(7)
+    assert torch.equal(model(**x, **{name: given}).logits, model(**x).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_trainer_trains_to_the_loss_that_sdpa_gives(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+    for implementation in ("sdpa", "qkeel"):
+        model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
+        tokens = torch.randint(model.config.vocab_size, (8, 12), generator=torch.Generator().manual_seed(0))
+        data = [{"input_ids": row, "labels": row} for row in tokens]
+        options = TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+            save_strategy="no", logging_strategy="no",
+        )  # fmt: skip
+        losses.append(Trainer(model, options, train_dataset=data).train().training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_sinks_and_caps_are_watched_as_with_eager_attention(kind: str) -> None:
+    entry, found = next(e for e in ALL if e.name == kind), []
+    state = None
+    for implementation in ("eager", "qkeel"):
+        model = build(entry, implementation)
+        state = model.state_dict() if state is None else state
+        model.load_state_dict(state)
+        with torch.no_grad(), qkeel.watch(model) as monitor:
+            model(**entry.maker(model))
+        found.append(monitor.read())
+    assert found[0]
+    assert list(found[0]) == list(found[1])
+    for name, stats in found[1].items():
+        for field in ("max_logit", "entropy"):
+            torch.testing.assert_close(getattr(stats, field), getattr(found[0][name], field), rtol=1e-4, atol=1e-4)
+
+
+def test_generated_tokens_are_those_of_sdpa() -> None:
+    tokens = []
+    for implementation in ("sdpa", "qkeel"):
+        model = hf("llama", implementation).eval()
+        x = example("llama")
+        ids = x["input_ids"] if isinstance(x, dict) else x
+        tokens.append(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0))
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.slow
+def test_a_compiled_and_an_exported_model_give_what_the_model_gives() -> None:
+    model, x = hf("llama", "qkeel").eval(), example("llama")
+    ids = x["input_ids"] if isinstance(x, dict) else x
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager")(input_ids=ids, use_cache=False).logits
+        exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+        torch.testing.assert_close(compiled, expected)
+        torch.testing.assert_close(exported.module()(input_ids=ids, use_cache=False).logits, expected)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from typing import Any
 
 import torch
@@ -10,18 +12,23 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError, needed
 from qkeel.nn import functional_attention
 from qkeel.ops import attention
+from qkeel.patching.compiler_state import constant_when_compiled
 from qkeel.patching.modes import Kwargs
-from qkeel.spec import AttentionSpec, Fixed, Softcap
+from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
 with needed("qkeel.integrations.transformers_attention", "'qkeel[hf]'"):
     from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
 NAME = "qkeel"
-# Tensors that come along and change nothing: the mask and the rotation have them in already.
+# Tensors that come along and change nothing: the mask and the rotation have them in already, or only a loss reads them.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "token_type_ids"}
+    {
+        *("position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
+        *("token_type_ids", "num_items_in_batch", "shift_labels", "labels"),
+    }
 )
+_COMPUTED = frozenset({"position_bias", "s_aux", "sinks", "indices"})
 
 
 def attend(
@@ -39,14 +46,16 @@ def attend(
         query, key, value: [b h t d], [b g s d], [b g s e]; h a multiple of g.
         attention_mask: boolean or additive, broadcast to [b h t s]; None: `is_causal` says what is visible.
         more: `dropout`, `scaling` (1/√d by default), `is_causal` (by default what the module says of itself, else
-            true), `position_bias` added to the logits, `softcap`; what transformers hands over besides is ignored
-            unless it is a tensor that changes what attention computes.
+            true), `position_bias` added to the logits, `softcap`, a learned sink of each head (`s_aux` [h]: GPT-OSS),
+            the keys that an indexer chose for each query (`indices` [b t n]: DeepSeek V3.2). A tensor besides that the
+            attention module itself names is refused; one that the model's caller gave, as a Trainer gives
+            `num_items_in_batch`, passes through to reach the loss and is ignored.
 
     Returns: the output [b t h e], and no weights: they are never made.
 
     Raises: RefusedError if the model gives an argument that changes attention otherwise.
     """
-    _check(module, more)
+    _check(module, query, more)
     scaling, bias, causal = more.get("scaling"), more.get("position_bias"), more.get("is_causal")
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
@@ -56,11 +65,16 @@ def attend(
         bias = None if bias is None else bias[..., :t]
     if bias is not None:
         attention_mask, causal = _biased(bias, attention_mask, causal), False
-    dropout = more.get("dropout", 0.0)
-    if more.get("softcap") is not None:
+    if more.get("indices") is not None:
+        attention_mask, causal = _chosen(more["indices"], attention_mask, causal, s), False
+    dropout, sinks = more.get("dropout", 0.0), _sinks(more)
+    if more.get("softcap") is not None or sinks is not None:
         scale = Fixed(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        spec = AttentionSpec(scale=scale, cap=Softcap(more["softcap"]))
-        out = attention(query, key, value, spec=spec, causal=causal, mask=attention_mask, dropout=dropout)
+        cap = NoCap() if more.get("softcap") is None else Softcap(more["softcap"])
+        spec = AttentionSpec(scale=scale, cap=cap, normalizer=Softmax() if sinks is None else Sink())
+        params = None if sinks is None else {"sink": sinks.view(-1, 1, 1)}
+        how = {"causal": causal, "mask": attention_mask, "dropout": dropout}
+        out = attention(query, key, value, spec=spec, params=params, **how)
         return out.transpose(1, 2).contiguous(), None
     share = query.shape[1] // key.shape[1]
     if share > 1 and attention_mask is not None and not query.is_cpu:  # fused operators of GPUs take one of both
@@ -70,14 +84,40 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check(module: nn.Module, more: Kwargs) -> None:
+def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
     for name, given in more.items():
-        tensor = isinstance(given, Tensor) and name not in (*_HARMLESS, "position_bias")
-        if tensor or (name == "cache" and given is not None):
+        unknown = isinstance(given, Tensor) and name not in _HARMLESS | _COMPUTED and _names(type(module), name)
+        several = name in ("s_aux", "sinks") and isinstance(given, Tensor) and given.numel() != query.shape[1]
+        chosen = name == "indices" and isinstance(given, Tensor) and given.ndim != 3
+        if unknown or several or chosen or (name == "cache" and given is not None):
             raise RefusedError(
                 f"{type(module).__name__} gives attention {name}=, which {NAME!r} does not compute; "
                 'load the model with attn_implementation="eager"'
             )
+
+
+@constant_when_compiled
+def _names(kind: type[nn.Module], argument: str) -> bool:
+    """True if the code of a module's forward names this argument in a call, or that code cannot be read: then it is the
+    module that gives it to attention, not the model's caller."""
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, types.FunctionType):
+        return True
+    return any(isinstance(const, tuple) and argument in const for const in forward.__code__.co_consts)
+
+
+def _sinks(more: Kwargs) -> Tensor | None:
+    """The logit of each head's sink [h], where there is one."""
+    return more.get("s_aux") if more.get("sinks") is None else more["sinks"]
+
+
+def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
+    """The mask without the keys [b 1 t s] that were not chosen by their numbers [b t n]."""
+    b, t, _ = indices.shape
+    chosen = torch.zeros(b, t, keys, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return chosen & torch.ones(t, keys, dtype=torch.bool, device=indices.device).tril() if causal else chosen
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

@@ -43,9 +43,9 @@ class Sdpa(Kernel):
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v)
         if call.causal and call.whole:
-            return _sdpa(call, (q, k, v), scale, causal=True)
+            return _with_nan_of_an_only_key(_sdpa(call, (q, k, v), scale, causal=True), q, k, causal=True)
         if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
-            return _sdpa(call, (q, k, v), scale)
+            return _with_nan_of_an_only_key(_sdpa(call, (q, k, v), scale), q, k, causal=False)
         parts = []
         for rows in row_blocks(call, MASK_BLOCK):
             keys = call.span(rows)
@@ -56,6 +56,26 @@ class Sdpa(Kernel):
             out = _sdpa(call, (q[:, :, rows], k[:, :, keys], v[:, :, keys]), scale, mask=mask)
             parts.append(out.masked_fill(empty, 0.0))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+    """The output whose first query, which sees the first key alone, is NaN where their logit is no finite number:
+    torch's kernel for CPUs takes such a row for one without keys, and returns the first value.
+
+    With several queries only without gradients: in training all of them see the first key, so that a NaN in it shows.
+    Not in exported programs, which serve every length.
+    """
+    if not q.is_cpu or torch.compiler.is_exporting():
+        return out
+    alone = q.shape[2] == 1 == k.shape[2]
+    if not alone and (torch.is_grad_enabled() or not causal):
+        return out
+    first = k[:, :, 0].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    nothing = ((q[:, :, 0].to(torch.float32) * first).sum(-1, keepdim=True) * 0).to(out.dtype).detach()
+    if alone:
+        return out + nothing[:, :, None]
+    out[:, :, 0] += nothing
+    return out
 
 
 def _rounds_mask(call: AttentionCall) -> bool:

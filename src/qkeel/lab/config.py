@@ -86,6 +86,8 @@ class DataConfig:
     """Tokens of a text: its bytes, or byte pairs learned from its training part; losses are nats per byte for both."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Next tokens of text, of text and images in one sequence, the class of an image, or text in a second language."""
+    windows: Literal["drawn", "once"] = "drawn"
+    """Text: whether the windows of training are drawn independently, so that some text comes again, or each once."""
     needle: float = 0.0
     """Share of training sequences with needles: tokens over the text that hold a key and a value, and questions for
     the value of a key."""
@@ -102,6 +104,8 @@ class DataConfig:
             raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
         if self.tokens == "bpe" and (self.needle or self.task != "text"):
             raise InvalidValueError("tokens bpe are for task text without needles; use tokens bytes")
+        if self.windows == "once" and self.task != "text":
+            raise InvalidValueError(f"windows once are for task text, got task {self.task}")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -190,7 +194,7 @@ _PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
 _CADENCE = ("checkpoint_every",)
 # Newer than the first runs: left out at its default, so that older runs keep their names.
 _NEWER = {
-    "data": {"needle": 0.0, "tokens": "bytes"},
+    "data": {"needle": 0.0, "tokens": "bytes", "windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},

@@ -200,6 +200,11 @@ class Monitor(Handle):
         """The number of forward passes that were seen, measured or not."""
         return self._steps.passed("train") + self._steps.passed("eval")
 
+    @property
+    def empty_passes(self) -> int:
+        """The number of passes over an empty batch, of no sequences or no tokens: they are counted and not measured."""
+        return sum(tap.empty for tap in self._models.taps)
+
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
 

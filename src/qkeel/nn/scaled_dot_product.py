@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
         scale: of the logits, 1/√d by default.
         enable_gqa: the query heads are a multiple of the key heads.
 
-    Returns: [... t e].
+    Returns: [... t e], laid out in memory as torch's function does: as the query, if that leaves no gaps.
 
     Raises: what torch's function raises.
     """
@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
         return handle_torch_function(scaled_dot_product_attention, given, *given, **how)
     kernel, call = _own({"query": query, "key": key, "value": value, **how})
     if kernel is not None and call is not None:
-        return kernel(call)
+        return _laid_out(kernel(call), query)
     return F.scaled_dot_product_attention(*given, **how)
 
 
@@ -74,7 +74,8 @@ def attention_with_rows(given: Kwargs) -> tuple[Outputs, KernelRows | None]:
     """The same of all arguments by name, and what the compiled attention found of each row; None of other kernels."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
-        return kernel.with_rows(call)
+        out, rows = kernel.with_rows(call)
+        return _laid_out(out, given["query"]), rows
     return scaled_dot_product_attention(**given), None
 
 
@@ -82,7 +83,8 @@ def attention_with_logsumexp(given: Kwargs) -> tuple[Outputs, PerRow | None]:
     """The same of all arguments by name, and the logsumexp of each row [b h t]; None of other kernels."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
-        return kernel.with_logsumexp(call)
+        out, lse = kernel.with_logsumexp(call)
+        return _laid_out(out, given["query"]), lse
     return scaled_dot_product_attention(**given), None
 
 
@@ -93,16 +95,25 @@ def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, Atten
         return None, None
     if given["dropout_p"] or (causal and mask is not None) or torch.is_autocast_enabled("cpu"):
         return None, None
-    t, s = q.shape[2], k.shape[2]
-    if causal and s < t:
+    t, s, scale = q.shape[2], k.shape[2], given["scale"]
+    if (causal and s < t) or not (q.numel() and v.numel()) or not (scale is None or math.isfinite(scale)):
         return None, None
     if causal and s > t:  # torch aligns the first query to the first key
         k, v = k[:, :, :t], v[:, :, :t]
-    spec = _spec(1 / math.sqrt(q.shape[-1]) if given["scale"] is None else given["scale"])
+    spec = _spec(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
     call = make_call(spec, q, k, v, causal=causal, mask=mask)
     kernel = choose(call)
     return (kernel, call) if isinstance(kernel, (Native, Decode)) else (None, None)
+
+
+def _laid_out(out: Tensor, query: Tensor) -> Tensor:
+    """The output [b h t e] with its dimensions in memory in the order of the query's, copied where they are not."""
+    if out.shape[-1] != query.shape[-1]:
+        return out.contiguous()  # torch writes such attention out, as a product of matrices
+    order = sorted(range(4), key=lambda i: (-query.stride(i), i))
+    back = sorted(range(4), key=order.__getitem__)
+    return out.permute(order).contiguous().permute(back)
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, final
 
 import torch.utils.checkpoint
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 # Where torch's other kind of checkpoint is looked up: the second has a name of its own for it, once it is imported.
 _HOMES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_NAME = "_checkpoint_without_reentrant_generator"
 
 
 class CheckpointedParts:
@@ -38,26 +42,22 @@ class CheckpointedParts:
     @contextmanager
     def noticed(self) -> Iterator[None]:
         """While it lasts checkpointed functions run as parts."""
-        function, homes = torch.utils.checkpoint.CheckpointFunction, [m for n in _HOMES if (m := sys.modules.get(n))]
-        generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-        def direct(act: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            with self._part():
-                return act(*args)
-
-        def around() -> Iterator[None]:
-            with self._part():
-                yield
-
-        function.apply = staticmethod(direct)  # type: ignore[method-assign,assignment]
-        for home in homes:
-            home._checkpoint_without_reentrant_generator = lambda *_, **__: around()  # type: ignore[attr-defined]
+        token = _NOTICING.set(self)
         try:
-            yield
+            with _PATCH.in_place():
+                yield
         finally:
-            del function.apply  # the inherited one shows again
-            for home in homes:
-                home._checkpoint_without_reentrant_generator = generator  # type: ignore[attr-defined]
+            _NOTICING.reset(token)
+
+    def direct(self, act: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        """What runs in the place of a reentrant checkpoint."""
+        with self._part():
+            return act(*args)
+
+    def around(self) -> Iterator[None]:
+        """What runs in the place of the generator around the other kind."""
+        with self._part():
+            yield
 
     @contextmanager
     def _part(self) -> Iterator[None]:
@@ -84,3 +84,72 @@ class CheckpointedParts:
             self._read()
         finally:
             saved = None
+
+
+# Per thread: who notices the checkpointed parts of the pass that runs there.
+_NOTICING: contextvars.ContextVar[CheckpointedParts | None] = contextvars.ContextVar("qkeel_parts", default=None)
+
+
+def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
+    """CheckpointFunction.apply: a part where this thread notices them, else what the class inherits."""
+    parts = _NOTICING.get()
+    if parts is not None:
+        return parts.direct(*args)
+    return super(torch.utils.checkpoint.CheckpointFunction, kind).apply(*args)  # type: ignore[misc]
+
+
+@final
+class _Generator:
+    """Torch's generator around a checkpoint that is not reentrant, but where this thread notices such parts.
+
+    A module that is imported meanwhile may keep it for ever: it goes on to do what torch's own does.
+    """
+
+    def __init__(self, original: Callable[..., Iterator[None]]) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        parts = _NOTICING.get()
+        return self.original(*args, **kwargs) if parts is None else parts.around()
+
+
+@final
+class _Patch:
+    """What stands in torch.utils.checkpoint's names while any thread notices parts: put there by the first of them and
+    taken away by the last, whatever the order in which they end. Threads that notice nothing run torch's own."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._put: list[tuple[ModuleType, _Generator]] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._begin()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._end()
+
+    def _begin(self) -> None:
+        torch.utils.checkpoint.CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+        for home in [m for name in _HOMES if (m := sys.modules.get(name)) is not None]:
+            now = getattr(home, _NAME)
+            if not isinstance(now, _Generator):
+                self._put.append((home, _Generator(now)))
+                setattr(home, _NAME, self._put[-1][1])
+
+    def _end(self) -> None:
+        del torch.utils.checkpoint.CheckpointFunction.apply  # the inherited one shows again
+        for home, mine in self._put:
+            if getattr(home, _NAME) is mine:
+                setattr(home, _NAME, mine.original)
+        self._put.clear()
+
+
+_PATCH = _Patch()

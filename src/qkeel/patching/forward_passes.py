@@ -14,12 +14,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as calls
 
+from qkeel.errors import caution
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, running_frames, uncompiled
 from qkeel.patching.guard import Guarded
 from qkeel.patching.module_tables import hooks_before, store_whole, store_without
 from qkeel.patching.parallel_training import inferring_shapes
 
+_OVERLAP = (
+    "several threads call {} at once: of passes that overlap, the one that began first is measured and the others are "
+    "not. For numbers of every pass let one thread at a time call it, or watch a copy of the model for each thread"
+)
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
@@ -28,8 +33,8 @@ class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
     Not around those that gradient checkpointing repeats in the backward pass, nor those by which a pipeline finds out
-    shapes, nor those of a forked process, nor where a larger compiled function calls the model. What `before` and
-    `after` raise never reaches the model's caller.
+    shapes, nor those that overlap with one of another thread (a warning says so), nor those of a forked process, nor
+    where a larger compiled function calls the model. What `before` and `after` raise never reaches the model's caller.
 
     Args:
         model: the user's own, or what torch.compile or DistributedDataParallel made of it.
@@ -54,6 +59,7 @@ class ForwardPasses(Handle):
         self._before, self._after, self._guard = before, after, guard
         self._pid = os.getpid()
         self._depth = 0
+        self._lock, self._warned = threading.Lock(), False  # of the two
         self._pass: _Running | None = None
         self.around = ExitStack()  # closed at the end of the pass that is under way, whatever fails
         # The hook runs as it is instead of being compiled away, and nothing that it calls is compiled.
@@ -78,14 +84,28 @@ class ForwardPasses(Handle):
         if not self.active and not self._depth:
             self._unhook()
             return
-        self._depth += 1
-        if self._depth == 1:
-            self._pass = _Running()
+        with self._lock:
+            elsewhere = self._in_another_thread()
+            if not elsewhere:
+                self._depth += 1
+                self._pass = self._pass or _Running()
+        if elsewhere:
+            self._tell_overlap()
+        elif self._depth == 1:
             compiled = compiled or any(map(is_compiled, self.model.modules()))
             self._guard(self._before, args, kwargs, compiled)
 
+    def _in_another_thread(self) -> bool:
+        """True if the pass that is under way is one of another thread."""
+        return self._pass is not None and self._pass.thread != threading.get_ident()
+
+    def _tell_overlap(self) -> None:
+        if not self._warned:
+            self._warned = True
+            self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
+
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
-        if module is not self.model or not self._here() or not self._depth:
+        if module is not self.model or not self._here() or not self._depth or self._in_another_thread():
             return
         if self._depth == 1:
             self._end(output, failed=self._pass is not None and self._pass.failing)
@@ -93,12 +113,12 @@ class ForwardPasses(Handle):
             self._depth -= 1
 
     def _end(self, output: object, *, failed: bool) -> None:
-        self._pass = None
         try:
             self._guard(self.around.close)
             self._guard(self._after, output, failed)
         finally:  # an interrupt in one of them ends the pass as well
-            self._depth = 0
+            with self._lock:
+                self._depth, self._pass = 0, None
         # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.
         if not self.active and not failed:
             self._unhook()
@@ -159,7 +179,7 @@ class _Running:
             self.frame is not None
             and self.thread == threading.get_ident()
             and not any(f is self.frame for f in running_frames())
-        )
+        ) or self.thread not in sys._current_frames()
 
 
 class _Hook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
@@ -67,6 +68,13 @@ class Postponed:
         """Raises what was kept."""
         if self.error is not None:
             raise self.error
+
+
+def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
+    """The function in the thread that runs now; in any other nothing. For hooks of a pass on modules that other threads
+    may call meanwhile."""
+    own = threading.get_ident()
+    return lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None
 
 
 def unguarded(act: Callable[..., T], *args: object) -> T:

@@ -127,6 +127,7 @@ _FILES: dict[str, Mapping[str, str]] = {
         "true or false": "compiled_kernels",
         "an object": "corpus versions",
         "a whole number": "n_parameters",
+        "a number": "counted_bigrams",
     },
     "env.json, corpus": {
         "text": "name sha256 loss_unit tokenizer_sha256",

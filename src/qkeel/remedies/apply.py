@@ -36,7 +36,7 @@ from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.processes.shared_models import WHAT, check_added, check_mates, check_wrapper, on_all_processes
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
-from qkeel.remedies.qk_weights import QKLearningRate, QKWeightDecay, SpectralCap
+from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SpectralCap
 from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
@@ -67,6 +67,7 @@ REMEDIES: dict[str, type[Remedy]] = {
     "qk_clip": QKClip,
     "lalr": LALR,
     "qk_lr": QKLearningRate,
+    "frozen_qk": FrozenQK,
     "qk_weight_decay": QKWeightDecay,
     "sigma_reparam": SigmaReparam,
     "spectral_cap": SpectralCap,

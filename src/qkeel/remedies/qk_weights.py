@@ -1,9 +1,10 @@
-"""Remedies on the weights of queries and keys in a step: a smaller rate, a decay, a cap on the spectral norm."""
+"""Remedies on the weights of queries and keys in a step: a smaller rate, none, a decay, a cap on the spectral norm."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Literal, final
 
 import torch
@@ -19,10 +20,11 @@ from qkeel.remedies.steps.head_groups import HeadGroups, factor_per_row, views_b
 from qkeel.remedies.steps.head_steps import DecayFactors, head_steps
 from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.mixed_precision import found_inf, innermost
+from qkeel.remedies.steps.mixed_precision import found_inf, innermost, stepped
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 from qkeel.remedies.steps.sharded_weights import check_whole
 from qkeel.remedies.steps.step_remedy import StepRemedy
+from qkeel.sites.site import HeadSlice, NormGain
 
 
 @final
@@ -40,6 +42,76 @@ class QKLearningRate(StepRemedy):
     def apply(self, target: Target) -> Handle:
         steps = head_steps(target, self.name, HeadWeights.of(target))
         return steps.scale(lambda ones: ones * self.factor)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenQK(StepRemedy):
+    """Leaves everything that queries and keys are made of as it is: weights, biases, and gains of norms on q and k.
+
+    The control of a comparison: what a run gains over it, trained queries and keys gain. After each step the rows are
+    put back bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
+    global norm that clipping goes by, so that the other weights step as in a run without the remedy. A learned scale
+    or temperature of the logits is trained. Rows that a step made infinite or NaN are not repaired: a run with such a
+    step has diverged.
+    """
+
+    name = "frozen_qk"
+    line = "leaves the weights, biases and gains of queries and keys as they are: the control of a comparison"
+    source = "the control of a comparison; random attention as in Tay et al. 2021, arXiv 2005.00743"
+    rule = "each step: W_Q, W_K, their biases and the gains of norms on q and k stay as they were"
+
+    def apply(self, target: Target) -> Handle:
+        optimizer = innermost(target.need_optimizer(self.name))
+        weights = HeadWeights.of(target)
+        slices, tensors = [*weights.slices], weights.of_optimizer(optimizer, self.name)
+        for extra in _biases_and_gains(target):
+            slices.append(extra)
+            tensors.append(stepped(optimizer, target.parameter(extra.parameter)))
+        views = [view for _, _, own in views_by_tensor(tensors, slices) for view in own]
+        replaced = ReplacementCheck(target.model, self.name, dict.fromkeys(s.parameter for s in slices))
+        counts = [s.n for s in slices]
+        groups = HeadGroups(lambda view: view.places(counts))
+        pairs = [(view, view.weight) for view in views]
+        kept: list[Tensor] = []  # 0 for every head, and a 1 for rows of nobody
+
+        @torch.no_grad()
+        def before(_: Optimizer) -> None:
+            replaced.check()
+            groups.update(pairs)
+            for group in groups.all:
+                group.copy(None)
+
+        @torch.no_grad()
+        def after(*_: object) -> None:
+            if not kept:
+                kept.append(torch.tensor([*[0.0] * sum(counts), 1.0], device=views[0].weight.device))
+            for group in groups.all:
+                group.interpolate(kept[0])
+
+        first = optimizer.register_step_pre_hook(before_change(before))
+        last = optimizer.register_step_post_hook(after)
+        go_first(last)
+        return compose(map(Handle, (last.remove, first.remove)))
+
+
+def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
+    """The biases of query and key weights, and the gains and biases of norms on q and k, each once."""
+    gains = (gain for site in target.sites for gain in (*site.query_gains, *site.key_gains))
+    biases = (bias for s in target.logit_slices() if (bias := s.bias_of()) is not None)
+    found: list[HeadSlice] = []
+    for s in (*biases, *(part for gain in gains for part in _of_gain(target, gain))):
+        if not any(s.parameter == f.parameter and s.same(f) for f in found):
+            found.append(s)
+    return iter(found)
+
+
+def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
+    """The rows of a norm's gain and bias, as one head: all of them stay."""
+    for name, index in ((gain.parameter, gain.index), (gain.bias, gain.bias_index)):
+        if name is not None and index is not None:
+            p = target.parameter(name)
+            yield HeadSlice(parameter=name, axis=0, index=(index // max(1, p[0].numel())).unique()[None])
 
 
 @final

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.guard import Guarded, in_this_thread, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.sites.calls.head_layout import fewest_keys
@@ -164,9 +164,9 @@ class DescribedSiteHooks:
         for part in (self.description.query, self.description.key):
             if isinstance(part, Reading):
                 layer = self.site.module.get_submodule(part.module)
-                keep = functools.partial(self._guard, self._keep, part.module)
+                keep = in_this_thread(functools.partial(self._guard, self._keep, part.module))
                 undo.callback(layer.register_forward_hook(keep).remove)
-        done = functools.partial(self._guard, self._done)
+        done = in_this_thread(functools.partial(self._guard, self._done))
         undo.callback(self.site.module.register_forward_hook(done, with_kwargs=True).remove)
 
     def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:

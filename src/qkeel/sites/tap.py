@@ -17,14 +17,16 @@ from qkeel.handle import Handle
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
-from qkeel.patching.guard import Guard
+from qkeel.patching.guard import Guard, in_this_thread
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
+from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
@@ -34,6 +36,7 @@ Measure = Callable[[Seen], LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 
+_NOTHING: Look = "nothing"
 _SELDOM = 17  # a prime: batches of kinds that take turns are all met
 
 _OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on unwatched"
@@ -78,7 +81,8 @@ class Tap(Handle):
     `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
     last is kept, for `look_again`. `own_alone`: the model's maker knows that it has no attention but of
     qkeel's own modules, and nothing else is looked for. `guard` warns once of a fault in the tap and switches it off.
-    With `when_training` passes in eval mode are not measured.
+    With `when_training` passes in eval mode are not measured. Passes over an empty batch, of no sequences or of no
+    tokens, are not measured either; `empty` counts them.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Tap(Handle):
         self.own_alone, self.others = False, False  # others: attention that is not of qkeel's modules was seen
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
+        self.empty = 0  # passes over an empty batch
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self.guard = Guard(_OFF) if guard is None else guard
@@ -212,9 +217,11 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
-        if self._keeps and phase == "train":
+        if self._keeps and phase == "train" and not is_empty(args, kwargs):
             self.latest = LastPass(self.model, args, kwargs)
         look = self._due(self.model.training, compiled)
+        if is_empty(args, kwargs):
+            self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.model)
         if look == "bracket" and not extra:
@@ -320,10 +327,11 @@ class _Pass:
             around.callback(leave, interceptor)
 
     def _observer(self, name: str) -> Observer:
-        see = functools.partial(self.tap.guard, self._own, name)
+        see = in_this_thread(functools.partial(self.tap.guard, self._own, name))
         if self.tap.measure_rows is None or self.kept is not None:
             return see
-        return Reader(see, functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows))
+        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
+        return Reader(see, in_this_thread(read))
 
     def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
         self._take(name, call, measure=measure)
@@ -347,7 +355,7 @@ class _Pass:
             return
         if self.kept is not None:
             self.kept.setdefault(name, call)
-        elif self.tap.active:
+        elif self.tap.active and not _has_no_rows(call):
             stats = (measure or self.tap.measure)(call)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
@@ -377,6 +385,22 @@ class Connection:
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return get_idle, ()
+
+
+def is_empty(args: Args, kwargs: Kwargs) -> bool:
+    """True if the tensors among a model's arguments are all of an empty batch: none holds a number.
+
+    >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
+    (True, False)
+    """
+    sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
+    return bool(sizes) and not any(sizes)
+
+
+def _has_no_rows(call: Seen) -> bool:
+    """True of a call without queries or keys, as of an expert that got no tokens."""
+    x = call.logits if isinstance(call, ScoresCall) else call.q
+    return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
 
 
 def _key_heads(site: AttentionSite) -> tuple[int, int]:

@@ -124,3 +124,10 @@ def test_what_is_no_configuration_is_one_clear_error(tmp_path: Path, capsys: pyt
         said = capsys.readouterr().err
         assert said.startswith("error: "), said
         assert said.count("\n") == 1, said
+
+
+def test_one_block_is_outside_of_what_the_law_of_logits_answers() -> None:
+    one = recommend(RunConfig(model=ModelConfig(n_layers=1)))
+    assert not one.logits
+    assert any("blocks is 1" in reason for reason in one.outside)
+    assert recommend(RunConfig(model=ModelConfig(n_layers=2))).logits

@@ -74,13 +74,47 @@ def load(config: DataConfig) -> Corpus:
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
-    """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone."""
-    starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
+    """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone.
+
+    Windows that come once lie side by side in the text, in an order of the seed; the last token of one is the first of
+    its neighbour, so that each token is an input once and a target once.
+    """
+    if config.windows == "once":
+        order = _order(seed, places(corpus, config))
+        starts = order[step * config.batch : (step + 1) * config.batch] * config.context
+        if len(starts) < config.batch:
+            raise _too_few(corpus, config, step + 1)
+    else:
+        starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
     windows = _windows(corpus.train, starts, config.context)
     if corpus.needles:
         several = round(config.needle * config.batch)
         windows[:several] = insert_needles(windows[:several], corpus.needles, np.random.default_rng((seed, step, 1)))
     return windows
+
+
+def places(corpus: Corpus, config: DataConfig) -> int:
+    """The number of windows that lie side by side in the training part."""
+    return (len(corpus.train) - 1) // config.context
+
+
+def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
+    """Raises DataError where so many steps need more windows that come once than the text has."""
+    if config.windows == "once" and steps * config.batch > places(corpus, config):
+        raise _too_few(corpus, config, steps)
+
+
+def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
+    return DataError(
+        f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.counted}s, and "
+        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows once; take fewer steps, more "
+        "text, or windows drawn"
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _order(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, count)).permutation(count)
 
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:

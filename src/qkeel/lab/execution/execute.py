@@ -203,7 +203,8 @@ def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome,
     # Other machines start in other folders: they get whole paths, and the user the paths that were typed.
     typed = {str(Path(job.directory).absolute()): job.directory for job in jobs}
     jobs = [dataclasses.replace(job, directory=whole) for whole, job in zip(typed, jobs)]
-    workers = place.capacity() if execution.workers is None else execution.workers
+    most = place.capacity()  # asked in any case: a cluster that cannot be reached says so here
+    workers = most if execution.workers is None else execution.workers
     with closing(place.outcomes(units_of(jobs, workers, execution.stack), workers, out.absolute())) as found:
         for outcomes in found:
             for outcome in outcomes:

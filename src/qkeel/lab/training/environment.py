@@ -17,7 +17,7 @@ from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data.corpus import Corpus
 from qkeel.lab.model.run_remedies import note, rules
-from qkeel.lab.tasks.text import load_task
+from qkeel.lab.tasks.text import counted_bigrams, load_task
 from qkeel.options import Json
 from qkeel.records import RunDirectory
 from qkeel.records.made_on import made_on
@@ -88,13 +88,14 @@ def about_corpus(corpus: Corpus) -> Json:
 
 def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: str) -> Json:
     """Versions, corpus hash, rules and formula in use (remedy applied), remedy's source, command to reproduce."""
-    remedy = note(config.remedy)
+    remedy, counted = note(config.remedy), counted_bigrams(config)
     return {
         **computed_with(config),
         "python": platform.python_version(),
         **made_on(),
         "dtype": config.dtype,
         "corpus": about_corpus(corpus),
+        **({} if counted is None else {"counted_bigrams": counted}),
         "n_parameters": sum(p.numel() for p in model.parameters()),
         "formula": "\n\n".join(
             [*rules(config.remedy), *dict.fromkeys(site.spec.explain() for site in find_sites(model))]

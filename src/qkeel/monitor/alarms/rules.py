@@ -7,6 +7,7 @@ and how often without a reason, is measured in research/alarms.md. Thresholds ar
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -17,6 +18,7 @@ from qkeel.monitor.alarms.history import History, Place
 from qkeel.monitor.alarms.rule import HOLD, Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
 from qkeel.records import NON_FINITE
 
+_FEW_NATS = 40.0  # logits within it differ by less than what makes a weight 0 in float32
 _MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
 
 
@@ -163,13 +165,33 @@ class EntropyCollapse(Rule):
 
 
 def _layer_means(history: History) -> np.ndarray | None:
-    """Mean entropy over the heads that were measured, [2 layers]: at first and now; NaN where none was."""
+    """Mean entropy over the heads that were measured, [2 layers]: at first and now; NaN where none was, or where every
+    query sees one key and so has no choice."""
     series, top = history.series("entropy"), history.top("entropy")
     if series is None or top is None or not len(series):
         return None
-    both = series[[first(top), -1]].astype(np.float64)
+    ends = [first(top), -1]
+    both = series[ends].astype(np.float64)
+    both[_one_key(history, ends, both)] = np.nan
     counts = np.isfinite(both).sum(-1)
     return np.where(counts, np.nansum(both, -1) / np.maximum(counts, 1), np.nan)
+
+
+def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> np.ndarray:
+    """Whether each query of a head sees one key, at these records.
+
+    Where all statistics are measured, the normalised entropy, of queries with two keys or more, is missing then. Where
+    only the entropy is, an entropy of exactly 0 next to small logits shows it: exp(z) of a second key vanishes in
+    float32 at no gap under 88.
+    """
+
+    def of(name: str) -> np.ndarray:
+        series = history.series(name)
+        return np.full_like(entropy, np.nan) if series is None else series[records]
+
+    some = np.isfinite(of("normalized_entropy"))
+    every = np.isfinite(of("mean_logit"))
+    return ~some & (every | ((entropy == 0) & (np.abs(of("max_logit")) < _FEW_NATS)))
 
 
 @final

@@ -14,7 +14,7 @@ from qkeel import dist
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.processes.share import Key
-from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.guard import Guarded, in_this_thread, unguarded
 from qkeel.sites.see.running_modules import tensors
 
 
@@ -50,7 +50,7 @@ class HiddenNorms:
                 scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
                 # Not on the model itself: when its pass fails, torch is going through its hooks.
                 if name and not scripted and (name in self.blocks.values() or not name.startswith(inside)):
-                    take = functools.partial(self._guard, self._take, self._sites_of(name))
+                    take = in_this_thread(functools.partial(self._guard, self._take, self._sites_of(name)))
                     hooks.callback(module.register_forward_hook(take).remove)
             return Handle(hooks.pop_all().close)
 

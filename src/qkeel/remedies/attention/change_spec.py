@@ -28,7 +28,6 @@ from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry
 
 _CHANGES = "_qkeel_changes"  # on an own module: the spec it was built with, and the changes in force
-_PLAIN = Layout(groups=("b", "h", "t", "s"))  # of fused functions, and of scores if nothing else is known
 _NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: what its use_nested_tensor was
 
 
@@ -164,7 +163,9 @@ def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
 def _layouts(sites: list[AttentionSite]) -> list[Layout]:
     """The layouts of the scores of a module, each once."""
     found: list[Layout] = []
-    for layout in (site.layout or _PLAIN for site in sites):
+    for site in sites:
+        # [b h t s] of a fused function: what it computes inside may be a softmax in torch's functions.
+        layout = site.layout or Layout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
         if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
             found.append(layout)
     if len({len(layout.groups) for layout in found}) < len(found):

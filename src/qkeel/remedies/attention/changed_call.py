@@ -43,7 +43,8 @@ class ChangedCalls(InstanceForward):
 
     `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
     that these need; `layouts` are those of its scores. `low`: a written-out logit at or under it is one that a mask
-    hides; `masks` are those that hide by larger numbers. `seen`: while it is a list, the calls of each forward are
+    hides; `masks` are those that hide by larger numbers. `writes`: an example showed a softmax that is written out, so
+    that what its scores are made of was looked at. `seen`: while it is a list, the calls of each forward are
     noted in it, with the largest hidden logit of those written out.
     """
 
@@ -57,6 +58,7 @@ class ChangedCalls(InstanceForward):
         self.names: tuple[str, ...] = ()
         self.low = HIDES
         self.masks = SmallMasks()
+        self.writes = False
         self.seen: list[list[float | None]] | None = None
 
     def change(self, changes: list[Change]) -> None:
@@ -96,12 +98,13 @@ class ChangedCalls(InstanceForward):
 
     def spec(self, scale: float) -> AttentionSpec:
         """The spec of a call with that scale."""
-        if scale not in self.specs:
+        known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d has two roundings
+        if known is None:
             raise RefusedError(
                 f"attention was called with the scale {scale:g}, on the example with {sorted(self.specs)}; apply the "
                 "remedy with an example that shows it as it will be used"
             )
-        return self.specs[scale]
+        return self.specs[known]
 
     # --- F.scaled_dot_product_attention
 
@@ -147,6 +150,11 @@ class ChangedCalls(InstanceForward):
 
     def written(self, args: Args, kwargs: Kwargs) -> Tensor:
         """The softmax of logits that were computed before it."""
+        if not self.writes and self.seen is None:
+            raise RefusedError(
+                f"{type(self.module).__name__} took a softmax that is written out, where the example of the remedy "
+                "showed fused attention alone; apply the remedy with an example that shows it as it will be used"
+            )
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
@@ -155,6 +163,7 @@ class ChangedCalls(InstanceForward):
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
+            self.writes = True
             if not self.masks.keep(x) or (not self.masks.shifts and _is_shifted(z, visible)):
                 raise RefusedError(
                     "its scores come to the softmax less the largest of their row, so a cap or a scale would act on "

@@ -45,8 +45,13 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
     """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
 
     Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
-    (one that takes closures only) passes.
+    passes, but for LBFGS, whose curvature is read from how weights and gradients changed from step to step.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RefusedError(
+            f"{remedy} changes weights after the step, and LBFGS takes every change of the weights for its own step "
+            "when it estimates the curvature; use an optimizer of first order, such as AdamW"
+        )
     for group, device in _groups_of(optimizer, tensors):
         with _apart(device):
             try:

@@ -11,6 +11,7 @@ from qkeel.records import RunStatus
 from qkeel.registry import Term, parse
 from qkeel.report.html.formats import count, listing, loss, number, rate, signed
 from qkeel.report.html.page import Finding
+from qkeel.report.study import reference_findings
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 from qkeel.report.study.compare import MARGIN, Gain, collapses, gains, judge, losses, more_seeds, primary_gain, spread
 from qkeel.report.study.verdict import collapsed_at
@@ -21,7 +22,8 @@ def findings(study: StudyData) -> list[Finding]:
     rows = study.rows()
     if study.primary:
         drift = [Finding("note", lead.text) for lead in _drift(study)]
-        return [*_counts(study, study.primary, rows), *_primary(study, study.primary), *drift, *_unfinished(study)]
+        counts, references = _counts(study, study.primary, rows), reference_findings.findings(study)
+        return [*counts, *_primary(study, study.primary), *drift, *references, *_unfinished(study)]
     found = _drift(study)
     if len({row["remedy"] for row in rows}) > 1:
         found += _headline(study, rows) + _ties(study, rows) + _losses_against_baseline(study, rows)
@@ -29,7 +31,7 @@ def findings(study: StudyData) -> list[Finding]:
         found += _collapse(study, rows) + _best(study, rows)
     elif not found:
         found += [text for run in study.runs for text in _single(run, study.loss_unit())]
-    return found + _seeds(study, rows) + _unfinished(study)
+    return found + reference_findings.findings(study) + _seeds(study, rows) + _unfinished(study)
 
 
 def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -115,13 +116,22 @@ def _layout(
     if known is not None and (fitted := known.fitted(x.shape)) is not None and fitted.keys == keys:
         return fitted
     rows: int | None = None
+    several = False
+    heads = hints(frame)
     for sides in sorted((p for p in parts if p is not None), key=lambda p: p.query.varies(keys)):
         if names is not None and (found := layout_of(sides, x.shape, keys, frame, names)) is not None:
             return found
         free = [i for i in range(x.ndim) if i != keys and sides.query.varies(i) and not sides.key.varies(i)]
-        rows = free[-1] if rows is None and free else rows
+        if rows is None and free:
+            # Keys that all heads share, as those of absorbed MLA, change along neither heads nor queries.
+            queries = [i for i in free if x.shape[i] not in heads]
+            rows, several = (queries if len(queries) == 1 else free)[-1], len(free) > 1 and len(queries) != 1
     batch = next((f.batch for f in frame.line() if f.batch), 0)
-    return layout(x.shape, hints(frame), batch, keys, rows)
+    found = layout(x.shape, heads, batch, keys, rows)
+    if several and not found.guess:
+        why = f"scores of shape {tuple(x.shape)} do not show which dimension is queries"
+        return dataclasses.replace(found, guess=why)
+    return found
 
 
 def hints(frame: Frame) -> frozenset[int]:

@@ -64,6 +64,8 @@ class BracketMode(CallObserver):
     @torch.no_grad()
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
         """Notes what bounds the logits of a call of flex_attention or of flash-attn's functions."""
+        if not isinstance(out, Tensor | tuple) or not (out[0] if isinstance(out, tuple) else out).numel():
+            return
         if name == "flex_attention":
             lse, largest = returned_rows(out)
             rows = lse if largest is None else largest
@@ -97,6 +99,8 @@ class BracketMode(CallObserver):
 
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Instead:
         """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
+        if any(isinstance(x, Tensor) and not x.numel() for x in args):
+            return False  # no rows, as of an expert that got no tokens
         if in_function_transform():
             return False  # tensors inside torch.func's transforms mean nothing outside
         name = function_name(function)

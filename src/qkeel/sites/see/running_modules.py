@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
 
-from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.guard import Guarded, in_this_thread, unguarded
 from qkeel.patching.modes import Args, Kwargs
 
 
@@ -63,10 +63,11 @@ class ModuleStack:
     def attach(self, undo: ExitStack) -> None:
         """Hooks onto the modules until `undo` is closed."""
         if any(isinstance(m, torch.jit.ScriptModule) for m in self._modules):
-            push, pop = (functools.partial(self._guard, f) for f in (self._push_scripted, self._pop_scripted))
+            scripted = self._push_scripted, self._pop_scripted
+            push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in scripted)
             undo.callback(every.register_module_forward_pre_hook(push).remove)
             undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
-        push, pop = functools.partial(self._guard, self.push), functools.partial(self._guard, self._pop)
+        push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in (self.push, self._pop))
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
             undo.callback(module.register_forward_pre_hook(push, with_kwargs=True, prepend=True).remove)
             undo.callback(module.register_forward_hook(pop, always_call=True).remove)

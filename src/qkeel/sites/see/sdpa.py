@@ -50,7 +50,7 @@ def sdpa(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
 def _sdpa(given: Kwargs, geometry: Geometry) -> Seen:
     q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
     scale = given.get("scale")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     if q.is_nested:
         return _nested(q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal)
     return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
@@ -128,8 +128,8 @@ def mha(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
     t, b, m = query.shape
     h = given["num_heads"]
     q, k = _projected(given, query, key, m)
-    q = q.reshape(t, b, h, -1).permute(1, 2, 0, 3)
-    k = k.reshape(key.shape[0], b, h, -1).permute(1, 2, 0, 3)
+    q = q.reshape(t, b, h, m // h).permute(1, 2, 0, 3)
+    k = k.reshape(key.shape[0], b, h, m // h).permute(1, 2, 0, 3)
     if given["static_k"] is not None:
         k = given["static_k"].unflatten(0, (b, h))
     mask = mha_mask(given, (b, h, t, k.shape[2]))

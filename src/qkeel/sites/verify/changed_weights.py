@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -18,16 +19,23 @@ class ChangedWeights:
     """Copies of the weights of a site with the rows of some heads changed.
 
     Heads whose rows are all zero, as in an adapter before its first step, get small random ones first: what zero is
-    multiplied by changes no logit.
+    multiplied by changes no logit. So do those whose product with the weight before them is zero, as where an adapter
+    starts from two orthogonal matrices: `chains` are the weights of each path, input first.
     """
 
-    def __init__(self, model: nn.Module, slices: Sequence[HeadSlice]) -> None:
+    def __init__(
+        self, model: nn.Module, slices: Sequence[HeadSlice], chains: Iterable[Sequence[HeadSlice]] = ()
+    ) -> None:
         names = dict.fromkeys(name for s in slices for name in (s.parameter, s.bias) if name is not None)
         self.parameters = {name: model.get_parameter(name) for name in names}
         self._base = {name: p.detach() for name, p in self.parameters.items()}
         self._slices = slices
         for s in slices:
-            self._fill(s)
+            self._fill(s, ~s.rows_of(self._base[s.parameter])[s.index.to(self._device(s))].ne(0).flatten(1).any(1))
+        for chain in chains:
+            for inner, outer in itertools.pairwise(chain):
+                if (empty := self._vanishing(inner, outer)) is not None:
+                    self._fill(outer, empty)
         self._copies: dict[str, Tensor] = {}
         self._changed: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, which of them, what they were
 
@@ -80,10 +88,21 @@ class ChangedWeights:
             index = part.index if heads is None else part.index[list(heads)]
             yield (s.rows_of(copy) if part is s else copy.view(-1, 1)), index.to(copy.device)
 
-    def _fill(self, s: HeadSlice) -> None:
+    def _device(self, s: HeadSlice) -> torch.device:
+        return self._base[s.parameter].device
+
+    def _vanishing(self, inner: HeadSlice, outer: HeadSlice) -> Tensor | None:
+        """Of which heads the product of two weights is zero up to rounding; None where these do not follow on rows."""
+        first, second = (s.rows_of(self._base[s.parameter]) for s in (inner, outer))
+        if first is second or inner.n != 1 or inner.index.shape[1] != second.shape[1] or first.device != second.device:
+            return None
+        before, after = first[inner.index[0].to(first.device)], second[outer.index.to(second.device)]
+        size = after.flatten(1).norm(dim=1) * before.norm()
+        return (after @ before).flatten(1).norm(dim=1) <= 8 * torch.finfo(after.dtype).eps * size
+
+    def _fill(self, s: HeadSlice, empty: Tensor) -> None:
         rows = s.rows_of(self._base[s.parameter])
         index = s.index.to(rows.device)
-        empty = ~rows[index].ne(0).flatten(1).any(1)
         if not bool(empty.any()):
             return
         generator = torch.Generator().manual_seed(0)

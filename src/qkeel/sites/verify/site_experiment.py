@@ -117,7 +117,9 @@ class _Experiment:
         if not any(bool(z.isfinite().any()) for z in self._seen):
             yield "every key is hidden from its queries in this example"
             return
-        self._weights = ChangedWeights(self._model, [*site.query, *site.key])
+        self._weights = ChangedWeights(
+            self._model, [*site.query, *site.key], [side for term in site.terms for side in (term.query, term.key)]
+        )
         path = Path(self._pass.record, self._pass.dynamic, site, self._weights.parameters, self._logits, calls)
         narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
         again = self._logits(narrow({}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -169,9 +169,10 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
+    around = [node for node in dict.fromkeys(mixers) if node.name() in NORMS or _is_beside(node, start, stops, found)]
     return Walk(
         nearest=tuple(found.values()),
-        mixers=tuple(dict.fromkeys(mixers)),
+        mixers=tuple(around),
         opaque=tuple(dict.fromkeys(opaque)),
         tables=tuple(dict.fromkeys(tables)),
     )
@@ -205,6 +206,26 @@ def _is_table(variable: Tensor, names: dict[int, str]) -> bool:
 def _mixes(node: Node) -> bool:
     name = node.name()
     return name in NORMS or name.startswith(("MeanBackward", "VarBackward", "StdBackward", "SumBackward"))
+
+
+def _is_beside(node: Node, start: Node, stops: set[Node], projections: Collection[Node]) -> bool:
+    """True if every projection behind a sum or mean is reached without it too, as where x is divided by a norm that is
+    written out. A sum that all of x passes through is no norm's: a rotation by 2 × 2 matrices, or pooling."""
+    return _reached(node, None, stops, projections) <= _reached(start, node, stops, projections)
+
+
+def _reached(start: Node, without: Node | None, stops: set[Node], projections: Collection[Node]) -> set[Node]:
+    """The projections that are reached from a node, not passing another one."""
+    seen: set[Node] = set()
+    queue = [start]
+    while queue:
+        node = queue.pop()
+        if node is without or node in seen or node in stops or node.name().startswith(_ENDS):
+            continue
+        seen.add(node)
+        if node not in projections:
+            queue += [n for n, _ in node.next_functions if n is not None]
+    return seen.intersection(projections)
 
 
 def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node], depth: int) -> Projection | None:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, final
 
 from qkeel.errors import needed
-from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
+from qkeel.lab.execution.executors.executor import (
+    REACH_WAIT,
+    Unit,
+    check_reached,
+    died,
+    seen_here,
+    unreached,
+    work_elsewhere,
+)
 from qkeel.lab.execution.workers import Outcome
 
 
@@ -54,8 +62,12 @@ class Dask:
     def _client(self) -> Any:
         with needed("the executor dask", "distributed"):
             from distributed import Client, get_client  # pyright: ignore[reportMissingImports]
-        if self.address or "DASK_SCHEDULER_ADDRESS" in os.environ:
-            return Client(self.address or None)
+        if address := self.address or os.environ.get("DASK_SCHEDULER_ADDRESS", ""):
+            check_reached("Dask's scheduler", address)
+            try:
+                return Client(address, timeout=REACH_WAIT)
+            except (OSError, TimeoutError) as error:
+                raise unreached("Dask's scheduler", f"{address}: {error}") from error
         try:
             return get_client()
         except ValueError:  # none in use

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.lab.execution.workers import Job, Outcome, work
 from qkeel.options import build
 from qkeel.records import RunDirectory, RunStatus
@@ -25,6 +29,8 @@ EXECUTORS: dict[str, tuple[str, str]] = {
     "slurm": ("slurm", "Slurm"),
 }
 NETWORK_WAIT = 10.0  # seconds that a file written on another machine may take to be seen on this one
+REACH_WAIT = 10.0  # seconds that a scheduler may take to answer
+_FULL = os.strerror(errno.ENOSPC)
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -68,9 +74,32 @@ def work_elsewhere(unit: Unit) -> list[Outcome]:
 
 def died(unit: Unit, error: BaseException) -> list[Outcome]:
     """The outcomes of a unit whose process ended without a result."""
+    if _FULL in str(error):
+        why = (
+            "no space is left on a disk of the cluster or of --out: free some, then run the same command again to go on"
+        )
+        return [Outcome(job.directory, why) for job in unit]
     said = " ".join(str(error).split())[-300:]
     reason = f"its process on the cluster died ({type(error).__name__}: {said}); run the same command again to go on"
     return [Outcome(job.directory, reason) for job in unit]
+
+
+def check_reached(what: str, address: str) -> None:
+    """Raises RefusedError where nobody listens at "tcp://host:port" or "host:port" within REACH_WAIT; an address of
+    another form ("auto", a file, a name) is left to the library."""
+    found = re.fullmatch(r"(?:\w+://)?(\[[^\]]+\]|[^:/]+):(\d+)/?", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=REACH_WAIT).close()
+    except (OSError, OverflowError) as error:
+        raise unreached(what, f"nobody answers at {address} ({error})") from error
+
+
+def unreached(what: str, why: str) -> RefusedError:
+    """The error for a cluster that cannot be reached."""
+    said = " ".join(why.split())[:300]
+    return RefusedError(f"{what} cannot be reached: {said}. Check its address, or leave --executor out to run here")
 
 
 def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from qkeel.errors import needed
-from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
+from qkeel.lab.execution.executors.executor import (
+    Unit,
+    check_reached,
+    died,
+    seen_here,
+    unreached,
+    work_elsewhere,
+)
 from qkeel.lab.execution.workers import Outcome
 from qkeel.options import NotNegative, Positive, settle
 
@@ -60,5 +68,10 @@ class Ray:
         with needed("the executor ray", "ray"):
             import ray  # pyright: ignore[reportMissingImports]
         if not ray.is_initialized():
-            ray.init(address=self.address or None, log_to_driver=False, include_dashboard=False)
+            address = self.address or os.environ.get("RAY_ADDRESS", "")
+            check_reached("Ray's cluster", address)
+            try:
+                ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
+            except ConnectionError as error:
+                raise unreached("Ray's cluster", f"{address}: {error}") from error
         return ray

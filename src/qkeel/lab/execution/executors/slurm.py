@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, final
 
 from qkeel.errors import needed
-from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
+from qkeel.lab.execution.executors.executor import Unit, died, seen_here, unreached, work_elsewhere
 from qkeel.lab.execution.workers import Outcome
 from qkeel.options import Bound, Count, Positive, settle
 
-_EACH = 5.0  # seconds between two looks at the jobs
+_EACH, _EACH_HERE = 5.0, 0.5  # seconds between two looks at the jobs of a cluster, and of this machine
 
 
 @final
@@ -38,26 +40,38 @@ class Slurm:
 
     def capacity(self) -> int:
         """Sixteen: what the cluster has is not known here."""
+        self._reached()
         return 16
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
         """Does the units; see `Executor`."""
-        jobs = self._executor(workers, folder).map_array(work_elsewhere, units)
-        from submitit.helpers import as_completed  # pyright: ignore[reportMissingImports]
-
-        running = dict(zip(jobs, units))
+        place = self._executor(workers, folder)
+        waiting, running = list(units), {}
         try:
-            for job in as_completed(jobs, poll_frequency=_EACH):
-                unit = running.pop(job)
-                error = job.exception()
-                yield seen_here(job.result() if error is None else died(unit, error))
+            if self.cluster != "local":  # an array, in which Slurm keeps to `workers` at once
+                running, waiting = dict(zip(place.map_array(work_elsewhere, units), units)), []
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    unit = waiting.pop(0)
+                    running[place.submit(work_elsewhere, unit)] = unit
+                ended = [job for job in running if job.done()]
+                for job in ended:
+                    unit, error = running.pop(job), job.exception()
+                    yield seen_here(job.result() if error is None else died(unit, error))
+                if not ended:
+                    time.sleep(_EACH if self.cluster != "local" else _EACH_HERE)
         finally:
             for job in running:
                 job.cancel()
 
+    def _reached(self) -> None:
+        if self.cluster == "slurm" and shutil.which("sbatch") is None:
+            raise unreached("Slurm", "this machine has no sbatch; start the study where jobs are submitted")
+
     def _executor(self, workers: int, folder: Path) -> Any:
         with needed("the executor slurm", "submitit"):
             import submitit  # pyright: ignore[reportMissingImports]
+        self._reached()
         made = submitit.AutoExecutor(folder=folder / "slurm", cluster=self.cluster)
         named = {"slurm_partition": self.partition, "slurm_account": self.account, "slurm_qos": self.qos}
         made.update_parameters(

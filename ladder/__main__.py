@@ -1,0 +1,174 @@
+"""`python -m ladder`: writes research/ladder.md from the plan, the predictions and the rows that are there."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ladder.plan import ARMS, LEVEL, QUESTIONS, RUNGS, Question, units
+from ladder.predict import LEAST, Z
+from ladder.rows import RESULTS, Row, read, values
+from qkeel.metrics import largest_stable_lr
+from qkeel.records import read_json, write_text
+
+PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
+_HEAD = """# The ladder: does it hold at 124 million?
+
+Everything on the page of [claims](claims.md) comes from 131,000 parameters. This page asks the same of 1, 10 and 124
+million (GPT-2 small), by a plan that was committed before its first run: `ladder/plan.py`. `make ladder` runs what is
+left of it and writes this page; it can be stopped and started at will, and never runs a run twice. Rungs whose runs
+are not done say so.
+
+**What was known when the plan was written:** every result of the claims, the laws and their audit, all of them at
+widths 16 to 256. No run of the ladder. Its seeds, from 5000 on, were in no study.
+
+Terms used here: collapse, remedy, paired gain ([glossary](glossary.md)).
+
+## Plan
+
+Bytes of CPython 3.11.7's standard library; at 124M 50,257 byte pairs learned from it, losses per byte all the same.
+No run reads a byte twice. AdamW, fused, warm-up of a tenth, cosine, float32, one thread, compiled kernels. bf16 takes
+0.45 of the time at 10M and 124M on a processor that has it, and was not used, since it would change the arithmetic
+from rung to rung.
+
+"""
+_STATEMENT = """
+
+Rates are fixed here, not chosen on the runs: *tuned* is 0.012 · 64 / width, *above* 2.5 to 3.3 times that, *hot* 8 to
+10 times. Arms: {arms}.
+
+`frozen_qk` leaves q and k at their first values; every gain is given over no remedy and over it.
+
+**The statement.** Each difference of losses, and ln of the largest logit, is a + b · ln N, N the number of
+parameters, with a scatter of rungs and of seeds. The rungs below a rung, through `ladder/predict.py`, give its
+predicted mean with an interval of 90 %, which is written next to the results before the rung's first run. The frozen
+laws of [logits](results/drift-law.md) and [gains](results/gains.md) predict all four rungs
+(`ladder/results/frozen-laws.json`, in the commit of the plan); their intervals are for single runs.
+Over all rungs and questions 84 to 96 % of the intervals are to hold. A difference under 0.01 nats counts as none.
+
+"""
+
+
+def plan_table() -> Iterator[str]:
+    """A line for each rung."""
+    yield "| rung | parameters | width × blocks, heads | context, tokens a step, steps | rates | seeds | runs | done |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, rung in RUNGS.items():
+        m, d = rung.model, rung.data
+        total, done = sum(len(u) for u in units(rung)), len(read(name))
+        yield (
+            f"| {name} | {rung.parameters:,} | {m.d_model} × {m.n_layers}, {m.n_heads} of {m.d_model // m.n_heads} | "
+            f"{d.context}, {d.batch * d.context:,}, {rung.steps:,} | {', '.join(f'{lr:g}' for lr in rung.lrs)} | "
+            f"{rung.seeds} | {total} | {done} |"
+        )
+
+
+def measured(question: Question, rung: str, spread: float | None) -> tuple[str, float | None]:
+    """The mean over seeds with its interval of 90 %, and the mean; of one seed by the spread of seeds below."""
+    found = list(values(question, rung, read(rung)).values())
+    if not found:
+        return "", None
+    mean = statistics.fmean(found)
+    if len(found) > 1:
+        spread = max(statistics.stdev(found), LEAST)
+    if spread is None:
+        return written(question, mean), mean
+    half = Z * spread / math.sqrt(len(found))
+    return f"{written(question, mean)} ({written(question, mean - half)} to {written(question, mean + half)})", mean
+
+
+def written(question: Question, value: float) -> str:
+    """A logit itself, a difference of losses with its sign."""
+    return f"{math.exp(value):,.3g}" if question.logits else f"{value:+.3f}".replace("-", "−")
+
+
+def predicted(rung: str) -> dict[str, list[dict[str, Any]]]:
+    """What was written before a rung's first run; of a rung that is not begun, the frozen laws alone."""
+    path = RESULTS / f"predicted-{rung}.json"
+    if path.exists():
+        return {name: own for name, own in read_json(path).items() if isinstance(own, list)}
+    return {name: [own] for name, own in read_json(RESULTS / "frozen-laws.json")[rung].items()}
+
+
+def rung_table(rung: str) -> Iterator[str]:
+    """Prediction beside result, question by question."""
+    yield "| question | frozen law | line through the rungs below | measured, 90 % | in the intervals |"
+    yield "|---|---|---|---|---|"
+    said = predicted(rung)
+    for question in QUESTIONS:
+        if question.role not in RUNGS[rung].roles:
+            continue
+        own = {p["source"]: p for p in said.get(question.name, [])}
+        texts = [
+            ""
+            if p is None
+            else f"{written(question, p['value'])} ({written(question, p['low'])} to {written(question, p['high'])})"
+            for p in (own.get("frozen law"), own.get("line"))
+        ]
+        text, mean = measured(question, rung, None)
+        held = (
+            []
+            if mean is None
+            else [f"{s}: {'yes' if p['low'] <= mean <= p['high'] else '**no**'}" for s, p in own.items()]
+        )
+        yield f"| {question.name} | {' | '.join(texts)} | {text} | {', '.join(held)} |"
+
+
+def stable_table(rows: Sequence[Row], rung: str) -> Iterator[str]:
+    """How many runs of each arm collapsed, or diverged, at each rate, and the mean loss."""
+    yield "| arm | " + " | ".join(f"LR {lr:g}" for lr in RUNGS[rung].lrs) + " | no collapse up to |"
+    yield "|---|" + "---|" * (len(RUNGS[rung].lrs) + 1)
+    for arm in ARMS:
+        cells = []
+        for lr in RUNGS[rung].lrs:
+            own = [r for r in rows if r["arm"] == arm and r["lr"] == lr]
+            losses = [r["val_loss"] for r in own if r["val_loss"] is not None]
+            lost, gone = (sum(r[name] for r in own) for name in ("collapsed", "diverged"))
+            mean = f"{statistics.fmean(losses):.3f}" if losses else "–"
+            cells.append(f"{mean}; {lost} of {len(own)} collapsed, {gone} diverged" if own else "")
+        if any(cells):
+            largest = largest_stable_lr([row for row in rows if row["arm"] == arm])
+            yield f"| {arm} | {' | '.join(cells)} | {'–' if largest is None else f'{largest:g}'} |"
+
+
+def page() -> str:
+    """The text of research/ladder.md."""
+    arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
+    lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms), "## Predictions and results", ""]
+    for rung in RUNGS:
+        rows, total = read(rung), sum(len(u) for u in units(RUNGS[rung]))
+        state = (
+            "not run yet"
+            if not rows
+            else "all runs done"
+            if len(rows) == total
+            else f"{len(rows)} of {total} runs done"
+        )
+        lines += [f"### {rung}: {state}", "", *rung_table(rung), ""]
+        if rows:
+            counted = statistics.fmean(r["bigrams"] for r in rows)
+            made = sorted(
+                {f"commit {r['commit']}, {r['cpu']}, {r['kernels']} kernels, torch {r['torch']}" for r in rows}
+            )
+            hours = sum(r["cpu_seconds"] for r in rows) / 3600
+            lines += [
+                f"Held-out loss in the mean, nats per byte. Counted bigrams of what a run reads: {counted:.3f}.",
+                "",
+                *stable_table(rows, rung),
+                "",
+                f"Made by {'; '.join(made)}; {hours:.1f} core-hours.",
+                "",
+            ]
+    held = [line for rung in RUNGS for line in rung_table(rung) if ": yes" in line or "**no**" in line]
+    if held:
+        yes, no = (sum(line.count(word) for line in held) for word in (": yes", "**no**"))
+        lines += [f"Of {yes + no} intervals {yes} held ({yes / (yes + no):.0%}; {LEVEL:.0%} are to).", ""]
+    lines += ["**Next:** [Claims](claims.md), or [the law of logits](results/drift-law.md)."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    write_text(PAGE, page())

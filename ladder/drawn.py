@@ -1,0 +1,190 @@
+"""The autopilot's drawn test: 40 settings at random from a stated space, two seeds each, the policy frozen as it is.
+
+    python -m ladder.drawn run [--work FOLDER] [--results FOLDER]    what is left; stops and goes on as the ladder does
+    python -m ladder.drawn judge                                     what the rows say, by the rule that stands here
+
+Everything here was committed before the first of its runs, and the settings are drawn by numpy from a seed: nothing was
+chosen. Whatever comes out stands. Foreign models are not in the space, for the lab does not train them, nor is SGD, of
+which no tuned rate is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ladder.rows import RESULTS, Row, append, number, read
+from ladder.run import Stop
+from qkeel.errors import RefusedError
+from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.train_runs import run
+from qkeel.metrics import exact_interval
+from qkeel.records import read_json, write_json
+from qkeel.records.made_on import made_on
+
+DRAW, FILE = RESULTS / "drawn-settings.json", "drawn"
+SEED, SETTINGS, SEEDS = 20261123, 40, (6000, 6001)
+ARMS = ("none", "frozen_qk", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=15", "autopilot")
+RIVALS = ARMS[2:5]  # remedies that are always on
+# The best rate of the transfer study, and that of Muon on the second test's grid, each for a width of 64.
+TUNED = {"adamw": 0.012, "muon": 0.02}
+MARGIN, KEPT = 0.02, 0.9
+BANDS = ((0.3, 1.0), (1.0, 3.16), (3.16, 10.0))
+
+
+def draw(rng: np.random.Generator) -> dict[str, Any]:
+    """One setting; the rate is a multiple of the tuned one, log-uniform from 0.3 to 10."""
+    optimizer = str(rng.choice(["adamw", "muon"], p=[0.7, 0.3]))
+    width, times = int(rng.choice([32, 48, 64, 96, 128])), float(10 ** rng.uniform(math.log10(0.3), 1.0))
+    return {
+        "width": width,
+        "blocks": int(rng.integers(1, 7)),
+        "block": str(rng.choice(["mha", "mla", "gau"], p=[0.7, 0.15, 0.15])),
+        "context": int(rng.choice([16, 32, 64, 128])),
+        "batch": int(rng.choice([4, 8, 16])),
+        "text": str(rng.choice(["stdlib", "topics"], p=[0.7, 0.3])),
+        "optimizer": optimizer,
+        "schedule": str(rng.choice(["constant", "cosine", "wsd"])),
+        "weight_decay": float(rng.choice([0.0, 0.1])),
+        "warmup": float(rng.choice([0.0, 0.1])),
+        "beta2": float(rng.choice([0.95, 0.99])),
+        "steps": int(rng.choice([100, 200, 300])),
+        "times": round(times, 3),
+        "lr": float(f"{TUNED[optimizer] * 64 / width * times:.3g}"),
+    }
+
+
+def drawn() -> list[dict[str, Any]]:
+    """All settings, in the order in which they are run."""
+    rng = np.random.default_rng(SEED)
+    return [draw(rng) for _ in range(SETTINGS)]
+
+
+def config(setting: Mapping[str, Any], arm: str, seed: int) -> RunConfig:
+    """The configuration of one run."""
+    block: Literal["mha", "mla", "gau"] = setting["block"]
+    heads = 1 if block == "gau" else setting["width"] // 16
+    return RunConfig(
+        model=ModelConfig(d_model=setting["width"], n_layers=setting["blocks"], n_heads=heads, block=block),
+        data=DataConfig(source=setting["text"], context=setting["context"], batch=setting["batch"]),
+        optim=OptimConfig(
+            name=setting["optimizer"],
+            lr=setting["lr"],
+            schedule=setting["schedule"],
+            weight_decay=setting["weight_decay"],
+            warmup=setting["warmup"],
+            beta2=setting["beta2"],
+        ),
+        remedy=arm,
+        seed=seed,
+        steps=setting["steps"],
+        log_every=10,
+        eval_sequences=128,
+        checkpoint_every=0,
+        device="cpu",
+        dtype="fp32",
+    )
+
+
+def row_of(i: int, setting: Mapping[str, Any], arm: str, seed: int, place: Path) -> Row:
+    """Trains one run, and returns its line; of a remedy that refuses the model the line has no loss."""
+    about = {"setting": i, "arm": arm, "seed": seed, "commit": made_on().get("commit", "")}
+    try:
+        done = run(config(setting, arm, seed), place, command="python -m ladder.drawn run")
+    except RefusedError as error:
+        return {**about, "refused": str(error)[:120], "val_loss": None, "collapsed": None, "touched": None}
+    found = done.summary()
+    acts = [e for e in done.events() if e.get("event") == "decision" and e.get("action") != "watch_closer"]
+    return {
+        **about,
+        **{name: number(found[name]) for name in ("val_loss", "init_loss", "max_abs_logit", "end_entropy")},
+        "collapsed": found["collapsed"],
+        "touched": bool(acts),
+        "cpu_seconds": found["cpu_seconds"],
+        "cpu": done.env()["cpu"],
+        "kernels": "compiled" if done.env()["compiled_kernels"] else "torch",
+    }
+
+
+def run_left(work: Path, results: Path, stop: Stop) -> None:
+    """Runs what is left, both seeds of a setting one after the other."""
+    done = {(r["setting"], r["arm"], r["seed"]) for r in read(FILE, results)}
+    for i, setting in enumerate(read_json(DRAW)["settings"]):
+        for seed in SEEDS:
+            for arm in ARMS:
+                if stop.asked:
+                    return
+                if (i, arm, seed) not in done:
+                    place = work / FILE / f"{i}-{arm.partition(':')[0]}-{seed}"
+                    append(FILE, [row_of(i, setting, arm, seed, place)], results)
+                    shutil.rmtree(place, ignore_errors=True)
+        print(f"drawn: {i + 1} of {SETTINGS}", flush=True)
+
+
+def gap(rows: Sequence[Row]) -> float | None:
+    """The autopilot's loss less that of the remedy that is best on the *other* seed, in the mean of both seeds."""
+    losses = {(r["arm"], r["seed"]): r["val_loss"] for r in rows if r["val_loss"] is not None}
+    gaps = []
+    for seed, other in (SEEDS, SEEDS[::-1]):
+        known = [arm for arm in RIVALS if (arm, other) in losses and (arm, seed) in losses]
+        if known and ("autopilot", seed) in losses:
+            best = min(known, key=lambda arm: losses[arm, other])
+            gaps.append(losses["autopilot", seed] - losses[best, seed])
+    return statistics.fmean(gaps) if len(gaps) == len(SEEDS) else None
+
+
+def judge(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What came out. Read alike: a goal is reached if its whole interval of 95 % is within it, missed if none of it is.
+
+    Kept: of the settings in which a run of none collapses those in which none of the autopilot's does; goal 90 %. Loss:
+    the gaps of settings, by bands of the rate as a multiple of the tuned one; goal a mean under 0.02 in every band.
+    Untouched: of the settings in which no run of none collapses those that were left alone; said, no goal.
+    """
+    by_setting = {i: [r for r in rows if r["setting"] == i] for i in range(len(settings))}
+    whole = {i: own for i, own in by_setting.items() if len(own) == len(ARMS) * len(SEEDS)}
+    lost = {arm: {i: any(r["collapsed"] for r in own if r["arm"] == arm) for i, own in whole.items()} for arm in ARMS}
+    hot = [i for i in whole if lost["none"][i]]
+    calm = [i for i in whole if not lost["none"][i]]
+    untouched = [i for i in calm if not any(r["touched"] for r in whole[i] if r["arm"] == "autopilot")]
+    found: dict[str, Any] = {
+        "settings": len(whole),
+        "kept": (sum(not lost["autopilot"][i] for i in hot), len(hot)),
+        "untouched": (len(untouched), len(calm)),
+    }
+    for low, high in BANDS:
+        gaps = [g for i, own in whole.items() if low <= settings[i]["times"] <= high and (g := gap(own)) is not None]
+        if len(gaps) > 5:
+            found[f"loss, {low:g} to {high:g} times the tuned rate"] = (
+                len(gaps), statistics.fmean(gaps), *exact_interval(gaps, 0.95)
+            )  # fmt: skip
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is left, or judges what is there."""
+    parser = argparse.ArgumentParser(prog="python -m ladder.drawn", description=__doc__)
+    parser.add_argument("what", choices=["run", "judge", "draw"])
+    parser.add_argument("--work", type=Path, default=Path("runs/ladder"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.what == "draw":
+        write_json(DRAW, {"seed": SEED, "settings": drawn()})
+    elif options.what == "run":
+        options.results.mkdir(parents=True, exist_ok=True)
+        run_left(options.work, options.results, Stop())
+    else:
+        for name, value in judge(read(FILE, options.results), read_json(DRAW)["settings"]).items():
+            print(name, value)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
+
+    python -m ladder.run [--rung 0.13M …] [--work FOLDER] [--results FOLDER]
+
+A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
+started again it goes on there, to the same numbers. Before the first run of a rung the prediction from the rungs below
+is written next to the results, and never changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ladder.plan import CORPUS, RUNGS, Point, units
+from ladder.predict import predictions
+from ladder.rows import RESULTS, Row, append, number, point, read
+from qkeel.errors import DataError
+from qkeel.lab.data.corpus import load
+from qkeel.lab.train_runs import Watcher, train_runs
+from qkeel.records import RunDirectory, write_json
+from qkeel.records.made_on import made_on
+
+
+class Stop:
+    """Becomes true when the process is asked to end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(kind, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+
+def row(of: Point, directory: Path) -> Row:
+    """The line of a finished run."""
+    place = RunDirectory(directory)
+    about, found, course = place.env(), place.summary(), list(place.metrics())
+    touched = sum(1 for event in place.events() if "resumed" not in str(event.get("event", "")))
+    return {
+        **dataclasses.asdict(of),
+        "steps": found["steps"],
+        **{name: number(found[name]) for name in ("val_loss", "init_loss", "max_abs_logit", "end_entropy")},
+        "bigrams": number(about["counted_bigrams"]),
+        "collapsed": found["collapsed"],
+        "diverged": found["steps"] < RUNGS[of.rung].steps or number(found["val_loss"]) is None,
+        "logits": [number(line["max_abs_logit"]) for line in course],
+        "losses": [number(line["train_loss"]) for line in course[1:]],
+        "acts": touched if of.arm == "autopilot" else 0,
+        "cpu_seconds": found["cpu_seconds"],
+        "stacked": about.get("stacked", 1),
+        "parameters": about["n_parameters"],
+        "commit": about.get("commit", ""),
+        "cpu": about["cpu"],
+        "kernels": "compiled" if about["compiled_kernels"] else "torch",
+        "torch": about["torch"],
+        "corpus": about["corpus"]["sha256"][:12],
+    }
+
+
+def folder(work: Path, of: Point) -> Path:
+    """Where a run trains."""
+    return work / of.rung / f"{of.arm}-{of.lr:g}-{of.seed}"
+
+
+def climb(names: Sequence[str], work: Path, results: Path, stop: Stop) -> int:
+    """Runs what is left of these rungs."""
+    watcher = Watcher(should_stop=lambda: stop.asked)
+    for name in names:
+        rung, rows = RUNGS[name], read(name, results)
+        check_text(rung.name)
+        done = {point(r) for r in rows}
+        predict_before(name, results, begun=bool(rows))
+        for unit in units(rung):
+            left = [p for p in unit if p not in done]
+            if not left:
+                continue
+            places = [folder(work, p) for p in left]
+            for path in places:
+                path.mkdir(parents=True, exist_ok=True)
+            try:
+                errors = train_runs([p.config for p in left], places, command="make ladder", watcher=watcher)
+            except KeyboardInterrupt:
+                print("stopped; started again it goes on", flush=True)
+                return 0
+            finished = [(p, at) for p, at, error in zip(left, places, errors) if error is None]
+            append(name, [row(p, at) for p, at in finished], results)
+            for _, at in finished:
+                shutil.rmtree(at)
+            for error in filter(None, errors):
+                raise error
+            done |= {p for p, _ in finished}
+            total = sum(len(u) for u in units(rung))
+            print(f"{name}: {len(done)} of {total}", left[0].arm, left[0].seed, flush=True)
+            if stop.asked:
+                return 0
+    return 0
+
+
+def check_text(name: str) -> None:
+    """Raises DataError where this Python has another text than the plan's."""
+    bytes_alone = dataclasses.replace(RUNGS[name].data, tokens="bytes", vocab_size=None)
+    if load(bytes_alone).sha256 != CORPUS:
+        raise DataError(f"the ladder is trained on the text of SHA-256 {CORPUS[:12]}…, which CPython 3.11.7 has")
+
+
+def predict_before(name: str, results: Path, *, begun: bool) -> None:
+    """Writes what the rungs below say of a rung that has no run yet; raises DataError where one below is not whole."""
+    path = results / f"predicted-{name}.json"
+    if path.exists():
+        return
+    if begun:
+        raise DataError(f"{name} has runs and no prediction: {path} is missing, and would be no prediction now")
+    names = list(RUNGS)
+    below = {other: read(other, results) for other in names[: names.index(name)]}
+    for other, rows in below.items():
+        if len({point(r) for r in rows}) < sum(len(u) for u in units(RUNGS[other])):
+            raise DataError(f"{other} is not finished; the prediction of {name} is made of it")
+    found = predictions(name, below)
+    about = {question: [dataclasses.asdict(p) for p in own] for question, own in found.items()}
+    write_json(path, {"commit": made_on().get("commit", ""), "rows": {n: len(r) for n, r in below.items()}, **about})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is left."""
+    parser = argparse.ArgumentParser(prog="python -m ladder.run", description=__doc__)
+    parser.add_argument("--rung", nargs="*", choices=list(RUNGS), default=list(RUNGS), help="sizes, the smallest first")
+    parser.add_argument("--work", type=Path, default=Path("runs/ladder"), help="folder of runs that are under way")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of rows")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options.results.mkdir(parents=True, exist_ok=True)
+    return climb(options.rung, options.work, options.results, Stop())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The drawn test: the committed draw is the code's, every setting can be trained, and verdicts follow from rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ladder import drawn
+from ladder.rows import read
+
+from qkeel.lab.model.build_model import check, resolve
+from qkeel.records import read_json
+
+
+def test_the_committed_draw_is_that_of_the_code() -> None:
+    assert read_json(drawn.DRAW) == {"seed": drawn.SEED, "settings": drawn.drawn()}
+    assert len(drawn.drawn()) == 40
+    assert all(0.3 <= setting["times"] <= 10 for setting in drawn.drawn())
+
+
+def test_every_setting_can_be_trained_with_the_autopilot_and_without_a_remedy() -> None:
+    for setting in drawn.drawn():
+        for arm in ("none", "frozen_qk", "autopilot"):
+            check(resolve(drawn.config(setting, arm, 6000)))
+
+
+def test_a_run_becomes_a_row_and_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [{**drawn.drawn()[0], "steps": 2, "width": 32, "blocks": 1, "block": "mha", "context": 16, "batch": 4}]
+    monkeypatch.setattr(drawn, "read_json", lambda _: {"settings": small})
+
+    class Never:
+        asked = False
+
+    drawn.run_left(tmp_path / "work", tmp_path, Never())  # type: ignore[arg-type]
+    found = read("drawn", tmp_path)
+    assert [(r["arm"], r["seed"]) for r in found] == [(arm, s) for s in drawn.SEEDS for arm in drawn.ARMS]
+    assert all(r["val_loss"] for r in found)
+    monkeypatch.setattr(drawn, "row_of", lambda *_: pytest.fail("a finished run was run again"))
+    drawn.run_left(tmp_path / "work", tmp_path, Never())  # type: ignore[arg-type]
+
+
+def rows(i: int, losses: dict[str, tuple[float, float]], lost: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    return [
+        {"setting": i, "arm": arm, "seed": seed, "val_loss": own[k], "collapsed": arm in lost, "touched": False}
+        for arm, own in losses.items()
+        for k, seed in enumerate(drawn.SEEDS)
+    ]
+
+
+def test_the_rival_is_the_best_of_the_other_seed() -> None:
+    losses = dict.fromkeys(drawn.ARMS, (3.0, 3.0))
+    losses |= {"qk_norm": (2.0, 2.5), "lalr:tau=0.1": (2.2, 2.1), "autopilot": (2.3, 2.4)}
+    # On the first seed the rival is lalr, best on the second, and the other way round.
+    assert drawn.gap(rows(0, losses)) == pytest.approx(((2.3 - 2.2) + (2.4 - 2.5)) / 2)
+
+
+def test_a_setting_counts_as_kept_and_gaps_fall_into_bands() -> None:
+    even = dict.fromkeys(drawn.ARMS, (2.0, 2.0))
+    settings = [{"times": 0.5 + i / 100} for i in range(8)]
+    table = [row for i in range(8) for row in rows(i, even, lost=("none",) if i < 3 else ())]
+    found = drawn.judge(table, settings)
+    assert found["kept"] == (3, 3)
+    assert found["untouched"] == (5, 5)
+    assert found["loss, 0.3 to 1 times the tuned rate"] == (8, 0.0, 0.0, 0.0)
+    assert drawn.judge(table[1:], settings)["settings"] == 7, "a setting with a run missing is not judged"

@@ -1,0 +1,142 @@
+"""Batches without sequences or tokens are skipped and counted; of one token a sequence, attention has no choice."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.sites import Tap
+
+from .small import Block, batch, small
+
+
+class TorchAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Written(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = qkeel.nn.Attention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
+MODELS: dict[str, Any] = {"sdpa": small, "torch's": TorchAttention, "written": Written, "own": Own}
+EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
+
+
+def trained(make: Any, shapes: list[tuple[int, int]], watch: bool, **how: Any) -> tuple[Any, Any, list[str]]:
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = qkeel.watch(model, optimizer, **how) if watch else None
+        for i, (b, t) in enumerate(shapes):
+            model(batch(i, b, t)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, monitor, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+@pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
+    make: Any, shape: tuple[int, int], where: int
+) -> None:
+    shapes = [(2, 4)] * 5
+    shapes[where] = shape
+    model, monitor, said = trained(make, shapes, True)
+    plain, *_ = trained(make, shapes, False)
+    assert said == []
+    assert monitor.active
+    assert monitor.empty_passes == 1
+    assert monitor.history.steps.tolist() == [i for i in range(5) if i != where]
+    monitor.remove()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("remedy", ["qk_clip:threshold=0.5", "lalr:tau=0.1"])
+def test_a_remedy_on_steps_outlives_an_empty_batch(remedy: str, shape: tuple[int, int]) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = qkeel.apply(remedy, model, optimizer, example=batch(0))
+        for i, (b, t) in enumerate([(2, 4), shape, (2, 4)]):
+            model(batch(i, b, t)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    handle.remove()
+
+
+class Experts(nn.Module):
+    """Two attentions of which the second gets the sequences that begin with a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0, 0] > 0
+        out = x.clone()
+        out[~chosen], out[chosen] = self.first(x[~chosen]), self.second(x[chosen])
+        return out
+
+
+def test_an_expert_without_sequences_is_not_measured_in_that_pass() -> None:
+    model, x = Experts(), batch(0, 4, 5)
+    x[:2, 0, 0], x[2:, 0, 0] = -1.0, 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Tap(model) as tap:
+            model(x)
+            assert set(tap.read()) == {"first", "second"}
+            model(x[:2])
+            assert set(tap.read()) == {"first"}
+        with Tap(model, due=lambda *_: "bracket"):
+            model(x[:2])
+
+
+@pytest.mark.parametrize("stats", [True, "entropy"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_one_token_a_sequence_raises_no_alarm(make: Any, stats: Any) -> None:
+    _, monitor, said = trained(make, [(2, 1)] * 3, True, stats=stats)
+    assert len(monitor.history) == 3
+    assert said == []
+    assert monitor.alarms == []
+
+
+@pytest.mark.parametrize("stats", [True, "entropy"])
+def test_attention_to_one_of_many_keys_still_raises_it(stats: Any) -> None:
+    torch.manual_seed(0)
+    model = small()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.q.weight.mul_(300)
+            block.k.weight.mul_(300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = qkeel.watch(model, stats=stats)
+        model(batch(0, 2, 64))
+    assert any("one key takes all" in str(alarm) for alarm in monitor.alarms)

@@ -1,0 +1,93 @@
+"""What stands in torch.utils.checkpoint's names while a search runs is for the thread that searches alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+
+from qkeel.patching.checkpointing import CheckpointedParts
+
+NAME = "_checkpoint_without_reentrant_generator"
+
+
+def gradient(reentrant: bool) -> Tensor:
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4, requires_grad=True)
+    checkpointing.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    return layer[0].weight.grad.clone()
+
+
+def in_a_thread(act: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_another_thread_trains_with_checkpoints_while_a_search_runs(reentrant: bool) -> None:
+    expected, found = gradient(reentrant), []
+    with CheckpointedParts().noticed():
+        in_a_thread(lambda: found.append(gradient(reentrant)))
+    assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_searches_that_end_in_any_order_leave_torch_as_it_was(order: tuple[int, int]) -> None:
+    before = getattr(checkpointing, NAME)
+    threads = [threading.Event() for _ in range(2)]
+    begun = [threading.Event() for _ in range(2)]
+
+    def search(i: int) -> None:
+        with CheckpointedParts().noticed():
+            begun[i].set()
+            threads[i].wait(60)
+
+    running = [threading.Thread(target=search, args=(i,)) for i in range(2)]
+    for i, thread in enumerate(running):
+        thread.start()
+        begun[i].wait(60)
+    for i in order:
+        threads[i].set()
+        running[i].join(60)
+    assert getattr(checkpointing, NAME) is before
+    assert "apply" not in vars(checkpointing.CheckpointFunction)
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_a_module_that_copies_the_name_during_a_search_runs_torch_s_own_later() -> None:
+    with CheckpointedParts().noticed():
+        copy = getattr(checkpointing, NAME)
+    parts = CheckpointedParts()
+    original = getattr(checkpointing, NAME)
+    try:
+        setattr(checkpointing, NAME, copy)
+        assert torch.equal(gradient(False), gradient(True))
+        with parts.noticed():
+            checkpointing.checkpoint(nn.Linear(4, 4), torch.randn(2, 4), use_reentrant=False)
+        assert parts.any
+        assert torch.equal(gradient(False), gradient(True))
+    finally:
+        setattr(checkpointing, NAME, original)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_search_parts_are_noticed(reentrant: bool) -> None:
+    parts = CheckpointedParts()
+    with parts.noticed():
+        checkpointing.checkpoint(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), use_reentrant=reentrant)
+    assert parts.any

@@ -1,0 +1,132 @@
+"""A watched model that several threads call at once: passes that overlap are not measured, and one warning says so."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+
+import qkeel
+
+
+class Gated(nn.Module):
+    """Attention whose pass waits in the middle, as each thread says."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention: Any = qkeel.nn.Attention(32, 4) if own else nn.MultiheadAttention(32, 4, batch_first=True)
+        self.own, self.gates = own, threading.local()
+
+    def forward(self, x: Tensor) -> Tensor:
+        vars(self.gates).get("before", lambda: None)()
+        y = self.attention(x) if self.own else self.attention(x, x, x, need_weights=False)[0]
+        vars(self.gates).get("gate", lambda: None)()
+        return y
+
+
+def largest(model: nn.Module, x: Tensor) -> list[float]:
+    with qkeel.watch(model) as monitor:
+        model(x)
+    (stats,) = monitor.read().values()
+    return stats.max_logit.tolist()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_pass_that_began_first_is_measured_alone(own: bool) -> None:
+    model = Gated(own).train()
+    a, b = torch.randn(2, 8, 32), 3 * torch.randn(2, 8, 32)
+    expected = largest(model, a)
+    assert largest(model, b) != expected
+    inside, over = threading.Event(), threading.Event()
+    modes: dict[str, object] = {}
+
+    def first() -> None:
+        model.gates.gate = lambda: (inside.set(), over.wait(60))
+        model(a)
+        modes["first"] = _get_current_function_mode()
+
+    def second() -> None:
+        inside.wait(60)
+        model(b)
+        modes["second"] = _get_current_function_mode()
+        over.set()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = qkeel.watch(model)
+        run([first, second])
+        (stats,) = monitor.read().values()
+        assert stats.max_logit.tolist() == expected
+        model(b)
+        (stats,) = monitor.read().values()
+        assert stats.max_logit.tolist() != expected
+        monitor.remove()
+    assert modes == {"first": None, "second": None}
+    assert ["several threads call Gated at once" in str(w.message) for w in caught] == [True]
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+
+
+def test_a_pass_that_ends_after_another_began_leaves_nothing_behind() -> None:
+    model = Gated(False).train()
+    x = torch.randn(2, 8, 32)
+    entered, over = threading.Event(), threading.Event()
+
+    def first() -> None:
+        model.gates.gate = lambda: entered.wait(60)
+        model(x)
+        over.set()
+
+    def second() -> None:
+        model.gates.before = entered.set
+        model.gates.gate = lambda: over.wait(60)
+        model(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = qkeel.watch(model)
+        first_thread = threading.Thread(target=first)
+        first_thread.start()
+        run([second])
+        first_thread.join(60)
+        monitor.remove()
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+
+
+def test_a_thread_that_ended_in_the_middle_of_a_pass_blocks_no_other() -> None:
+    model, x = Gated(False).train(), torch.randn(2, 8, 32)
+    expected = largest(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = qkeel.watch(model)
+
+        def stop() -> None:
+            raise SystemExit
+
+        def ended() -> None:
+            model.gates.gate = stop
+            with suppress(SystemExit):
+                model(x)
+
+        run([ended])
+        monitor.read()
+        model(x)
+        (stats,) = monitor.read().values()
+        monitor.remove()
+    assert stats.max_logit.tolist() == expected
+
+
+def run(acts: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()

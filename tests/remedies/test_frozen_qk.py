@@ -1,0 +1,129 @@
+"""frozen_qk leaves all that makes queries and keys bit for bit, and everything else steps as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import qkeel
+from qkeel.lab import RunConfig, run
+from qkeel.lab.config import OptimConfig
+from qkeel.lab.train_runs import train_runs
+from qkeel.lab.training.checkpoint import read_checkpoint
+from qkeel.lab.training.run_state import RunState
+from qkeel.nn import Decoder
+from qkeel.records import RunDirectory
+
+from .models import attention, decoder, gradients, mla, step_by, tokens, train
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "fused adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.3, weight_decay=0.5, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.3, weight_decay=0.1),
+    "not linear in its rate": lambda m: torch.optim.Rprop(m.parameters(), lr=0.3),
+}
+
+
+def moved(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    """The parameters of which any number changed."""
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of all parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_weights_and_biases_of_q_and_k_stay_bit_for_bit_and_the_others_step_as_without_it(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    model, free = attention(torch.float32, bias=True), attention(torch.float32, bias=True)
+    optimizer, other, before = make(model), make(free), values(model)
+    qkeel.apply("frozen_qk", model, optimizer)
+    for grads in gradients(model, 10):
+        step_by(model, optimizer, grads)
+        step_by(free, other, grads)
+    frozen = {f"{side}_proj.{part}" for side in "qk" for part in ("weight", "bias")}
+    assert moved(model, before) == before.keys() - frozen
+    assert moved(free, before) == before.keys()
+    for name in before.keys() - frozen:
+        assert torch.equal(model.get_parameter(name), free.get_parameter(name)), name
+
+
+def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
+    model = decoder(spec=qkeel.preset("qwen3"))
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
+    with qkeel.apply("frozen_qk", model, optimizer):
+        train(model, optimizer, 3)
+    stay = {name for name in before if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))}
+    assert len(stay) == 8
+    assert moved(model, before) == before.keys() - stay
+    train(model, optimizer, 1)  # the handle is gone
+    assert moved(model, before) == before.keys()
+
+
+def test_of_a_fused_projection_the_rows_and_biases_of_values_step() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    optimizer, before = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1), values(layer)
+    example = torch.randn(2, 5, 16)
+    with qkeel.apply("frozen_qk", layer, optimizer, example=example):
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(example).square().sum().backward()
+            optimizer.step()
+    for name in ("self_attn.in_proj_weight", "self_attn.in_proj_bias"):
+        now, then = layer.get_parameter(name), before[name]
+        assert torch.equal(now[:32], then[:32])
+        assert (now[32:] != then[32:]).all()
+
+
+def test_every_weight_of_a_latent_logit_stays() -> None:
+    model = mla()
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
+    on_logit = {s.parameter for site in qkeel.find_sites(model) for s in (*site.query, *site.key)}
+    qkeel.apply("frozen_qk", model, optimizer)
+    for grads in gradients(model, 3):
+        step_by(model, optimizer, grads)
+    shared = moved(model, before) & on_logit  # the latent of keys also makes values: its rows for keys stay
+    assert not shared, shared
+
+
+def test_it_changes_the_run_and_not_the_start(tmp_path: Path) -> None:
+    config = RunConfig(steps=30, optim=OptimConfig(lr=0.1), device="cpu", eval_sequences=8)
+    plain = run(config, tmp_path / "plain").summary()
+    frozen = run(RunConfig.from_dict({**config.to_dict(), "remedy": "frozen_qk"}), tmp_path / "frozen").summary()
+    assert frozen["init_loss"] == plain["init_loss"]
+    assert frozen["val_loss"] != plain["val_loss"]
+    assert frozen["max_abs_logit"] < plain["max_abs_logit"] / 3
+
+
+def test_in_a_stack_of_runs_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
+    configs = [
+        RunConfig(steps=12, optim=OptimConfig(lr=lr, weight_decay=0.1), remedy="frozen_qk", seed=3, device="cpu")
+        for lr in (0.01, 0.3)
+    ]
+    folders = [tmp_path / str(i) for i in range(2)]
+    assert train_runs(configs, folders) == [None, None]
+    start = RunState(configs[0]).model
+    for folder in folders:
+        tensors = read_checkpoint(RunDirectory(folder)).tensors
+        names = [name for name, _ in start.named_parameters() if "q_proj" in name or "k_proj" in name]
+        assert len(names) == 4
+        for name, p in start.named_parameters():
+            assert torch.equal(tensors[f"model.{name}"], p) == (name in names), name
+
+
+def test_remove_leaves_no_hook() -> None:
+    model: Decoder = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with qkeel.apply("frozen_qk", model, optimizer):
+        assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+        model(tokens())
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks

@@ -1,0 +1,165 @@
+"""`make suites`: runs peers' own tests, and writes the table of outcomes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "gpt2", "bert", "t5", "gemma2", "qwen3", "vit")
+MODES = {
+    "qkeel": '`attn_implementation="qkeel"` in the place of "sdpa"',
+    "watched": "every model watched, all statistics",
+}
+# They compile, need the hub, a GPU or several processes.
+LEFT_OUT = (
+    "not compile and not export and not Integration and not pipeline and not multi_gpu and not flash and not fsdp"
+)
+
+_INTRODUCTION = """# Peers' own tests
+
+`make suites` runs the tests of other projects with qkeel in them and writes this page. A test counts as *the same*
+where it has the outcome that it has without qkeel, on the same machine in the same run.
+
+- transformers: its modelling tests, from a checkout or an unpacked sdist that `QKEEL_TRANSFORMERS` names, of the
+  version that is installed; once as they are, once with qkeel's attention wherever the tests would use "sdpa", once
+  with each outermost call of a model watched.
+- torch: the OpInfo samples of `scaled_dot_product_attention`, without dropout, in four dtypes: outputs, strides, errors
+  and gradients of `qkeel.nn.functional_attention` against torch's function.
+- torch.optim: every optimizer of `optim_db` with all its sets of arguments, on a layer of attention, under `lalr` and
+  `qk_clip`. *Not run*: the optimizer alone fails on this layer, or ends with weights that are not finite.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is asked for; 1 where anything differs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.suites", description=__doc__)
+    parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="checkout or sdist")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
+    parser.add_argument("--timeout", type=float, default=3000.0, help="seconds of one family in one mode")
+    parser.add_argument("--out", type=Path, default=Path("internals/suites.md"))
+    given = parser.parse_args(arguments)
+    wanted = given.only or ["transformers", "samples", "optimizers"]
+    lines, wrong = [_INTRODUCTION, _versions(), ""], 0
+    for part, run in (("transformers", _transformers), ("samples", _samples), ("optimizers", _optimizers)):
+        if part in wanted:
+            found, differing = run(given)
+            lines += [*found, ""]
+            wrong += differing
+            given.out.write_text("\n".join(lines).rstrip("\n") + "\n")
+    print(f"{given.out}: {wrong} outcomes differ")
+    return int(wrong > 0)
+
+
+def _versions() -> str:
+    import torch
+    import transformers
+
+    return f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, on a CPU."
+
+
+def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
+    lines = ["## transformers", ""]
+    if not given.transformers:
+        return [*lines, "Not run: `QKEEL_TRANSFORMERS` names no checkout."], 0
+    lines += [
+        "| family | tests that pass without qkeel | with | the same | qkeel's part | others |",
+        "|---|---|---|---|---|---|",
+    ]
+    wrong, told = 0, []
+    for family in given.families:
+        plain = _tested(given, family, "plain")
+        if isinstance(plain, str):
+            lines.append(f"| {family} | not run: {plain} | | | | |")
+            wrong += 1
+            continue
+        passed = [test for test, outcome in plain["outcomes"].items() if outcome == "passed"]
+        for mode, words in MODES.items():
+            found = _tested(given, family, mode)
+            if isinstance(found, str):
+                lines.append(f"| {family} | {len(passed)} | {words} | not run: {found} | | |")
+                wrong += 1
+                continue
+            same = sum(found["outcomes"].get(test) == "passed" for test in passed)
+            other = [test for test in passed if found["outcomes"].get(test, "not reached") != "passed"]
+            seen = ", ".join(f"{count:,} {what}" for what, count in sorted(found["seen"].items())) or "none"
+            lines.append(f"| {family} | {len(passed)} | {words} | {same} | {seen} | {len(other)} |")
+            wrong += len(other)
+            told += [f"- {t.rpartition('::')[2]} ({family}, {mode}): {_reason(found, t)}" for t in other]
+    return [*lines, "", *(told or (["No test differs."] if not wrong else []))], wrong
+
+
+def _reason(found: dict[str, Any], test: str) -> str:
+    return (
+        found["reasons"]
+        .get(test, found["outcomes"].get(test, "not reached before the time was over"))
+        .replace("|", "/")
+    )
+
+
+def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any] | str:
+    """The outcomes of a family's tests; in words where pytest itself fails."""
+    home = Path(given.transformers).absolute()
+    file = home / "tests" / "models" / family / f"test_modeling_{family}.py"
+    if not file.exists():
+        return "the checkout has no such file"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcomes.json"
+        paths = [str(home), str(Path.cwd()), str(Path.cwd() / "src")]
+        environment = {
+            **os.environ, "QKEEL_SUITE": mode, "QKEEL_SUITE_OUT": str(out), "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "tests.suites.plugin", "-k", LEFT_OUT,
+            "-p", "no:cacheprovider", "--rootdir", str(home), str(file),
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, env=environment, cwd=home, timeout=given.timeout, check=False, capture_output=True, text=True
+            )
+        except subprocess.TimeoutExpired:
+            return f"not over after {given.timeout:g} s"
+        if out.exists() and (found := json.loads(out.read_text()))["outcomes"]:
+            return found
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
+        return f"pytest ended with {done.returncode}: {said[-1][:160]}".replace("|", "/")
+
+
+def _samples(given: argparse.Namespace) -> tuple[list[str], int]:
+    from tests.suites.operator_samples import outcomes
+
+    asked, same, different = outcomes()
+    lines = ["## torch's samples of scaled_dot_product_attention", "", "| what | asked | the same |", "|---|---|---|"]
+    lines += [f"| {what} | {count} | {same[what]} |" for what, count in asked.items()]
+    lines += ["", *(f"- {c.what} of {c.sample}: {c.difference}" for c in different)]
+    return lines if different else [*lines, "No sample differs."], len(different)
+
+
+def _optimizers(given: argparse.Namespace) -> tuple[list[str], int]:
+    from tests.suites.optimizers import verdicts
+
+    found = list(verdicts())
+    lines = ["## torch's optimizers under remedies on steps", ""]
+    lines += ["| optimizer | remedy | right | refused | not run | wrong |", "|---|---|---|---|---|---|"]
+    for name, remedy in dict.fromkeys((v.optimizer, v.remedy) for v in found):
+        counts = Counter(v.verdict for v in found if (v.optimizer, v.remedy) == (name, remedy))
+        cells = " | ".join(str(counts[kind]) for kind in ("right", "refused", "not run", "wrong"))
+        lines.append(f"| {name} | `{remedy}` | {cells} |")
+    told = dict.fromkeys(
+        f"- {v.optimizer}, `{v.remedy}`: {v.verdict}: {v.said}" for v in found if v.verdict == "refused"
+    )
+    wrong = [f"- {v.optimizer} ({v.arguments}), `{v.remedy}`: wrong: {v.said}" for v in found if v.verdict == "wrong"]
+    return [*lines, "", *wrong, *told], len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A pytest plugin for transformers' own tests: qkeel's attention in the place of "sdpa", or every model watched.
+
+The variable QKEEL_SUITE says which: "plain", "qkeel" or "watched". At the end QKEEL_SUITE_OUT gets a JSON object: the
+outcome of each test, and how many calls of attention, or of models, qkeel took part in.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_MODE, _OUT = os.environ.get("QKEEL_SUITE", "plain"), os.environ.get("QKEEL_SUITE_OUT", "")
+_outcomes: dict[str, str] = {}
+_reasons: dict[str, str] = {}
+_seen: Counter[str] = Counter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Puts qkeel where the suite asks for torch's attention, or around each model's outermost call."""
+    warnings.filterwarnings("ignore", module="qkeel")
+    {"plain": lambda: None, "qkeel": _attend, "watched": _watch}[_MODE]()
+
+
+def _attend() -> None:
+    from transformers.modeling_utils import PreTrainedModel
+
+    from qkeel.integrations import register_attention, transformers_attention
+
+    name = register_attention()
+    inner = transformers_attention.functional_attention
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _seen["calls of qkeel's attention"] += 1
+        return inner(*args, **kwargs)
+
+    transformers_attention.functional_attention = counted  # type: ignore[assignment]
+    original = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(original)
+    def chosen(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        found = original(self, requested, *args, **kwargs)
+        return name if found == "sdpa" else found
+
+    PreTrainedModel.get_correct_attn_implementation = chosen  # type: ignore[method-assign]
+
+
+def _watch() -> None:
+    from transformers.modeling_utils import PreTrainedModel
+
+    import qkeel
+
+    inside = [False]
+    original = PreTrainedModel.__call__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside[0]:
+            return original(self, *args, **kwargs)
+        inside[0] = True
+        try:
+            with qkeel.watch(self) as monitor:
+                out = original(self, *args, **kwargs)
+                _seen["watched calls of models" if monitor.active else "monitors that switched themselves off"] += 1
+                return out
+        finally:
+            inside[0] = False
+
+    PreTrainedModel.__call__ = watched  # type: ignore[method-assign]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes the worst outcome of a test's phases."""
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes[report.nodeid] = report.outcome
+        if report.outcome == "failed":
+            _reasons[report.nodeid] = str(report.longrepr).strip().splitlines()[-1][:200]
+
+
+def pytest_sessionfinish() -> None:
+    """Writes what was seen."""
+    if _OUT:
+        Path(_OUT).write_text(json.dumps({"outcomes": _outcomes, "reasons": _reasons, "seen": _seen}))
