@@ -19,13 +19,11 @@ Run = dict[str, str]
 _HEAD = """# The second test of the autopilot
 
 Written from the lines of the runs by the command below; a test compares. What the autopilot does when:
-[autopilot](autopilot.md).
+[autopilot](../docs/guides/autopilot.md).
 
 ```sh
 {command}
 ```
-
-Terms used here: collapse, remedy ([glossary](glossary.md)).
 
 {what}
 

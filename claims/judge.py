@@ -136,9 +136,9 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def counted(judged: Sequence[Judged]) -> str:
-    """The verdicts on claims of the sources, and those on questions of ours, apart."""
+    """The verdicts on published claims, and those on our own questions."""
     theirs, ours = ([one for one in judged if one.claim.ours == mine] for mine in (False, True))
-    return f"Of {len(theirs)} claims of the sources: {tally(theirs)}. Of {len(ours)} questions of ours: {tally(ours)}."
+    return f"Of {len(theirs)} published claims: {tally(theirs)}. Of our own {len(ours)} questions: {tally(ours)}."
 
 
 def page(results: Results) -> str:

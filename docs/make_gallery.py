@@ -275,10 +275,9 @@ def page() -> str:
     """The text of docs/gallery.md."""
     head = (
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` makes this page. "
-        "Pictures follow the scheme of the site, light or dark.\n\nTerms used here: remedy, study, "
-        "alarm ([glossary](glossary.md)).\n\n"
+        "Pictures follow the scheme of the site, light or dark.\n\n"
     )
-    end = "\n**Next:** make one of your own script: [watch your script](watch-tutorial.md).\n"
+    end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"
     return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end
 
 

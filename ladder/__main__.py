@@ -14,7 +14,7 @@ from ladder.rows import RESULTS, Row, read, values
 from qkeel.metrics import largest_stable_lr
 from qkeel.records import read_json, write_text
 
-PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
+PAGE = Path(__file__).parents[1] / "research" / "ladder.md"
 _HEAD = """# The ladder: does it hold at 124 million?
 
 Everything on the page of [claims](claims.md) comes from 131,000 parameters. This page asks the same of 1, 10 and 124
@@ -24,8 +24,6 @@ are not done say so.
 
 **What was known when the plan was written:** every result of the claims, the laws and their audit, all of them at
 widths 16 to 256. No run of the ladder. Its seeds, from 5000 on, were in no study.
-
-Terms used here: collapse, remedy, paired gain ([glossary](glossary.md)).
 
 ## Plan
 

@@ -13,6 +13,7 @@ from claims.__main__ import columns, configured, joined, main, whole_seeds
 from claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
 from claims.judge import HERE, PAGE, counted, differences, judge, page
 from claims.measures import MEASURES
+from claims.site_page import SITE, short, site_page
 from claims.studies import CORPORA, STUDIES
 from claims.table import CLAIMS, EVERY
 
@@ -31,13 +32,13 @@ KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
 # What other documents say, and the claim and verdict that it follows from; figures in braces are those of the effect.
 SENTENCES: tuple[tuple[str, str, str, str], ...] = (
     (
-        "README.md",
+        "docs/what-we-found.md",
         "ends {mean:.3f} nats ahead of no remedy",
         "QK-norm trains better at a high learning rate (LR 0.1)",
         "reproduced",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "(0.01) it costs {mean:.3f} nats at this size, which is not decided",
         "QK-norm costs nothing at a healthy rate (LR 0.01)",
         "undecided",
@@ -48,33 +49,33 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
         "QK-norm costs nothing at a healthy rate (LR 0.01)",
         "undecided",
     ),
-    ("README.md", "QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1", "reproduced"),
+    ("docs/what-we-found.md", "QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1", "reproduced"),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "It allows 3 times the rate or more",
         'QK-norm allows 3 times the rate or more ("up to 3× in some cases")',
         "reproduced",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "as a power of the summed learning rate, not exponentially",
         "Logits grow exponentially in steps, rather than as a power of Σlr (R², LR 0.1)",
         "contradicted",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "Within 150 steps the loss does not diverge",
         "… and the loss diverges, to that of initialisation or worse (LR 0.1, within 150 steps)",
         "contradicted",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "A softcap does not hold the logits that enter it",
         "Softcapping holds the logits that enter the cap under 100 (LR 0.1)",
         "contradicted",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "Mixing text and images makes logits grow at a high rate",
         "Mixing text and images makes logits grow (against text alone, LR 0.1)",
         "reproduced",
@@ -135,8 +136,8 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "research/precision.md",
-        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean, but by "
-        "seed they range too widely to decide",
+        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean, but "
+        "by seed they range too widely to decide",
         "Without a remedy fp16 overflows: steps are skipped (LR 0.3)",
         "undecided",
     ),
@@ -216,12 +217,22 @@ def results() -> dict[str, Any]:
 
 def test_the_page_says_what_the_committed_results_say() -> None:
     assert page(results()) == PAGE.read_text(encoding="utf-8"), "run make claims"
+    assert site_page(results()) == SITE.read_text(encoding="utf-8"), "run make claims"
+
+
+def test_a_short_source_is_names_and_year() -> None:
+    assert short("Henry et al., Query-Key Normalization for Transformers, 2020") == "Henry et al. 2020"
+    assert short("an introduction to QK-norm, 2025") == "an introduction to QK-norm 2025"
+    assert (
+        short("our own question; the norm: Henry et al., Query-Key Normalization, 2020")
+        == "our own question; Henry et al. 2020"
+    )
 
 
 def test_sentences_of_other_documents_follow_from_verdicts() -> None:
     """Who changes a verdict finds here what else says so."""
     judged = judge(results())
-    assert counted(judged[: len(CLAIMS)]) in text_of("README.md")
+    assert counted(judged[: len(CLAIMS)]) in text_of("docs/what-we-found.md")
     for file, sentence, claim, verdict in SENTENCES:
         (found,) = [one for one in judged if one.claim.text == claim]
         assert found.verdict.strip("*") == verdict, f"{file} says: {sentence}"
@@ -243,7 +254,7 @@ def test_the_range_of_the_cost_of_qk_norm_in_the_readme_is_that_of_the_tables_of
                 gains.setdefault((width, depth), []).append(pair[0] - pair[1])
     means = [float(np.mean(own)) for own in gains.values()]
     said = f"it ranges from a cost of {-min(means):.3f} to a gain of {max(means):.3f}"
-    assert f"over thirteen sizes {said}" in text_of("README.md")
+    assert f"over thirteen sizes {said}" in text_of("docs/what-we-found.md")
     assert len(means) == 13
 
 
