@@ -81,7 +81,7 @@ PAGES = (
     Picture(
         "autopilot",
         "The same script with an autopilot",
-        "The interventions on the course of the logits, each with its reason and its effect.",
+        "The actions of the autopilot on the curve of the logits, each with its reason and its effect.",
         (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
