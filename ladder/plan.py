@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 
@@ -194,11 +194,11 @@ COOL, WARM = (
     {"slope": 0.03, "scatter": 0.05, "margin": LOSS_MARGIN},
 )
 # The frozen law of logits has a coefficient of 1.5 on ln width and 0.3 on ln blocks: about 0.7 per unit of ln N.
-LOGITS = {"slope": 0.7, "scatter": 0.5, "margin": LOGIT_MARGIN}
+LOGITS: dict[str, Any] = {"slope": 0.7, "scatter": 0.5, "margin": LOGIT_MARGIN}
 
 
 def _differences(pairs: Sequence[tuple[str, str]], role: Role) -> Iterator[Question]:
-    known = COOL if role == "tuned" else WARM
+    known: dict[str, Any] = {**(COOL if role == "tuned" else WARM)}
     for left, right in pairs:
         yield Question(name=f"{left} - {right}, {role}", left=left, right=right, role=role, **known)
 

@@ -114,11 +114,12 @@ def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong
 
 
 HOT = """
+torch.manual_seed(0)
 net = Net(2)
 with torch.no_grad():
     for layer in net.layers:
-        layer.qkv.weight.mul_(300)
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        layer.qkv.weight.mul_(40)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
 train(net, optimizer, 3)
 """
 

@@ -38,6 +38,12 @@ PAGES = [
 OTHERS = {
     *(
         "accelerate launch",
+        "pip install .",
+        "attn/max_logit",
+        "attn/layer_00/max_logit",
+        "per_layer=False",
+        "train/",
+        "qkeel-runs/train_gpt/report.html",
         "fit",
         "prepare",
         "plugins: [my_plugins.Watch]",

@@ -84,7 +84,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "modes",
         (
-            "torch.overrides: _get_current_function_mode, _pop_mode, _push_mode",
+            "torch.overrides: _get_current_function_mode, _pop_mode, _push_mode, _pop_torch_function_stack, "
+            "_push_on_torch_function_stack",
             "to turn a mode off while a watched function runs, and to end one that is not the innermost",
             "sites of flex_attention and flash-attn, and watching after an interrupt",
         ),
@@ -118,8 +119,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
         (
             "torch.nn.Module: _forward_pre_hooks, _forward_hooks, _forward_hooks_with_kwargs, "
-            "_forward_hooks_always_called",
-            "to find hooks of qkeel, and to remove those that a model registered in a probe's pass",
+            "_forward_hooks_always_called, _forward_pre_hooks_with_kwargs",
+            "to hook many modules for one pass, to find hooks of qkeel, and to remove those that a model registered in "
+            "a probe's pass",
             "two watchers of one model, and finding sites without a trace",
         ),
     ),

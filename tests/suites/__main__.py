@@ -113,13 +113,14 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
         return "the checkout has no such file"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        paths = [str(home), str(Path.cwd()), str(Path.cwd() / "src")]
+        # Not the folder above: its `tests` would stand in the place of the checkout's.
+        paths = [str(home), str(Path(__file__).parent), str(Path.cwd() / "src")]
         environment = {
             **os.environ, "QKEEL_SUITE": mode, "QKEEL_SUITE_OUT": str(out), "PYTHONPATH": os.pathsep.join(paths),
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "tests.suites.plugin", "-k", LEFT_OUT,
+            sys.executable, "-m", "pytest", "-q", "-p", "peer_plugin", "-k", LEFT_OUT,
             "-p", "no:cacheprovider", "--rootdir", str(home), str(file),
         ]  # fmt: skip
         try:

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("expecttest")  # which torch's own tests need
+
 import torch
 from tests.suites import __main__ as suites
 from tests.suites import operator_samples, optimizers

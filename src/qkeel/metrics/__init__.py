@@ -2,8 +2,8 @@
 
 from qkeel.metrics.bootstrap import bootstrap_interval
 from qkeel.metrics.divergence import distance, divergence_rate
-from qkeel.metrics.health import LAYER_ENTROPY, Health, Status, judged
 from qkeel.metrics.exact_interval import common_level, exact_interval, nominal
+from qkeel.metrics.health import LAYER_ENTROPY, Health, Status, judged
 from qkeel.metrics.logit_errors import FRACTION_BITS, fused_logit_error, stored_logit_error
 from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects, planned_power
 from qkeel.metrics.run_scalars import (

@@ -106,7 +106,15 @@ class Monitor(Handle):
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
             due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
-            tap = Tap(one, due=due, measure=calls.call, measure_rows=rows, keeps=True, guard=self._guard)
+            tap = Tap(
+                one,
+                due=due,
+                measure=calls.call,
+                measure_rows=rows,
+                measure_plain=calls.plain,
+                keeps=True,
+                guard=self._guard,
+            )
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)

@@ -61,6 +61,11 @@ def with_tangents() -> bool:
     return inside or forward_ad._current_level >= 0
 
 
+def transformed_now() -> bool:
+    """True if a torch.func transform or forward-mode differentiation is under way."""
+    return get_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def transformed() -> bool:
     """True if a torch.func transform, forward-mode differentiation, export or trace is under way."""
     # What is exported or traced runs elsewhere, in programs that do not have qkeel's operators.

@@ -16,9 +16,16 @@ from torch.nn.modules import module as calls
 
 from qkeel.errors import caution
 from qkeel.handle import Handle
-from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, running_frames, uncompiled
+from qkeel.patching.compiler_state import (
+    compiler_loaded,
+    is_compiled,
+    recomputing,
+    run_uncompiled,
+    running_frames,
+    uncompiled,
+)
 from qkeel.patching.guard import Guarded
-from qkeel.patching.module_tables import hooks_before, store_whole, store_without
+from qkeel.patching.module_tables import ModuleTree, hooks_before, store_whole, store_without
 from qkeel.patching.parallel_training import inferring_shapes
 
 _OVERLAP = (
@@ -57,6 +64,7 @@ class ForwardPasses(Handle):
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
         self._before, self._after, self._guard = before, after, guard
+        self._tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
         self._lock, self._warned = threading.Lock(), False  # of the two
@@ -92,7 +100,7 @@ class ForwardPasses(Handle):
         if elsewhere:
             self._tell_overlap()
         elif self._depth == 1:
-            compiled = compiled or any(map(is_compiled, self.model.modules()))
+            compiled = compiled or self._tree.any_compiled() or any(map(is_compiled, self._wrappers()))
             self._guard(self._before, args, kwargs, compiled)
 
     def _in_another_thread(self) -> bool:
@@ -127,6 +135,10 @@ class ForwardPasses(Handle):
         """An interrupt leaves a pass without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
             self._end(None, failed=True)
+
+    def _wrappers(self) -> list[nn.Module]:
+        """The modules of the model that torch.compile returned."""
+        return [m for _, m in self._tree.of_kind(torch._dynamo.OptimizedModule)] if compiler_loaded() else []
 
     def _here(self) -> bool:
         return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ def base_of(view: Tensor) -> Tensor | None:
 def version_of(x: Tensor) -> int:
     """The number of times that the tensor was written to in place."""
     return x._version
+
+
+def writes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Of each tensor the same number, and where its numbers lie."""
+    return [(x._version, x.data_ptr()) for x in tensors]
 
 
 def is_wrapper(x: Tensor) -> bool:

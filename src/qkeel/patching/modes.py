@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import abc
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _pop_torch_function_stack,
+    _push_mode,
+    _push_on_torch_function_stack,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.module_tables import put_hooks
 from qkeel.patching.parallel_training import collective_of
 
 Function = Callable[..., Any]
@@ -41,6 +50,7 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         super().__init__()
         self.guard = guard
         self.inside = 0  # calls under way that are wanted
+        self.only: frozenset[Function] | None = None  # while it is set, no other function is of interest
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -61,6 +71,8 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.only is not None and func not in self.only:
+            return func(*args, **kwargs)
         if func in _ASKED or not (wanted := self.guard(self.wanted, func, args, kwargs)):
             return func(*args, **kwargs)
         more = None
@@ -175,3 +187,73 @@ def leave(mode: FunctionMode) -> None:
     finally:
         for other in reversed(inner):
             _push_mode(other)
+
+
+class ModeInModules:
+    """A function mode that is entered in the calls of some modules only, each time that one begins, and left at its
+    end.
+
+    The rest of a pass runs as it does without a mode. The modules carry hooks from `attach` until its stack is closed;
+    they act in the thread that attached them. Which functions are of interest in each module is set as the mode's
+    `only`.
+
+    Args:
+        mode: what is entered; its `begin` is called by `attach`, once.
+        modules: by name the module, and the functions that are of interest in it, None for all.
+        before, after: called as a module's call begins and ends, with its name, the module and the call's arguments.
+    """
+
+    def __init__(
+        self,
+        mode: FunctionMode,
+        modules: Mapping[str, tuple[torch.nn.Module, frozenset[Function] | None]],
+        before: Callable[[str, torch.nn.Module, Args, Kwargs], None] = lambda *_: None,
+        after: Callable[[torch.nn.Module], None] = lambda _: None,
+    ) -> None:
+        self._mode, self._modules, self._before, self._after = mode, modules, before, after
+        self._entered: list[frozenset[Function] | None] = []  # the mode's `only` around each call that is under way
+        self._thread = threading.get_ident()
+
+    def attach(self, undo: ExitStack) -> None:
+        """Hooks onto the modules until `undo` is closed."""
+        self._mode.begin(undo)
+        undo.callback(self._leave_all)
+        tables = []
+        undo.callback(lambda: [table.pop(self, None) for table in tables])
+        for name, (module, only) in self._modules.items():
+            before = functools.partial(self._enter, name, only)
+            tables += put_hooks(module, self, before, self._exit)
+
+    def _enter(
+        self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._entered.append(self._mode.only)
+        self._mode.only = only
+        self._before(name, module, args, kwargs)
+        _push_on_torch_function_stack(self._mode)
+
+    def _exit(self, module: torch.nn.Module, args: object, output: object) -> None:
+        if threading.get_ident() != self._thread or not self._entered:
+            return
+        if (top := _pop_torch_function_stack()) is not self._mode:  # somebody forgot to leave a mode of theirs
+            _push_mode(top)
+            _take_off(self._mode)
+        self._mode.only = self._entered.pop()
+        self._after(module)
+
+    def _leave_all(self) -> None:
+        """Where an interrupt has ended the pass, no hook was called."""
+        while self._entered:
+            _take_off(self._mode)
+            self._mode.only = self._entered.pop()
+
+
+def _take_off(mode: FunctionMode) -> None:
+    """Takes a mode off the stack of modes, where it is the innermost but for those that somebody forgot to leave."""
+    top = _pop_torch_function_stack() if _get_current_function_mode() is not None else None
+    if top is mode or top is None:
+        return
+    _take_off(mode)
+    _push_mode(top)

@@ -60,11 +60,72 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
+def put_hooks(
+    module: nn.Module, key: object, before: Callable[..., None] | None, after: Callable[..., None]
+) -> list[dict[Any, Any]]:
+    """Puts a hook before and one after the module's forward, under a key of the caller's own; returns the tables that
+    hold the key now, to be taken out of. For many modules a step: torch's own registration takes ten times as long.
+
+    before(module, args, kwargs) comes before all other hooks; with it after(module, args, output) is called after an
+    exception too.
+    """
+    tables: list[Any] = [module._forward_hooks]
+    module._forward_hooks[key] = after  # type: ignore[index]
+    if before is not None:
+        first, named, always = (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )
+        first[key] = before  # type: ignore[index]
+        first.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        named[key] = always[key] = True  # type: ignore[index]
+        tables += [first, named, always]
+    return tables
+
+
 def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
     """Removes the hooks after the module's forward but for those whose numbers are `kept`."""
     for number in [number for number in module._forward_hooks if number not in kept]:
         for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
             table.pop(number, None)
+
+
+class ModuleTree:
+    """The modules of a model with their names, walked again only where something in the tree is another than before.
+
+    To compare the tree takes no call of Python for a module, to walk it ten.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._named: list[tuple[str, nn.Module]] = []
+        self._tables: list[dict[str, Any]] = []
+        self._held: list[tuple[object, ...]] = []
+        self._of_kind: dict[object, list[tuple[str, nn.Module]]] = {}
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """Every module once, with its name, as `named_modules()` gives them."""
+        if not self._held or [*map(tuple, map(dict.items, self._tables))] != self._held:
+            self._named = [*self._model.named_modules()]
+            tables = [module._modules for _, module in self._named]
+            self._of_kind.clear()
+            if all(isinstance(table, dict) for table in tables):  # those of scripted modules are not
+                self._tables, self._held = tables, [*map(tuple, map(dict.items, tables))]
+            else:
+                self._tables, self._held = [], []
+        return self._named
+
+    def of_kind(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """Those that are of one of these classes."""
+        named = self.named()
+        if kinds not in self._of_kind:
+            self._of_kind[kinds] = [(name, module) for name, module in named if isinstance(module, kinds)]
+        return self._of_kind[kinds]
+
+    def any_compiled(self) -> bool:
+        """Returns whether the `compile()` of one of the modules was called."""
+        return any([module._compiled_call_impl is not None for _, module in self.named()])  # noqa: C419
 
 
 @final

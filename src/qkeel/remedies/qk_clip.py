@@ -15,7 +15,7 @@ from qkeel.errors import RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.stats.per_head import stats_of_rows
+from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.guard import Guard
 from qkeel.remedies.base import Heads, Target
@@ -27,7 +27,7 @@ from qkeel.remedies.steps.logit_shares import LogitShare, logit_shares
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
-from qkeel.sites.calls.logit_statistics import maxima
+from qkeel.sites.calls.logit_statistics import SiteStats, find_maxima
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
@@ -170,7 +170,13 @@ class _Clip:
     def __init__(self, remedy: QKClip, target: Target, plan: _Plan, optimizer: Optimizer) -> None:
         self.remedy, self.sites, self.plan = remedy, target.sites, plan
         self.tap = Tap(
-            target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, guard=Guard(_OFF)
+            target.model,
+            when_training=True,
+            parts=True,
+            measure=find_maxima,
+            measure_rows=find_kernel_rows,
+            measure_plain=find_plain_extremes,
+            guard=Guard(_OFF),
         )
         self.tap.sites.extend(target.sites)
         self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # no other is clipped
@@ -179,19 +185,22 @@ class _Clip:
         self._warned = False
         self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
-        self._maxima: dict[str, Tensor] | None = None  # of the passes since the last step, once they were asked for
+        self._seen: SiteStats | None = None  # of the passes since the last step, once they were asked for
         self.shared = SharedMaxima(target, optimizer, self.maxima)
 
     def maxima(self) -> dict[str, Tensor]:
         """Those of the passes since the last step."""
-        if self._maxima is None:
-            self._maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
-        return self._maxima
+        return self._passes().field("max_logit")
+
+    def _passes(self) -> SiteStats:
+        if self._seen is None:
+            self._seen = SiteStats.of(self.tap.read())
+        return self._seen
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clip by the maxima since the last step that was taken."""
-        infinite, maxima = found_inf(optimizer), self.maxima()
-        if not maxima and not self._warned and self.tap.active:
+        infinite, seen = found_inf(optimizer), self._passes()
+        if not seen and not self._warned and self.tap.active:
             self._warned = True
             caution(
                 "qk_clip saw no attention call in training mode between two steps of the optimizer, so nothing was "
@@ -199,9 +208,9 @@ class _Clip:
             )
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
         usual = infinite is None and not self.shared.several and self.kept is None
-        if not usual or any(map(self._over, maxima.values())):
+        if not usual or any([self._over(block.joint.max_logit) for block in seen.blocks]):  # noqa: C419
             self._clip(optimizer, infinite)
-        self._maxima = None
+        self._seen = None
 
     def _over(self, top: Tensor) -> bool:
         """True if a head is over the threshold, or cannot be read without waiting."""
@@ -210,7 +219,7 @@ class _Clip:
 
     @torch.no_grad()
     def _clip(self, optimizer: Optimizer, infinite: Tensor | None) -> None:
-        if not self.maxima() and self.kept is None and not self.shared.several:
+        if not self._passes() and self.kept is None and not self.shared.several:
             return
         row = self.shared.over_all()
         if self._spared is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,37 +10,68 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
+from qkeel.kernels.native import logit_pass
+from qkeel.kernels.stats.found import Found
+from qkeel.kernels.stats.per_head import find_plain_rows
+from qkeel.nn import functional_attention
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.guard import Guard, in_this_thread
-from qkeel.patching.modes import Args, Kwargs, leave
-from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
+from qkeel.patching.modes import Args, Function, Kwargs, ModeInModules, leave
+from qkeel.patching.module_tables import ModuleTree
+from qkeel.sites.calls.head_layout import Layout
+from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
-from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX
+from qkeel.sites.see.intercept import Interceptor, Sighting, name_of
+from qkeel.sites.see.running_modules import Frame, tensors
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
+Plain = Callable[[Tensor, Tensor, float, bool], Found | None]
 Phase = Literal["train", "eval"]
 Look = Literal["statistics", "bracket", "nothing"]
-Measure = Callable[[Seen], LogitStats | None]
-MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
+Measure = Callable[[Seen], Found | LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
+
+# By name the modules in which attention was seen, and the functions of torch that show it, None for any.
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _NOTHING: Look = "nothing"
 _SELDOM = 17  # a prime: batches of kinds that take turns are all met
+_FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
+# The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
+_LOCAL: dict[str, frozenset[Function] | None] = {
+    "scaled_dot_product_attention": _FUSED,
+    "multi_head_attention_forward": _FUSED,
+    "softmax": None,
+    **dict.fromkeys(FLASH_AND_FLEX, frozenset()),
+}
 
 _OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on unwatched"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What is known of some sites: those that were described by hand, and by name the layouts of scores and the numbers
+    of query and key heads."""
+
+    sites: list[AttentionSite]
+    described: list[AttentionSite]
+    layouts: Mapping[str, Layout]
+    key_heads: Mapping[str, tuple[int, int]]
 
 
 class Visitor:
@@ -65,24 +97,37 @@ class Visitor:
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
 
-    Statistics are computed under no_grad, from tensors the forward pass makes anyway; nothing is changed. In eager
-    mode a function mode is entered around the pass (own modules report themselves). Compiled code must not have one
-    around it, so there the pass is run once more beforehand, eagerly, without gradients, its random streams and
-    buffers put back: it costs one more forward pass.
+    Statistics are computed under no_grad, from tensors the forward pass makes anyway; nothing is changed. qkeel's own
+    modules report themselves. Other attention of eager code is found by a function mode around the whole pass; where it
+    is known, the mode is entered in the calls of the modules that have attention only, and the whole pass is searched
+    again now and then (see `places`). Compiled code must not have a mode around it, so there the pass is run once more
+    beforehand, eagerly, without gradients, its random streams and buffers put back: it costs one more forward pass.
 
     The same goes for modules of torch whose fast path in evaluation a function mode would turn off: its results would
     differ in the last bits. And where no sites are known, the first measured pass is preceded by one that shows whether
     there is attention inside torch.jit.script or torch.func.vmap, which is then seen operator by operator.
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
-    exception nothing is. `due(training, compiled)` says what to measure in a pass: "bracket" is a bound on the largest
-    logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
-    calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
-    `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
-    last is kept, for `look_again`. `own_alone`: the model's maker knows that it has no attention but of
-    qkeel's own modules, and nothing else is looked for. `guard` warns once of a fault in the tap and switches it off.
-    With `when_training` passes in eval mode are not measured. Passes over an empty batch, of no sequences or of no
-    tokens, are not measured either; `empty` counts them.
+    exception nothing is. Passes over an empty batch, of no sequences or of no tokens, are not measured either; `empty`
+    counts them.
+
+    Args:
+        model: what is watched.
+        when_training: passes in eval mode are not measured.
+        parts: own modules report calls that are made outside a pass of the model too, by who calls its parts one by
+        one. due: due(training, compiled) says what to measure in a pass: "bracket" is a bound on the largest logit, see
+            BracketMode.
+        measure: what is found of a call.
+        measure_rows: the same where the kernel reports what it found of each row.
+        measure_plain: the same of a call of torch's own function without a mask at a site that is known, of q, k, scale
+            and causality; None where it does not do with these.
+        keeps: the batch of the training pass seen last is kept, for `look_again`.
+        guard: warns once of a fault in the tap and switches it off.
+
+    Attributes:
+        visitor: sees the passes that are measured too.
+        own_alone: the model's maker knows that it has no attention but of qkeel's own modules; nothing else is looked
+        for.
     """
 
     def __init__(
@@ -92,18 +137,23 @@ class Tap(Handle):
         when_training: bool = False,
         parts: bool = False,
         due: Callable[[bool, bool], Look] | None = None,
-        measure: Measure = statistics,
+        measure: Measure = find,
         measure_rows: MeasureRows | None = None,
+        measure_plain: Plain | None = None,
         keeps: bool = False,
         guard: Guard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
+        self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
         self.visitor = Visitor()
         self.sites = Sites()  # those that are known: how to see them
+        self._known: _Known | None = None
         self.latest: LastPass | None = None  # of those in training
         self._keeps = keeps
-        self.own_alone, self.others = False, False  # others: attention that is not of qkeel's modules was seen
+        self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
+        self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
+        self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.empty = 0  # passes over an empty batch
         self.compiled = False  # whether any pass so far ran compiled code
@@ -114,6 +164,7 @@ class Tap(Handle):
         self._running: _Pass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self.model = self._forwards.inner
+        self.tree = ModuleTree(self.model)
         super().__init__(self._detach)
         self.guard.off += [self.remove, self._forwards.remove]
         self._parts: list[tuple[SpecModule, Connection]] = []
@@ -127,19 +178,34 @@ class Tap(Handle):
         """The phase of a pass that ran now."""
         return "train" if self.model.training else "eval"
 
-    def looks_for_others(self, phase: Phase) -> bool:
-        """Returns whether the pass that begins, of a model with modules of qkeel's, is searched for other attention.
+    def places(self, phase: Phase) -> Places | None:
+        """Where attention that is not of qkeel's modules is looked for in the pass that begins; None for everywhere.
 
-        That costs a callback per operator: two passes are searched, and one in 17 from then on until one has some.
+        To look everywhere costs a callback per function of torch: two passes are searched so, and one in 17 from then
+        on; and the pass after one in which a module that has attention showed none.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
-        return not self.own_alone and (self.others or n < 2 or n % _SELDOM == 0)
+        if self.own_alone:
+            return {}
+        others = self._searched.get(phase) is not self.tree.named()  # modules that came, or took another's place
+        return None if others or n < 2 or n % _SELDOM == 0 else self._places[phase]
+
+    def searched(self, phase: Phase, places: Places | None) -> None:
+        """Notes where the pass that was searched as a whole had attention, besides where earlier ones had some; None
+        where the next one must be searched too."""
+        if places is not None:
+            same = self._searched.get(phase) is self.tree.named()
+            for name, (module, only) in (self._places[phase] or {}).items() if same else ():
+                places[name] = module, _either(only, places[name][1]) if name in places else only
+            if not places and not self.tree.of_kind(SpecModule):
+                places = None  # there was none: it may come anywhere
+        self._places[phase], self._searched[phase] = places, self.tree.named()
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""
-        return bool(self._stats[phase].stats)
+        return bool(self._stats[phase])
 
-    def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
+    def read(self, phase: Phase | None = None) -> SiteStats:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
 
         Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there
@@ -196,12 +262,26 @@ class Tap(Handle):
         """True if some attention is seen only operator by operator, as inside torch.jit.script."""
         return bool(self._below) or any(site.below for site in self.sites)
 
+    @property
+    def known(self) -> _Known:
+        """What is known of the sites, gathered again where they are others."""
+        sites = [*self.sites]
+        if self._known is None or self._known.sites != sites:
+            self._known = _Known(
+                sites=sites,
+                described=[site for site in self.sites if site.description is not None],
+                layouts={site.name: site.layout for site in self.sites if site.layout is not None},
+                key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
+            )
+        return self._known
+
     def _look_below(self, args: Args, kwargs: Kwargs) -> None:
         """Before the first measured pass: find out by an extra one what a function mode would not see, as
         `find_sites` does. Where sites are known, they say it; own modules report themselves. Not where others would
         have to wait for a pass that fails here."""
-        known = spread(self.model) or any(site.description is None for site in self.sites)
-        if self._below is not None or known or any(isinstance(m, SpecModule) for m in self.model.modules()):
+        if self._below is not None or any([site.description is None for site in self.sites]):  # noqa: C419
+            return
+        if spread(self.model) or self.tree.of_kind(SpecModule):
             return
         below: list[bool] = []
         note = lambda sighting: below.append(sighting.below)  # noqa: E731
@@ -223,11 +303,15 @@ class Tap(Handle):
         if is_empty(args, kwargs):
             self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
-        extra = compiled or _takes_fast_path(self.model)
+        extra = compiled or _takes_fast_path(self.tree)
         if look == "bracket" and not extra:
             self._running = mode = BracketMode(self.guard)
-            mode.__enter__()
-            self._forwards.around.callback(leave, mode)
+            places = self._places[phase]
+            if places and not self.tree.of_kind(SpecModule):
+                ModeInModules(mode, places).attach(self._forwards.around)
+            else:
+                mode.__enter__()
+                self._forwards.around.callback(leave, mode)
         if look == "statistics":
             self._running = running = _Pass(self, phase)
             if not self.visitor.before(args, kwargs):
@@ -268,6 +352,7 @@ class Tap(Handle):
         elif look.error is not None:
             raise look.error
         else:
+            look.over()
             self._stats[look.phase].update(look.sites)
             self.visitor.after(look.phase, output, self.has(look.phase))
 
@@ -296,35 +381,69 @@ class _Pass:
         self.phase: Phase = phase
         self.sites = SiteStatistics()
         self.error: Exception | None = None
+        self.watcher: Interceptor | None = None
+        self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
         visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
-        own = False
-        for name, module in self.tap.model.named_modules():
-            if isinstance(module, SpecModule):
-                own = True
-                observer = self._observer(name)
-                module.observers.append(observer)
-                around.callback(module.observers.remove, observer)
-        if not own or self.tap.looks_for_others(self.phase):
-            interceptor = Interceptor(
-                self.tap.model,
-                self._foreign,
-                guard=self.tap.guard,
-                dispatch=self.tap.sees_operators,
-                rows=self.tap.measure_rows is not None and self.kept is None,
-                described=[site for site in self.tap.sites if site.description is not None],
-                layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
-            )
-            interceptor.maxima = self.tap.measure is maxima  # nothing else of a call is read
-            interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
-            if call is not None:
-                interceptor.stack.begun(call[0], dict(call[1]))
-            interceptor.__enter__()
-            around.callback(leave, interceptor)
+        own = self.tap.tree.of_kind(SpecModule)
+        for name, module in own:
+            assert isinstance(module, SpecModule)
+            observer = self._observer(name)
+            module.observers.append(observer)
+            around.callback(module.observers.remove, observer)
+        only_in = self.tap.places(self.phase) if self.kept is None else None
+        if only_in == {} and (own or self.tap.own_alone):
+            return
+        self.watcher = interceptor = Interceptor(
+            self.tap.model,
+            self._foreign,
+            guard=self.tap.guard,
+            dispatch=self.tap.sees_operators,
+            rows=self.tap.measure_rows is not None and self.kept is None,
+            described=self.tap.known.described,
+            layouts=self.tap.known.layouts,
+            only_in=only_in,
+        )
+        interceptor.maxima = self.tap.measure is find_maxima  # nothing else of a call is read
+        interceptor.key_heads = self.tap.known.key_heads
+        if call is not None and only_in is None:
+            interceptor.stack.begun(call[0], dict(call[1]))
+        if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
+            interceptor.plain = self._plain
+        interceptor.look(around)
+
+    def over(self) -> None:
+        """The pass went through: what it says of where the next one is to be looked at."""
+        watcher = self.watcher
+        if watcher is None or self.kept is not None:
+            return
+        if not watcher.whole:
+            if 0 in [frame.calls for frame in watcher.called_in]:
+                self.tap.searched(self.phase, None)  # its attention is computed otherwise now
+            return
+        local = not (watcher.hidden or self.tap.sees_operators)
+        for name, place in self.places.items():
+            # Attention of qkeel's modules inside is not to be taken for the module's own.
+            if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
+                self.places[name] = None
+        self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
+
+    def _note_place(self, sighting: Sighting) -> None:
+        """Notes in which module attention was seen, and by which function."""
+        layout, name = sighting.layout, sighting.frame.name
+        known = layout is None or (layout == self.tap.known.layouts.get(sighting.name) and not layout.guess)
+        if sighting.below or sighting.headless or not name or not known or sighting.how not in _LOCAL:
+            self.places[name] = None
+        else:
+            only = _LOCAL[sighting.how]
+            if name not in self.places:
+                self.places[name] = sighting.frame.module, only
+            elif (old := self.places[name]) is not None:
+                self.places[name] = old[0], _either(old[1], only)
 
     def _observer(self, name: str) -> Observer:
         see = in_this_thread(functools.partial(self.tap.guard, self._own, name))
@@ -339,10 +458,22 @@ class _Pass:
     def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
         self._own(name, call, lambda _: measure(call, rows))
 
+    def _plain(self, frame: Frame, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
+        """Takes a call of torch's own function into account; returns whether that could be done so."""
+        measure = self.tap.measure_plain
+        if measure is None or not self.tap.active or extra_of_another(self.tap):
+            return False
+        found = measure(q, k, scale, causal)
+        if found is None:
+            return False
+        self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
+        return True
+
     def _foreign(self, sighting: Sighting) -> None:
         if not self.tap.active:
             return
-        self.tap.others = True
+        if self.watcher is None or self.watcher.whole:
+            self._note_place(sighting)
         self.tap.tell_guess(sighting)
         rows, reads, measure = sighting.rows, self.tap.measure_rows, None
         if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):
@@ -408,8 +539,12 @@ def _key_heads(site: AttentionSite) -> tuple[int, int]:
     return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
 
 
-def _takes_fast_path(model: nn.Module) -> bool:
+def _either(one: frozenset[Function] | None, other: frozenset[Function] | None) -> frozenset[Function] | None:
+    """The functions of interest where both are; None for any."""
+    return None if one is None or other is None else one | other
+
+
+def _takes_fast_path(tree: ModuleTree) -> bool:
     """True if torch may run parts of it by the one operator that computes a whole layer in evaluation."""
-    return torch.backends.mha.get_fastpath_enabled() and any(
-        isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
-    )
+    layers = tree.of_kind(nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    return bool(layers) and torch.backends.mha.get_fastpath_enabled() and any(not m.training for _, m in layers)

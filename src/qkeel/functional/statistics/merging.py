@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -43,8 +44,12 @@ def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rules: Mapping[str,
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
     """The fields of some statistics that are tensors, by name."""
-    fields = ((field.name, getattr(stats, field.name)) for field in dataclasses.fields(stats))
-    return {name: value for name, value in fields if isinstance(value, Tensor)}
+    return {name: x for name in _field_names(type(stats)) if isinstance(x := getattr(stats, name), Tensor)}
+
+
+@functools.cache
+def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple([field.name for field in dataclasses.fields(kind)])
 
 
 def _merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:

@@ -121,10 +121,10 @@ class RowStats:
         return cls(**{**fields, "n_keys": none, "n_products": none})  # type: ignore[arg-type]
 
     @classmethod
-    def cat(cls, parts: list[RowStats]) -> RowStats:
-        """Rows one after the other."""
+    def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
+        """Rows one after the other; in dimension 1 the heads of several calls."""
         each = [tensors(part) for part in parts]
-        return cls(**{name: torch.cat([part[name] for part in each], dim=2) for name in each[0]})
+        return cls(**{name: torch.cat([part[name] for part in each], dim=dim) for name in each[0]})
 
 
 def extreme_logits(z: Tensor, seen: Seen, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
@@ -313,7 +313,9 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
     norm = norm.masked_fill(~seen, 0.0)
     count = seen.sum((0, 2))
     edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
-    bins = list(zip(edges, [*edges[1:], None]))
+    # Bins that begin after the last key hold nothing.
+    edges = edges[: 1 + sum(edge < norm.shape[2] for edge in edges[1:])]
+    bins = list(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else norm.shape[2]]))
     if of_key is not None and of_key.numel():
         offset = _offsets(seen, of_key)
         inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
@@ -326,6 +328,8 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
         norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
         sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
         counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
+    left = (0, POSITION_BINS - len(edges))
+    sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
     return {
         "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
         "key_norm_max": norm.amax((0, 2)),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
+import functools
 
-from qkeel.functional.statistics.rows import RowStats
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain, reads
+from qkeel.kernels.native.operator import STORED, WIDEST, OperatorSource, is_plain, reads
 from qkeel.spec.band_call import BandCall
 from qkeel.spec.call import AttentionCall
 
 _MASKS = (torch.bool, *STORED)
-_FIELDS = (
+_PLAIN = (Tensor, nn.Parameter)
+FIELDS = (
     "max_logit",
     "min_logit",
     "capped_max",
@@ -32,8 +34,9 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor |
 
 def rows_of(
     call: AttentionCall, threshold: float
-) -> tuple[RowStats, Float[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
-    """Returns the RowStats of a call, its query norms and its key norms; None for calls that the pass does not compute.
+) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
+    """Returns FIELDS and the query norms of all rows, how many keys each sees, and the key norms; None for calls that
+    the pass does not compute.
 
     It computes softmax over keys with or without a cap, a position that folds into q and k, no token classes; float32,
     bfloat16 and float16 on a CPU; head_dim a multiple of 8; keys whose positions ascend, or do not matter.
@@ -41,15 +44,12 @@ def rows_of(
     given = _arguments(call)
     if given is None:
         return None
-    cap = call.spec.cap.limit or 0.0
-    rows, n_keys, key_norms = torch.ops.qkeel_native.logit_rows(*given, cap, threshold)
-    *fields, query_norms = rows.unbind()
-    # The products q·k are those of all visible pairs.
-    return RowStats(**dict(zip(_FIELDS, fields)), n_keys=n_keys, n_products=n_keys), query_norms, key_norms
+    return torch.ops.qkeel_native.logit_rows(*given, call.spec.cap.limit or 0.0, threshold)
 
 
-def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
-    """Returns the largest and the smallest logit over rows that count; None for the same calls as `rows_of`."""
+def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"]] | None:
+    """Returns the largest and the smallest logit of each row, -inf and inf of one that does not count; None for the
+    same calls as `rows_of`."""
     given = _arguments(call)
     if given is None:
         return None
@@ -57,7 +57,43 @@ def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor,
     if call.query_mask is not None:
         out = ~call.query_mask[:, None]
         top, low = top.masked_fill(out, -torch.inf), low.masked_fill(out, torch.inf)
-    return top.amax((0, 2)), low.amin((0, 2))
+    return top, low
+
+
+def plain_rows(
+    q: Tensor, k: Tensor, scale: float, causal: bool, threshold: float
+) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
+    """The same as `rows_of` where `reads_plain` is true of the call: no mask, no position, no cap."""
+    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return torch.ops.qkeel_native.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
+
+
+def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
+    """The same as `extremes_of` of such a call."""
+    given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
+    return torch.ops.qkeel_native.logit_extremes.default(q.detach(), k.detach(), *given)
+
+
+def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Returns whether the operators read q [b h t d] and k [b g s d] of a call without a mask; it is not asked whether
+    they are ready. What `reads` says, without a call of Python's for each: it is asked at every call of every layer."""
+    a, b = q.shape, k.shape
+    if len(a) != 4 or len(b) != 4 or a[0] != b[0] or a[3] != b[3] or (causal and a[2] != b[2]) or a[1] % b[1]:
+        return False
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and q.dtype in STORED and q.dtype == k.dtype):
+        return False
+    return q.is_cpu and k.is_cpu and not q.is_nested and a[3] % 8 == 0 and 0 < a[3] <= WIDEST and 0 not in (*a, *b)
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_arguments(
+    b: int, h: int, t: int, scale: float, causal: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    scales = torch.full((), scale, dtype=torch.float32, device="cpu").expand(b, h, t)
+    if not causal:
+        return scales, None, None, None
+    place = torch.arange(t, device="cpu")[None]
+    return scales, torch.zeros_like(place), place + 1, None
 
 
 def bracket_of(
@@ -148,7 +184,7 @@ def _visibility(call: AttentionCall) -> Visibility | None:
 
 
 def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.new_empty(len(_FIELDS) + 1, *q.shape[:3], dtype=torch.float32)
+    rows = q.new_empty(len(FIELDS) + 1, *q.shape[:3], dtype=torch.float32)
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 

@@ -23,7 +23,7 @@ from qkeel.kernels.native.build import opened
 from qkeel.patching.compiler_state import constant_when_compiled, transformed
 
 STORED = (torch.float32, torch.bfloat16, torch.float16)  # what operators read; they compute in float32
-_WIDEST = 1024  # WIDEST in the sources
+WIDEST = 1024  # WIDEST in the sources
 _LOADING = threading.Lock()
 
 
@@ -70,7 +70,7 @@ def is_plain(x: Tensor) -> bool:
 
 def reads(x: Tensor) -> bool:
     """Returns whether operators read it: a plain tensor of STORED, rows of a multiple of 8 numbers, 1,024 at most."""
-    return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST and x.numel() > 0
+    return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= WIDEST and x.numel() > 0
 
 
 def _switched_off() -> bool:

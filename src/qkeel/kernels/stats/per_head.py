@@ -28,12 +28,19 @@ from qkeel.functional.statistics.rows import (
     extreme_logits,
     logit_rows,
     product_rows,
-    reduce_kernel_rows,
-    reduce_rows,
     softmax_rows,
 )
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.prepare import extremes, head_numbers, row_blocks, sampled_numbers
+from qkeel.kernels.stats.found import (
+    FoundByKernel,
+    FoundExtremes,
+    FoundPacked,
+    FoundRows,
+    FoundStats,
+    only_extremes,
+    with_capped,
+)
 from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.band_call import of_key
@@ -49,11 +56,17 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
     query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
     """
-    keys_seen = _keys_seen(call)
+    return find_rows(call, threshold).with_others(())
+
+
+def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundRows | FoundPacked:
+    """What `logit_stats` makes statistics of. Called without gradients, under no autocast."""
     fast = logit_pass.rows_of(call, threshold)
     if fast is not None:
-        rows, q_norm, k_norm = fast
-        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen, of_key=of_key(call))
+        fields, n_keys, k_norm = fast
+        seen = None if _all_keys_seen(call) else _keys_seen(call)
+        return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, seen, call.query_mask, of_key(call))
+    keys_seen = _keys_seen(call)
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
     classes = None if call.classes is None else call.classes.keys(q)
@@ -70,7 +83,24 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
         angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
         found = logit_rows(z, seen, threshold, classes)
         parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
+    rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
+
+
+def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPacked | None:
+    """The same as `find_rows` of a call of F.scaled_dot_product_attention without a mask; None where the compiled pass,
+    which must be ready, does not compute it."""
+    if not logit_pass.reads_plain(q, k, causal):
+        return None
+    fields, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
+    return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, None, None, None)
+
+
+def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
+    """The same as `find_extremes` of such a call."""
+    if not logit_pass.reads_plain(q, k, causal):
+        return None
+    return FoundExtremes(*logit_pass.plain_extremes(q, k, scale, causal).unbind())
 
 
 @torch.no_grad()
@@ -110,12 +140,18 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
 @torch.no_grad()
 def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
     """The max_logit and min_logit [h] of `logit_stats`, and nothing else: for less than half its cost."""
+    found = find_extremes(call).with_others(())
+    return found.max_logit, found.min_logit
+
+
+def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
+    """What `logit_maxima` is made of. Called without gradients, under no autocast."""
     fast = logit_pass.extremes_of(call)
     if fast is not None:
-        return fast
+        return FoundExtremes(*fast)
     found = extremes(call)
     if found is not None:
-        return found
+        return FoundStats(only_extremes(*found))
     q, k = call.encoded()
     top = q.new_full((q.shape[1],), -torch.inf)
     low = -top
@@ -125,7 +161,7 @@ def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor
             counted = None if call.query_mask is None else call.query_mask[:, rows]
             most, least = extreme_logits(z, seen, counted)
             top, low = torch.maximum(top, most), torch.minimum(low, least)
-    return top, low
+    return FoundStats(only_extremes(top, low))
 
 
 @torch.no_grad()
@@ -135,10 +171,15 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     The rest is as if nothing was seen; n_pairs 0 says so. Rows that the call's `query_mask` leaves out count nowhere.
     The logits are those of q and k in the precision in which the kernel took them.
     """
+    return find_kernel_rows(call, rows).with_others(())
+
+
+def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | FoundStats:
+    """What `stats_of_rows` makes statistics of. Called without gradients."""
     heads = head_numbers(rows, call.query_mask)
     if heads is not None:
-        return _of_heads(call, heads)
-    return _with_capped(call, reduce_kernel_rows(rows, call.query_mask, call.k.shape[1]))
+        return FoundStats(_of_heads(call, heads))
+    return FoundByKernel(rows, call.query_mask, call.k.shape[1], call.spec.cap)
 
 
 @torch.no_grad()
@@ -162,13 +203,7 @@ def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
         n_queries=heads.n,
         entropy_error=heads.error,
     )
-    return _with_capped(call, found)
-
-
-def _with_capped(call: AttentionCall, found: LogitStats) -> LogitStats:
-    top = found.max_logit
-    capped = top if call.spec.cap.kind == "none" else torch.where(top == -torch.inf, top, call.spec.cap.apply(top))
-    return dataclasses.replace(found, capped_max_logit=capped)
+    return with_capped(found, call.spec.cap)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -227,7 +262,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     """The keys [b g s] that some counted row sees, in any of the heads that share them."""
     b, g, s, _ = call.k.shape
     counted = call.query_mask
-    if counted is None and call.mask is None and call.window is None and (not call.causal or call.plain):
+    if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
     alike = call.mask is None or call.mask.shape[2] == 1  # to all rows, as padding is
     whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
@@ -242,6 +277,13 @@ def _keys_seen(call: AttentionCall) -> Tensor:
             visible = visible & counted[:, None, rows, None]
         found[..., keys] |= _by_group(visible.any(-2), g)
     return found
+
+
+def _all_keys_seen(call: AttentionCall) -> bool:
+    """True if it shows without a look at masks and positions."""
+    if call.query_mask is not None or call.mask is not None:
+        return False
+    return call.window is None and (not call.causal or call.plain)
 
 
 def _keys_before(call: AttentionCall) -> Tensor:

@@ -18,7 +18,7 @@ def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float
     Source: Witten & Bell 1991, The zero-frequency problem, method C, interpolated with counts plus one.
 
     >>> round(bigram_loss(np.array([[0, 1, 0, 1, 0, 1]]), np.array([[0, 1, 0]]), 2), 3)
-    0.154
+    0.162
     """
     first, second = read[:, :-1].ravel().astype(np.int64), read[:, 1:].ravel().astype(np.int64)
     pairs, counts = np.unique(first * vocab_size + second, return_counts=True)

@@ -53,13 +53,23 @@ class Recording:
         self._rated = self._rated and bool(np.isfinite(rate))
         for name, value in {"index": self._seen, "step": step, "rate": rate}.items():
             self._column(("own", name))[row] = value
+        columns = self._columns
         for name, value in values.items():
-            self._column(("values", name))[row] = number(value)
-        for name, value in heads.items():
-            column = self._column(("heads", name), np.shape(value), np.float32)
-            with np.errstate(over="ignore"):  # beyond float32 is infinite
+            column = columns[key] if (key := ("values", name)) in columns else self._column(key)
+            column[row] = value if type(value) is float else number(value)
+        with np.errstate(over="ignore"):  # beyond float32 is infinite
+            for name, value in heads.items():
+                key = "heads", name
+                column = columns[key] if key in columns else self._column(key, np.shape(value), np.float32)
                 column[row] = value
-            self._column(("tops", name))[row] = envelope(column[row : row + 1])[0]
+        records = [columns["heads", name][row] for name in heads]
+        if len({record.shape for record in records}) == 1:
+            tops = envelope(np.stack(records)).tolist()
+        else:
+            tops = [float(envelope(record[None])[0]) for record in records]
+        for name, top in zip(heads, tops):
+            column = columns[key] if (key := ("tops", name)) in columns else self._column(key)
+            column[row] = top
         self._seen += 1
         if self._kept > self._most:
             self._thin()
@@ -103,7 +113,7 @@ class Recording:
         if not step > last:
             raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
         for name, value in heads.items():
-            shape = np.shape(value)
+            shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
             known = self._columns.get(("heads", name))
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import re
 from enum import StrEnum
 from typing import final
@@ -115,6 +116,7 @@ class Extreme:
     envelope: np.ndarray
 
 
+@functools.lru_cache(maxsize=4)  # a History never changes, and most rules ask the same
 def largest(history: History, name: str) -> Extreme | None:
     """The head that is largest in the last record; NaN counts as not measured; None if nothing is."""
     series = history.series(name)

@@ -58,9 +58,8 @@ class Growth(Rule):
     source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
-        before = self._ahead(history.upto(len(history) - 1))
         now = self._ahead(history)
-        if before is None or now is None:
+        if now is None or self._ahead(history.upto(len(history) - 1)) is None:
             return None
         top, then = now
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {then.step:,.0f}"

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
+from torch import Tensor
 
-from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.prepare import row_statistics
+from qkeel.kernels.stats.found import Found, FoundExtremes, FoundStats
 from qkeel.kernels.stats.logsumexp import sample_rate
-from qkeel.kernels.stats.per_head import sampled_stats, stats_of_rows
+from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes, find_plain_rows, sampled_stats
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
-from qkeel.sites.calls.logit_statistics import Seen, maxima, statistics
+from qkeel.sites.calls.logit_statistics import Seen, find, find_maxima
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
@@ -31,33 +32,44 @@ class CallStatistics:
     def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
-    def call(self, call: Seen) -> LogitStats:
+    def call(self, call: Seen) -> Found:
         """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         if self._wanted == "max":
-            return maxima(counted)
+            return find_maxima(counted)
         found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
-        return statistics(counted) if found is None else found
+        return find(counted) if found is None else found
 
-    def _few(self, call: AttentionCall) -> LogitStats | None:
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
+        """The same of a call of torch's own function without a mask; None where that does not do."""
+        if not self.tokens.all_count:
+            return None
+        self.setting.see_plain(q, scale)
+        return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
+
+    def _few(self, call: AttentionCall) -> Found | None:
         """Largest logits and entropies; None where only the pass for everything finds them."""
+        if call.q.is_cpu:
+            return None
         rate = sample_rate(str(self._wanted))
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             sampled = sampled_stats(call, rate) if rate else None
-            rows = row_statistics(call) if sampled is None else None
-        return sampled if rows is None else stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
+            if sampled is not None:
+                return FoundStats(sampled)
+            rows = row_statistics(call)
+            return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
-    def rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
+    def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
         """Largest logits and entropies, or the former alone, from the pass that attended."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
-        found = stats_of_rows(counted, rows)
-        if self._wanted != "max":
-            return found
-        nothing = LogitStats.empty(len(found.max_logit), len(found.max_logit), found.max_logit)  # as `maxima` has it
-        return dataclasses.replace(nothing, max_logit=found.max_logit)
+        with torch.no_grad():
+            if self._wanted != "max":
+                return find_kernel_rows(counted, rows)
+            top, mask = rows.largest, counted.query_mask
+            return FoundExtremes(top if mask is None else top.masked_fill(~mask[:, None], -torch.inf), None)
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
@@ -86,6 +98,12 @@ class SettingSeen:
             self._scales.add(call.spec.scale.constant(call.q.shape[-1]))
         if dtype is not None:
             self._formats.add((dtype, "eager" if written else "fused"))
+
+    def see_plain(self, q: Tensor, scale: float) -> None:
+        """One call of torch's own function."""
+        self._dims.add(q.shape[-1])
+        self._scales.add(scale)
+        self._formats.add((q.dtype, "fused"))
 
     def of(self, sites: Sequence[AttentionSite]) -> Setting:
         """The facts that hold at all sites, and the q/k norm of the sites that have one, for the bound of its gains."""

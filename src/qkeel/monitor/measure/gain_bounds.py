@@ -12,7 +12,7 @@ from qkeel import dist
 from qkeel.dist.shards import local, shard
 from qkeel.functional.norms import wide
 from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
-from qkeel.monitor.processes.share import Key, Share
+from qkeel.monitor.processes.share import Key, Share, SiteNumbers
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.site import AttentionSite, NormGain
 from qkeel.spec.slot import Geometry, Params
@@ -35,12 +35,12 @@ class GainBounds:
         self._places: Places | None = None
 
     @torch.no_grad()
-    def read(self) -> dict[Key, Tensor | Share]:
+    def read(self) -> SiteNumbers:
         """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
         and key of which this one knows its part.
         """
         if not self.sites:
-            return {}
+            return SiteNumbers()
         joined = Joined()
         norms = dict.fromkeys(norm for site in self.sites for norm in (*site.query_gains, *site.key_gains))
         gained = [norm for norm in norms if _has_gain_alone(norm)]
@@ -57,12 +57,15 @@ class GainBounds:
                 joined.add(longest, [(norm, len(longest))])
         lengths = joined.whole()
         self._places = self._places or self._looked_up(joined, lengths)
-        found = self._places.taken(lengths, torch.mul)
+        rows = SiteNumbers(self._places.taken(lengths, torch.mul))
+        if not any([self._is_split(site) or _scale_params(site) for site in self.sites]):  # noqa: C419
+            return rows
+        found: dict[Key, Tensor] = dict(rows)  # type: ignore[arg-type]
         for site in self.sites:
             scaled = (site.name, "query_bound" if self._is_split(site) else "gain_bound")
             if _scale_params(site):
                 found[scaled] = _scale(site, found[scaled]) * found[scaled]
-        return {key: _largest(x) if key[1] != "gain_bound" else x for key, x in found.items()}
+        return SiteNumbers((), {key: _largest(x) if key[1] != "gain_bound" else x for key, x in found.items()})
 
     def _looked_up(self, joined: Joined, like: Tensor) -> Places:
         alone: dict[Key, Place] = {}

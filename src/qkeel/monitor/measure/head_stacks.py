@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, final
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from qkeel.functional.norms import wide
 from qkeel.kernels.triton import available
-from qkeel.monitor.processes.share import Key
+from qkeel.monitor.processes.share import Key, Row
 from qkeel.sites.site import AttentionSite
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
@@ -30,6 +31,15 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[Found, Found
     weights of a dtype, one launch for the products of all of one r. Other heads are read in `stacks`.
     """
     norms, grams, rest = Found(), Found(), list[int]()
+    if all([x.device.type in UNSTACKED for x in heads]):  # noqa: C419
+        kinds: dict[torch.dtype, torch.dtype] = {}
+        for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
+            kind = kinds.get(x.dtype) or kinds.setdefault(x.dtype, wide(x.dtype))
+            norms.append(([i], torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
+            if i < squared:
+                rows = x if x.dtype == kind else x.to(kind)
+                grams.append(([i], rows @ rows.mT))
+        return norms, grams
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
         own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
         views = [heads[i] for i in own]
@@ -98,8 +108,16 @@ class Joined:
 
     def whole(self) -> Tensor:
         """All of it on the device of the first, in the widest of their dtypes."""
-        first, dtype = self._parts[0], functools.reduce(torch.promote_types, (x.dtype for x in self._parts))
-        return _one([x.to(first.device, dtype) for x in self._parts])
+        return joined(self._parts)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other, on the device of the first, in the widest of their dtypes."""
+    first = parts[0]
+    if all([x.dtype == first.dtype and x.device == first.device for x in parts]):  # noqa: C419
+        return _one(parts)
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
+    return _one([x.to(first.device, dtype) for x in parts])
 
 
 Place = tuple[Sequence[Tensor], float | Tensor]  # the places [h] of each part that counts, and a factor, one or [h]
@@ -114,9 +132,10 @@ class Places:
 
     def __init__(self, alone: Mapping[Key, Place], pairs: Mapping[Key, tuple[Place, Place]], like: Tensor) -> None:
         """Takes names that have numbers of their own, those whose numbers two make, and the tensor or one like it."""
-        self._alone = {name: len(parts[0]) for name, (parts, _) in alone.items()}
-        self._pairs = {name: len(parts[0]) for name, ((parts, _), _) in pairs.items()}
-        wanted = [*alone.values(), *(first for first, _ in pairs.values()), *(second for _, second in pairs.values())]
+        self._alone, single = _by_name({key: len(place[0][0]) for key, place in alone.items()})
+        self._pairs, double = _by_name({key: len(place[0][0][0]) for key, place in pairs.items()})
+        self._n_alone = sum(row.total for row in self._alone)
+        wanted = [alone[key] for key in single] + [pairs[key][i] for i in (0, 1) for key in double]
         rows = [
             torch.cat([parts[i] if i < len(parts) else torch.full_like(parts[0], len(like)) for parts, _ in wanted])
             for i in range(max(len(parts) for parts, _ in wanted))
@@ -125,18 +144,42 @@ class Places:
         factors = torch.cat([torch.as_tensor(f, dtype=like.dtype).expand(len(parts[0])) for parts, f in wanted])
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
-    def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> dict[Key, Tensor]:
-        """The numbers [h] by name, from the tensor as it is now; `made` of both of a pair, all pairs at once."""
+    def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[Row]:
+        """The numbers, from the tensor as it is now; `made` of both of a pair, all pairs at once."""
         if len(self._index) == 1:
             found = x[self._index[0]]
         else:
             found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
         found = found if self._factors is None else found * self._factors
-        alone, pairs = found.tensor_split([sum(self._alone.values())])
-        named = dict(zip(self._alone, alone.split([*self._alone.values()])))
+        alone, pairs = found.tensor_split([self._n_alone])
+        rows = [row.of(part) for row, part in zip(self._alone, alone.split([row.total for row in self._alone]))]
         if self._pairs:
-            named |= zip(self._pairs, made(*pairs.chunk(2)).split([*self._pairs.values()]))
-        return named
+            parts = made(*pairs.chunk(2)).split([row.total for row in self._pairs])
+            rows += [row.of(part) for row, part in zip(self._pairs, parts)]
+        return rows
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """A row without its values."""
+
+    name: str
+    sites: tuple[str, ...]
+    counts: tuple[int, ...]
+    total: int
+
+    def of(self, values: Tensor) -> Row:
+        return Row(name=self.name, sites=self.sites, counts=self.counts, values=values)
+
+
+def _by_name(counts: Mapping[Key, int]) -> tuple[list[_Row], list[Key]]:
+    """The numbers of one name as a row each, and all keys in the order of the rows."""
+    found: dict[str, dict[str, int]] = {}
+    for (site, name), n in counts.items():
+        found.setdefault(name, {})[site] = n
+    rows = [_Row(name, tuple(of), tuple(of.values()), sum(of.values())) for name, of in found.items()]
+    return rows, [(site, row.name) for row in rows for site in row.sites]
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:

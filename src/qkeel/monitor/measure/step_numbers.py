@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -20,8 +18,9 @@ from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measure.weight_norms import WeightNorms
-from qkeel.monitor.processes.share import Given, Key, Share
+from qkeel.monitor.processes.share import Key, Row, Share, SiteNumbers
 from qkeel.patching.guard import Guarded
+from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.tap import Phase, Visitor
 
@@ -47,10 +46,10 @@ class StepNumbers(Visitor):
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
-        self._means = Means()
+        self._means, self._tree = Means(), ModuleTree(sites.model)
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
-        self._read: dict[Key, Tensor | Share] = {}
+        self._read = SiteNumbers()
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         self._means.begin()
@@ -64,7 +63,7 @@ class StepNumbers(Visitor):
         return True
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
-        return HiddenNorms(self._sites.model, sites, self._means.add, self._guard)
+        return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
 
     def looking(self, phase: Phase) -> Handle | None:
         return None if self._hidden is None or phase == "eval" else self._hidden.attach()
@@ -93,7 +92,7 @@ class StepNumbers(Visitor):
             self._changes.before()
         self.read_weights()
         if gradient_scale is not None:
-            self._read = {key: _divided(x, gradient_scale) if "grad" in key[1] else x for key, x in self._read.items()}
+            self._read = self._read.each(lambda name, x: x / gradient_scale if "grad" in name else x)
 
     def read_weights(self, *, gradients: bool = True) -> None:
         """Reads the norms of the weights, and of the gradients unless those are of another pass."""
@@ -101,32 +100,31 @@ class StepNumbers(Visitor):
             model, sites = self._sites.model, self._sites.weighed
             self._readers = WeightNorms(model, sites, self._optimizer), GainBounds(model, sites)
         if self._readers is not None:
-            read = [item for reader in self._readers for item in reader.read().items()]
-            self._read = {key: x for key, x in read if gradients or "grad" not in key[1]}
+            read = self._readers[0].read() | self._readers[1].read()
+            self._read = read if gradients else read.only(lambda name: "grad" not in name)
 
     def after_step(self) -> None:
         """Reads by how much the step has changed the logits of the probe batch."""
         if self._changes is not None:
-            for key, x in self._changes.after().items():
-                self._read[key] = Share(value=x, weight=torch.ones_like(x), own=True)
+            changes = self._changes.after().items()
+            self._read |= {key: Share(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
 
-    def take(self) -> Given:
+    def take(self) -> SiteNumbers:
         """All numbers of the step, once."""
-        read, self._read = self._read, {}
-        return {**read, **self._means.read()}
-
-
-def _divided(x: Tensor | Share, by: Tensor) -> Tensor | Share:
-    return dataclasses.replace(x, value=x.value / by) if isinstance(x, Share) else x / by
+        read, self._read = self._read, SiteNumbers()
+        return read | self._means.read()
 
 
 @final
 class Means:
-    """Means on their device, each over so many values, and the means of all."""
+    """Means on their device, each over so many values, and the means of all.
+
+    A mean is one number, or a row of one number of each of some sites.
+    """
 
     def __init__(self) -> None:
-        self._means: dict[Key, tuple[Tensor, int]] = {}
-        self._before: dict[Key, tuple[Tensor, int]] = {}
+        self._means: dict[_Of, tuple[Tensor, int]] = {}
+        self._before: dict[_Of, tuple[Tensor, int]] = {}
 
     def begin(self) -> None:
         """A pass begins, whose values `drop` takes back."""
@@ -136,17 +134,23 @@ class Means:
         """The pass failed."""
         self._means = self._before
 
-    def add(self, key: Key, mean: Tensor, n: int) -> None:
-        """One more mean, over n values."""
-        known, before = self._means.get(key, (mean, 0))
-        self._means[key] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
+    def add(self, of: _Of, mean: Tensor, n: int) -> None:
+        """One more mean, over n values; of a site, or of several, as one tensor."""
+        known, before = self._means.get(of, (mean, 0))
+        self._means[of] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
 
-    def read(self) -> dict[Key, Share]:
+    def read(self) -> SiteNumbers:
         """The means since the last read, once."""
         means, self._means = self._means, {}
+        rows: list[Row] = []
+        single: dict[Key, Tensor | Share] = {}
+        for (sites, name), (x, n) in means.items():
+            if n and isinstance(sites, tuple):
+                rows.append(Row(name=name, sites=sites, counts=(), values=x, weight=n))
+            elif n:
+                assert isinstance(sites, str)
+                single[sites, name] = Share(value=x, weight=torch.full_like(x, n))
+        return SiteNumbers(rows, single)
 
-        @functools.cache
-        def weight(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return torch.full((), n, dtype=dtype, device=device)
 
-        return {key: Share(value=x, weight=weight(n, x.dtype, x.device)) for key, (x, n) in means.items() if n}
+_Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or several; and the name of the number

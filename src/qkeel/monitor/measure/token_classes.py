@@ -184,6 +184,11 @@ class PassTokens:
             self._names = tuple(map(str, range(most)))
         check_classes(self._now, len(self._names))
 
+    @property
+    def all_count(self) -> bool:
+        """True if nothing is left out of the running pass, nor split."""
+        return self._mask is None and self._now is None
+
     def on(self, call: Seen) -> Seen:
         """The call with what is known of its tokens, where it is one of them."""
         call = with_query_mask(call, self._mask)

@@ -9,8 +9,8 @@ from typing import final
 from torch import Tensor, nn
 
 from qkeel.monitor.measure.step_numbers import StepNumbers
-from qkeel.monitor.processes.share import WHOLE_MODEL, Key, Share
-from qkeel.monitor.processes.transfer import Stats
+from qkeel.monitor.processes.share import WHOLE_MODEL, SiteNumbers
+from qkeel.monitor.processes.transfer import Stats, merged
 from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import all_sites, within
 from qkeel.sites.site import AttentionSite
@@ -67,7 +67,11 @@ class WatchedModels:
 
     def read(self, phase: Phase) -> Stats:
         """The statistics of all sites since the last read."""
-        return {within(name, site): x for name in self._order() for site, x in self._taps[name].read(phase).items()}
+        if len(self._taps) == 1:
+            ((name, tap),) = self._taps.items()
+            return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
+        found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
+        return merged(found)
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""
@@ -93,12 +97,14 @@ class WatchedModels:
         for numbers in self._numbers.values():
             numbers.after_step()
 
-    def take(self, rate: Tensor | None) -> dict[Key, Tensor | Share]:
+    def take(self, rate: Tensor | None) -> SiteNumbers:
         """All numbers of the step, once; rate: its learning rate, where there is an optimizer."""
-        found: dict[Key, Tensor | Share] = {} if rate is None else {("", "lr"): rate}
+        found = SiteNumbers((), {} if rate is None else {("", "lr"): rate})
         for name in self._order():
-            for (site, number), x in self._numbers[name].take().items():
-                found["" if number in WHOLE_MODEL else within(name, site), number] = x
+            own = self._numbers[name].take()
+            if name:
+                own = own.renamed(lambda site, number: "" if number in WHOLE_MODEL else within(name, site))  # noqa: B023
+            found |= own
         return found
 
     def _order(self) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -14,11 +13,14 @@ from qkeel import dist
 from qkeel.dist.layout import counted
 from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide
-from qkeel.monitor.measure.head_stacks import Joined, Place, Places, norms_and_grams
+from qkeel.monitor.measure.head_stacks import Joined, Place, Places, joined, norms_and_grams
 from qkeel.monitor.measure.split_weights import NORMS, SplitWeights
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
-from qkeel.monitor.processes.share import Key, Share
+from qkeel.monitor.processes.share import Key, Row, Share, SiteNumbers
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
+
+# Of each of some tensors the sources that it holds, and how many numbers of each.
+_Held = tuple[tuple[tuple[Hashable, int], ...], ...]
 
 
 @final
@@ -52,71 +54,93 @@ class WeightNorms:
         self._own = {site.name: {side: own_rows(chains) for side, chains in _sides(site)} for site in self.sites}
         self._squared = [site for site in self.sites if all(map(self._multiplies, site.terms))]
         self._plain = {part for site in self._squared if _is_plain(site) for part in (*site.query, *site.key)}
+        self._are_plain = {site.name for site in self._squared if _is_plain(site)}
+        self._parts = [*dict.fromkeys(part for sides in self._own.values() for own in sides.values() for part in own)]
+        self._known: tuple[tuple[bool, ...] | None, list[tuple[HeadSlice, bool]], int] = None, [], 0
         self._places: dict[Hashable, Places] = {}
 
     @torch.no_grad()
-    def read(self) -> dict[Key, Tensor | Share]:
+    def read(self) -> SiteNumbers:
         """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
-        found: dict[Key, Tensor | Share] = {}
-        for split in self._split:
-            found |= {(split.site.name, name): share for name, share in split.shares().items()}
-        norms, grams = Joined(), defaultdict[int, Joined](Joined)
-        self._read(norms, grams)
-        if norms.sources:
-            found |= self._taken(norms, self._norms, torch.minimum)
-        for joined in grams.values():
-            found |= self._taken(joined, self._products, interaction_norm)
-        return found
+        split: dict[Key, Tensor | Share] = {}
+        for one in self._split:
+            split |= {(one.site.name, name): share for name, share in one.shares().items()}
+        rows = list[Row]()
+        for kind, key, parts in self._read():
+            whole = joined(parts)
+            places = self._places.get((kind, key, whole.device))
+            if places is None:
+                arranged = Joined()
+                for x, lengths in zip(parts, key):
+                    arranged.add(x, lengths)
+                look_up = self._norms if kind == "norms" else self._products
+                places = self._places[kind, key, whole.device] = look_up(whole, arranged)
+            rows += places.taken(whole, torch.minimum if kind == "norms" else interaction_norm)
+        return SiteNumbers(rows, split)
 
-    def _read(self, norms: Joined, grams: Mapping[int, Joined]) -> None:
-        """Reads the norms of the rows of weights and gradients, and Gram matrices, by their size."""
-        parts = dict.fromkeys(part for sides in self._own.values() for own in sides.values() for part in own)
-        plain = [part for part in parts if part in self._plain]
-        sources = [(part, False) for part in dict.fromkeys([*plain, *parts])]
-        sources += [(part, True) for part in parts if self._parameters[part.parameter].grad is not None]
-        heads = [part.heads(self._values(part, of_grad)) for part, of_grad in sources]
-        found = norms_and_grams(heads, len(plain))
-        for numbers, x in found[0]:
-            norms.add(x, [(sources[i], len(heads[i])) for i in numbers])
-        for numbers, x in found[1]:
-            grams[x.shape[1]].add(x, [(sources[i][0], len(heads[i])) for i in numbers])
+    def _read(self) -> Iterator[tuple[str, _Held, list[Tensor]]]:
+        """The norms of the rows of weights and gradients, then Gram matrices, by their size: each as tensors, and for
+        each of these which sources it holds, and how many numbers of each."""
+        sources, squared = self._sources()
+        heads = list[Tensor]()
+        for part, of_grad in sources:  # no call of Python's for each: there are some hundred in a step
+            p = self._parameters[part.parameter]
+            x = (p.grad if of_grad and p.grad is not None else p).detach()
+            n, r = part.index.shape
+            if x.ndim == 2 and part.axis == 0 and part.grid == (0, r, 1) and x.shape[0] == n * r:
+                heads.append(x.view(n, r, x.shape[1]))
+            else:
+                heads.append(part.heads(x))
+        norms, grams = norms_and_grams(heads, squared)
+        if norms:
+            held = [tuple([(sources[i], heads[i].shape[0]) for i in numbers]) for numbers, _ in norms]
+            yield "norms", tuple(held), [x for _, x in norms]
+        sizes: dict[int, tuple[list[tuple[tuple[Hashable, int], ...]], list[Tensor]]] = {}
+        for numbers, x in grams:
+            names, parts = sizes.setdefault(x.shape[1], ([], []))
+            names.append(tuple([(sources[i][0], heads[i].shape[0]) for i in numbers]))
+            parts.append(x)
         for site in self._squared:
-            for side, chains in () if _is_plain(site) else _sides(site):
+            for side, chains in () if site.name in self._are_plain else _sides(site):
                 product = gram(chains, self._weight)
-                grams[product.shape[-1]].add(product, [((site.name, side), len(product))])
+                names, parts = sizes.setdefault(product.shape[-1], ([], []))
+                names.append((((site.name, side), product.shape[0]),))
+                parts.append(product)
+        for r, (names, parts) in sizes.items():
+            yield f"products of {r}", tuple(names), parts
 
-    def _taken(
-        self, joined: Joined, places: Callable[[Tensor, Joined], Places], made: Callable[[Tensor, Tensor], Tensor]
-    ) -> dict[Key, Tensor]:
-        """The numbers of the query heads; where they are is looked up once for each arrangement."""
-        whole, arranged = joined.whole(), tuple(joined.sources)
-        if arranged not in self._places:
-            self._places[arranged] = places(whole, joined)
-        return self._places[arranged].taken(whole, made)
+    def _sources(self) -> tuple[list[tuple[HeadSlice, bool]], int]:
+        """The weights, and the gradients that there are; of the first so many weights products are wanted."""
+        graded = tuple([self._parameters[part.parameter].grad is not None for part in self._parts])
+        if self._known[0] != graded:
+            plain = [part for part in self._parts if part in self._plain]
+            sources = [(part, False) for part in dict.fromkeys([*plain, *self._parts])]
+            self._known = graded, sources + [(part, True) for part, has in zip(self._parts, graded) if has], len(plain)
+        return self._known[1], self._known[2]
 
-    def _norms(self, like: Tensor, joined: Joined) -> Places:
+    def _norms(self, like: Tensor, arranged: Joined) -> Places:
         alone: dict[Key, Place] = {}
         pairs: dict[Key, tuple[Place, Place]] = {}
         for site in self.sites:
             over_eps: list[Place] = []
             eps = self._eps_of(site)
             for side, own in self._own[site.name].items():
-                alone[site.name, NORMS[side]] = [joined.at((part, False), site) for part in own], 1.0
-                if all((part, True) in joined.sources for part in own):
+                alone[site.name, NORMS[side]] = [arranged.at((part, False), site) for part in own], 1.0
+                if all((part, True) in arranged.sources for part in own):
                     size = sum(p.index.shape[1] * self._columns(p) for p in own) ** 0.5
-                    places = [joined.at((part, True), site) for part in own]
+                    places = [arranged.at((part, True), site) for part in own]
                     alone[site.name, f"{side}_grad_rms"] = places, 1 / size
                     over_eps += [(places, 1 / size / eps)] if eps else []
             if len(over_eps) == 2:
                 pairs[site.name, "grad_over_eps"] = over_eps[0], over_eps[1]
         return Places(alone, pairs, like)
 
-    def _products(self, like: Tensor, joined: Joined) -> Places:
+    def _products(self, like: Tensor, arranged: Joined) -> Places:
         pairs: dict[Key, tuple[Place, Place]] = {}
         for site in self._squared:
             sources = [own[0] if _is_plain(site) else (site.name, side) for side, own in self._own[site.name].items()]
-            if sources[0] in joined.sources:
-                query, key = ([joined.at(source, site)] for source in sources)
+            if sources[0] in arranged.sources:
+                query, key = ([arranged.at(source, site)] for source in sources)
                 pairs[site.name, "qk_spectral_norm"] = (query, 1.0), (key, 1.0)
         return Places({}, pairs, like)
 

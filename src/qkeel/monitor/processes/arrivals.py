@@ -13,6 +13,8 @@ from qkeel.monitor.processes.transfer import Flag, Measurement, Stats, Transfer,
 from qkeel.monitor.record.journal import Journal
 from qkeel.sites.tap import Phase
 
+_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
+
 
 @final
 class Arrivals:
@@ -23,7 +25,7 @@ class Arrivals:
     def __init__(self, group: ProcessGroup, journal: Journal) -> None:
         self._group, self._journal = group, journal
         self._coming: list[_Coming] = []
-        self._unread: dict[Phase, Stats] = {"train": {}, "eval": {}}
+        self._unread: dict[Phase, list[Stats]] = {"train": [], "eval": []}
         self._said = False
 
     def add(self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None) -> None:
@@ -47,12 +49,18 @@ class Arrivals:
             measured = one.transfer.result()
             self._say_unknown(measured)
             unread = measured.stats if one.unread is None else one.unread
-            self._unread[one.phase] = merged([self._unread[one.phase], unread])
+            waiting = self._unread[one.phase]
+            if unread:
+                waiting.append(unread)
+            if len(waiting) > _UNREAD:
+                waiting[:] = [merged(waiting)]
             if measured.stats:
                 self._journal.add(one.step, one.phase, measured)
 
     def _say_unknown(self, measured: Measurement) -> None:
         """Says once of which sites a number is not measured since no process holds all rows of a head."""
+        if not self._group.several or self._said:
+            return
         numbers = measured.numbers
         norms = {
             site: x for (site, name), x in numbers.items() if name == "query_weight_norm" and isinstance(x, Tensor)
@@ -62,7 +70,7 @@ class Arrivals:
             largest = numbers.get((site, "qk_spectral_norm"))
             if isinstance(largest, Tensor) and bool((largest.isnan() & norm.isfinite()).any()):
                 unknown.append(site)
-        if unknown and self._group.several and not self._said:
+        if unknown:
             self._said = True
             caution(
                 "qk_spectral_norm is not measured of heads whose rows no process holds whole: nothing is gathered for "
@@ -75,8 +83,8 @@ class Arrivals:
 
     def take(self, phase: Phase) -> Stats:
         """Those statistics, once."""
-        found, self._unread[phase] = self._unread[phase], {}
-        return found
+        found, self._unread[phase] = self._unread[phase], []
+        return merged(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

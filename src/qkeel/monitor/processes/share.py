@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, final
 
 import torch
@@ -36,7 +38,82 @@ class Share:
 
 
 Given = Mapping[Key, Tensor | Share]  # a tensor is known alike to all processes that hold the same weights
-Numbers = dict[Key, Tensor]
+Numbers = Mapping[Key, Tensor]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One number of many sites: of each of their heads, or one of each site.
+
+    Args:
+        name: of the number.
+        sites: their names.
+        counts: how many heads each has; () for one number of each site.
+        values: [heads of all sites], or [sites].
+        weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
+    """
+
+    name: str
+    sites: tuple[str, ...]
+    counts: tuple[int, ...]
+    values: Tensor
+    weight: int | None = None
+
+    def split(self) -> Iterator[tuple[Key, Tensor | Share]]:
+        """The numbers of each site."""
+        parts = self.values.split(self.counts) if self.counts else self.values.unbind()
+        for site, x in zip(self.sites, parts, strict=True):
+            known = x if self.weight is None else Share(value=x, weight=torch.full_like(x, self.weight))
+            yield (site, self.name), known
+
+
+@final
+class SiteNumbers(Mapping[Key, Tensor | Share]):
+    """Numbers by site and name. Those of all sites alike are kept as rows; a site's own are taken out when it is asked
+    for."""
+
+    def __init__(self, rows: Iterable[Row] = (), single: Given | None = None) -> None:
+        """Takes rows, and numbers that are of none; of several with one key the last counts."""
+        self.rows, self.single = tuple(rows), single or {}
+
+    @functools.cached_property
+    def _by_key(self) -> dict[Key, Tensor | Share]:
+        return {**dict(itertools.chain.from_iterable(row.split() for row in self.rows)), **self.single}
+
+    def __getitem__(self, key: Key) -> Tensor | Share:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._by_key)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __or__(self, other: Given) -> SiteNumbers:
+        """These and others."""
+        if isinstance(other, SiteNumbers):
+            return SiteNumbers((*self.rows, *other.rows), {**self.single, **other.single})
+        return SiteNumbers(self.rows, {**self.single, **other})
+
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> SiteNumbers:
+        """The same with all numbers changed; `change` gets their names too, and leaves the weights of shares."""
+        rows = [dataclasses.replace(row, values=change(row.name, row.values)) for row in self.rows]
+        single: dict[Key, Tensor | Share] = {}
+        for key, x in self.single.items():
+            share = isinstance(x, Share)
+            single[key] = dataclasses.replace(x, value=change(key[1], x.value)) if share else change(key[1], x)
+        return SiteNumbers(rows, single)
+
+    def only(self, wanted: Callable[[str], bool]) -> SiteNumbers:
+        """Those of some names."""
+        single = {key: x for key, x in self.single.items() if wanted(key[1])}
+        return SiteNumbers([row for row in self.rows if wanted(row.name)], single)
+
+    def renamed(self, rename: Callable[[str, str], str]) -> SiteNumbers:
+        """The same of sites that are called otherwise: `rename` gets a site and the name of a number."""
+        rows = [dataclasses.replace(r, sites=tuple([rename(site, r.name) for site in r.sites])) for r in self.rows]
+        return SiteNumbers(rows, {(rename(site, name), name): x for (site, name), x in self.single.items()})
 
 
 def combined(how: How, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -71,8 +148,13 @@ MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]
 }
 
 
+_LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
+
+
 def with_made(numbers: Numbers) -> Numbers:
     """The numbers, and those that are made of them."""
+    if isinstance(numbers, SiteNumbers) and not any([name in _LAST for _, name in numbers.single]):  # noqa: C419
+        return numbers
     found = dict(numbers)
     for name, (parts, only, make) in MADE.items():
         for site in [site for site, known in numbers if known == parts[-1]]:

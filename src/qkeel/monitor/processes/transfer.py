@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +18,10 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
-from qkeel.monitor.processes.share import Given, Key, Numbers, Share, combined, with_made
+from qkeel.monitor.processes.share import Given, Key, Numbers, Share, SiteNumbers, combined, with_made
+from qkeel.sites.calls.logit_statistics import SiteStats
 
-Stats = dict[str, LogitStats]
+Stats = Mapping[str, LogitStats]
 # Of each tensor that is sent: the site, the name, the shape, and how shares make one number ("" of statistics).
 Form = tuple[tuple[str, str, tuple[int, ...], str], ...]
 _WEIGHT = "weight of "
@@ -44,6 +46,22 @@ class Measurement:
         for _, alike in itertools.groupby(self._tensors(), lambda tensor: tensor[2].dtype):
             parts.append(torch.cat([_on(device, dtype, x.detach()) for _, _, x, _ in alike]).to(dtype))
         return torch.cat(parts)
+
+    def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
+        """The same with other tensors, and numbers in the place of shares; `change` gets some at a time, in the same
+        order each time."""
+        stats = SiteStats.of(self.stats).each(change)
+        numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
+        rows, single = numbers.rows, numbers.single
+        values = change([row.values for row in rows])
+        known = change([x.value if isinstance(x, Share) else x for x in single.values()])
+        shares = {key: x for key, x in single.items() if isinstance(x, Share)}
+        weights = dict(zip(shares, change([x.weight for x in shares.values()])))
+        found: dict[Key, Tensor | Share] = {
+            key: combined(shares[key].how, [x], [weights[key]]) if key in shares else x for key, x in zip(single, known)
+        }
+        kept = [dataclasses.replace(row, values=x) for row, x in zip(rows, values)]
+        return Measurement(stats=stats, numbers=SiteNumbers(kept, found))
 
     def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
         """By dtype: where dtypes differ, a GPU joins tensors one by one."""
@@ -92,10 +110,10 @@ class Transfer:
         self,
         packed: Tensor,
         forms: Sequence[Form],
-        merge: Callable[[Mapping[int, Sent]], Merged],
+        merge: Callable[[Mapping[int, Sent]], Merged] | Callable[[Tensor], Measurement],
         gather: Callable[[Tensor], Tensor] = dist.gather,
     ) -> None:
-        """`forms`: of each process; of one alone, nothing is gathered."""
+        """`forms`: of each process; of one alone, nothing is gathered, and `merge` gets its row as it is."""
         self.forms, self._merge = forms, merge
         if len(forms) > 1:
             packed = gather(torch.nn.functional.pad(packed, (0, max(map(_size, forms)) - len(packed))))
@@ -113,7 +131,38 @@ class Transfer:
     @classmethod
     def alone(cls, measured: Measurement) -> Transfer:
         """The transfer of what this process measured, to its host."""
-        return cls(measured.pack(_device(measured)), [measured.form()], lambda sent: merged_alike([sent[0]]))
+        given: list[Tensor] = []
+
+        def note(tensors: list[Tensor]) -> list[Tensor]:
+            given.extend(tensors)
+            return tensors
+
+        measured.each(note)
+        device = _device(measured)
+        dtype = widest(device)  # exact for counts under 2^53
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, x in enumerate(given):
+            by_dtype.setdefault(x.dtype, []).append(i)
+        order = [i for of in by_dtype.values() for i in of]
+        parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
+        for of in by_dtype.values():
+            own = [given[i].detach() for i in of]
+            flat = [x.reshape(-1) if x.device == device else _on(device, dtype, x) for x in own]
+            parts.append(torch.cat(flat).to(dtype))
+        sizes = [1, *[given[i].numel() for i in order]]
+
+        def merge(row: Tensor) -> Measurement:
+            _, *values = row.split(sizes)
+            each = dict(zip(order, values))
+            at = itertools.count()
+
+            def come(tensors: list[Tensor]) -> list[Tensor]:
+                numbers = [each[next(at)].view(x.shape) for x in tensors]
+                return [n if x.is_floating_point() else n.to(x.dtype) for n, x in zip(numbers, tensors)]
+
+            return measured.each(come)
+
+        return cls(torch.cat(parts), [()], merge)
 
     @property
     def arrived(self) -> bool:
@@ -135,9 +184,13 @@ class Transfer:
             raise InvalidValueError(
                 "the monitor of another process of this run has switched itself off, or was closed there"
             )
+        if len(self.forms) == 1:
+            alone = self._merge(self._host[0])  # type: ignore[arg-type]
+            assert isinstance(alone, Measurement)
+            return dataclasses.replace(alone, numbers=with_made(alone.numbers))  # type: ignore[arg-type]
         rows = zip(self.forms, self._host, strict=True)
         sent = {rank: _unpacked(form, row) for rank, (form, row) in enumerate(rows) if row[0] == Flag.WELL}
-        stats, numbers = self._merge(sent) if sent else ({}, {})
+        stats, numbers = self._merge(sent) if sent else ({}, {})  # type: ignore[arg-type,misc]
         return Measurement(stats=stats, numbers=with_made(numbers))
 
 
@@ -150,13 +203,14 @@ def word(flag: Flag, form: Form) -> Tensor:
 
 def merged_alike(sent: Sequence[Sent]) -> Merged:
     """The numbers of processes of which each has all heads and layers, and the same weights."""
+    stats: Stats
     stats, numbers, _ = sent[0]
     for other, _, _ in sent[1:]:
         stats = {site: merge(s, other[site]) for site, s in stats.items()}
     return stats, {**numbers, **shared([shares for _, _, shares in sent])}
 
 
-def shared(sent: Sequence[Mapping[Key, Share]]) -> Numbers:
+def shared(sent: Sequence[Mapping[Key, Share]]) -> dict[Key, Tensor]:
     """The numbers that several shares make."""
     found: dict[Key, list[Share]] = {}
     for shares in sent:
@@ -227,17 +281,13 @@ def _device(measured: Measurement) -> torch.device:
     return next((x.device for x in values), torch.device("cpu"))
 
 
-def merged(parts: Iterable[Mapping[str, LogitStats]]) -> Stats:
+def merged(parts: Iterable[Stats]) -> SiteStats:
     """Statistics by site, those of one site merged."""
-    found: Stats = {}
-    for part in parts:
-        for name, stats in part.items():
-            found[name] = merge(found[name], stats) if name in found else stats
-    return found
+    return functools.reduce(SiteStats.merged, map(SiteStats.of, parts), SiteStats())
 
 
-def on_host(stats: Stats) -> Stats:
+def on_host(stats: Stats) -> SiteStats:
     """The statistics on the CPU, in float64."""
     if not stats:
-        return {}
-    return dict(Transfer.alone(Measurement(stats=stats, numbers={})).result().stats)
+        return SiteStats()
+    return SiteStats.of(Transfer.alone(Measurement(stats=stats, numbers={})).result().stats)

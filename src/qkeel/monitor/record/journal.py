@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -20,10 +20,12 @@ from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.recording import AlarmLog, Recording
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
+from qkeel.monitor.processes.share import SiteNumbers
 from qkeel.monitor.processes.transfer import Measurement
 from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
 from qkeel.monitor.record.sinks import Sink
 from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
+from qkeel.sites.calls.logit_statistics import Block, SiteStats
 from qkeel.sites.tap import Phase
 
 _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
@@ -148,34 +150,114 @@ class Journal:
                 )
 
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
-        rows = {name: [self._row(name, site, measured) for site in self.sites] for name in HEAD_FIELDS}
-        rows |= class_rows([measured.stats.get(site) for site in self.sites])
-        heads = {name: pad_layers(of, self._width) for name, of in rows.items() if any(row is not None for row in of)}
+        stats = SiteStats.of(measured.stats)
+        numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
+        table = HeadTable(self.sites, self._width)
+        for block in stats.blocks:
+            table.add_statistics(block)
+        seen = set(table.heads)
         values = {"step": float(step)}
-        known = [name for name in _WHOLE if any(_measured(name, s).any() for s in measured.stats.values())]
-        values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in known if name in heads}
-        for (site, name), value in measured.numbers.items():
-            if isinstance(value, Tensor) and value.ndim == 0:
+        for row in numbers.rows:
+            if row.counts and row.name in HEAD_FIELDS:
+                table.put(row.name, row.sites, row.counts, row.values.double().numpy())
+            elif not row.counts:
+                values |= zip([f"{row.name}/{site}" for site in row.sites], row.values.tolist())
+        for (site, name), value in numbers.single.items():
+            assert isinstance(value, Tensor)  # shares were made numbers when they arrived
+            if value.ndim == 0:
                 values[f"{name}/{site}" if site else name] = float(value)
-        return Sample(step=step, values=values, layers=self.sites, heads=heads, phase=phase)
+            elif name in HEAD_FIELDS and site in table.place:
+                table.put(name, (site,), (len(value),), value.double().numpy())
+        heads = {name: table.heads[name] for name in HEAD_FIELDS if name in table.heads}
+        split = class_rows([stats.get(site) for site in self.sites]) if table.classes else {}
+        heads |= {n: pad_layers(of, self._width) for n, of in split.items() if any(row is not None for row in of)}
+        folded = {
+            name: float(fold_heads(name, heads[name].reshape(1, -1))[0])
+            for name in _WHOLE
+            if name in seen and table.measured(name)
+        }
+        return Sample(
+            step=step,
+            values={"step": values.pop("step"), **folded, **values},
+            layers=self.sites,
+            heads=heads,
+            phase=phase,
+        )
 
-    def _row(self, name: str, site: str, measured: Measurement) -> np.ndarray | None:
-        """[heads] of one layer, or None where it was not measured."""
-        number, stats = measured.numbers.get((site, name)), measured.stats.get(site)
-        if isinstance(number, Tensor):
-            return number.double().numpy()
-        value = None if stats is None else stats.value(name)
-        if stats is None or value is None:
-            return None
-        row = np.where(_measured(name, stats), value.double().numpy(), np.nan)
-        return repeat_groups(row, len(stats.max_logit))
+
+class HeadTable:
+    """The numbers of one record by name, [layers heads] each, NaN where a layer has fewer heads or was not measured."""
+
+    def __init__(self, sites: Sequence[str], width: int) -> None:
+        self.place = {site: i for i, site in enumerate(sites)}
+        self.heads: dict[str, np.ndarray] = {}
+        self.classes = False  # whether some statistics are split by class
+        self._width = width
+        self._known: set[str] = set()
+        self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+
+    def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
+        """Takes the numbers of the heads of some sites, one after the other."""
+        to, of = self._at(sites, counts)
+        if not len(to):
+            return
+        if name not in self.heads:
+            self.heads[name] = np.full((len(self.place), self._width), np.nan)
+        self.heads[name].reshape(-1)[to] = values[of]
+
+    def add_statistics(self, block: Block) -> None:
+        """Takes the statistics of a block of sites."""
+        stats, (names, heads, kv_heads) = block.joint, block.layout
+        if self.place.keys().isdisjoint(names):
+            return
+        self.classes = self.classes or stats.classes is not None
+        own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
+        group = (
+            None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
+        )
+        with_maxima = own["max_logit"] != -np.inf
+        for name, field in HEAD_FIELDS.items():
+            x = own.get(name)
+            if x is None:
+                value = stats.value(name)
+                if value is None:
+                    continue
+                x = value.double().numpy()
+            count = own[field.count] > 0
+            if name in _OF_MAXIMA:  # where maxima alone were looked for
+                count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
+            if count.any():
+                self._known.add(name)
+            x = np.where(count, x, np.nan)
+            if group is not None and len(x) == sum(kv_heads):
+                x = x[group]
+            self.put(name, names, heads, x)
+
+    def measured(self, name: str) -> bool:
+        """Returns whether some head's number was."""
+        return name in self._known
+
+    def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The places in a flat table of the numbers of these heads, and which of the numbers these are."""
+        known = self._places.get((sites, counts))
+        if known is None:
+            place = [self.place.get(site, -1) for site in sites]
+            rows = np.repeat(np.array(place), counts)
+            columns = np.concatenate([np.arange(n) for n in counts])
+            own = np.flatnonzero((rows >= 0) & (columns < self._width))
+            known = self._places[sites, counts] = (rows * self._width + columns)[own], own
+        return known
 
 
-def _measured(name: str, stats: LogitStats) -> np.ndarray:
-    """Of which heads it was: those with a count, or with a maximum where maxima alone were looked for."""
-    counted = stats.tensors()[HEAD_FIELDS[name].count] > 0
-    top = {"max_logit": stats.max_logit, "capped_max_logit": stats.capped_max_logit, NON_FINITE: stats.max_logit}
-    return (counted | (top[name] != -torch.inf) if name in top else counted).numpy()
+_OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
+
+
+def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
+    """For each site the numbers of its key heads among all, and how many query heads it has."""
+    first = 0
+    for n, groups in zip(heads, kv_heads):
+        yield np.arange(first, first + groups), n
+        first += groups
 
 
 _COMPETITION = ("query_competition", "key_competition")

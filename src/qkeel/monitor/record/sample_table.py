@@ -56,10 +56,15 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
 
 
 def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
-    """One line per layer: its largest logit and the head that has it, entropy, norms; a note; then the gravest alarms.
-    Attention that is the whole model is called `root`.
+    """Lists the layers, one a line: largest logit and the head that has it, entropy, norms; then the gravest alarms.
 
-    Logits and entropy in nats. What was not measured has no column.
+    Logits and entropy are in nats. A number that was not measured has no column.
+
+    Args:
+        sample: the step's numbers.
+        alarms: alarms of the run so far; the gravest are printed below the table.
+        note: a sentence between the table and the alarms.
+        root: the name of attention that is the whole model.
 
     >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
     step 5, max logit 3
@@ -73,7 +78,13 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
 
 
 def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
-    """The same as HTML for a notebook's `_repr_html_`; every text escaped, no script, no style of the page touched.
+    """Writes the same table as HTML for a notebook's `_repr_html_`, with every text escaped and no script.
+
+    Args:
+        sample: the step's numbers.
+        alarms: alarms of the run so far; the gravest are listed below the table.
+        note: a sentence between the table and the alarms.
+        root: the name of attention that is the whole model.
 
     >>> sample_html(Sample(step=5))
     '<div><p>step 5</p></div>'

@@ -74,6 +74,10 @@ class RunDirectorySink(Sink):
     A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
     layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
     left out.
+
+    Args:
+        path: the directory.
+        watcher: the command line of the `qkeel watch` that records here, if there is one.
     """
 
     def __init__(self, path: str | Path = DEFAULT_PATH, watcher: str = "") -> None:

@@ -7,17 +7,18 @@ from types import ModuleType
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 from qkeel.kernels.native import adamw
 from qkeel.kernels.triton import available
 from qkeel.patching import adam_groups
-from qkeel.patching.graph_nodes import is_wrapper, version_of
+from qkeel.patching.graph_nodes import is_wrapper, writes_of
 from qkeel.remedies.steps.head_groups import HeadView, stacked
 from qkeel.sites.site import HeadSlice
 
+_WHOLE = (Tensor, nn.Parameter)  # kinds that hold no other tensors
 Owner = tuple[Tensor, list[int], list[HeadView]]
 Known = tuple[int, int]  # a tensor's count of changes, and where its numbers lie
 
@@ -81,26 +82,30 @@ class AdamPass:
             return "a GradScaler may skip the step, and what it says cannot be read here"
         if device != self._rates.device:
             self._move(device)
-        if not all(map(self._takes, range(len(self._weights)))):
+        if not self._takes_all():
             return (
                 "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not what "
                 "its fused step makes of it"
             )
         return ""
 
-    def _takes(self, k: int) -> bool:
-        """True if a weight and its state are of the right kind: as the last step left them, or looked at."""
-        weight, state = self._weights[k], self._optimizer.state.get(self._weights[k], {})
-        if self._known[k] == _now(weight) and self._states[k] is state:
-            return True
-        return _fits(weight, self._rates.device) and all(_fits_state(name, x, weight) for name, x in state.items())
+    def _takes_all(self) -> bool:
+        """True if the weights and their states are of the right kind: as the last step left them, or looked at."""
+        states, device = self._optimizer.state, self._rates.device
+        for k, (weight, now) in enumerate(zip(self._weights, writes_of(self._weights))):
+            state = states.get(weight, {})
+            if self._known[k] == now and self._states[k] is state:
+                continue
+            if not (_fits(weight, device) and all(_fits_state(name, x, weight) for name, x in state.items())):
+                return False
+        return True
 
     def norms(self) -> dict[int, Tensor]:
         """The Frobenius norms per head of entries whose weights have made a step, here or before a checkpoint.
 
         Squares are those that the last step left. Of weights that were written to since they are summed again.
         """
-        now = [_now(weight) for weight in self._weights]
+        now = writes_of(self._weights)
         old = [k for k, w in enumerate(self._weights) if self._known[k] != now[k] and self._optimizer.state.get(w)]
         if old:
             assert self._kernels is not None
@@ -162,8 +167,8 @@ class AdamPass:
         for g, own in zip(gradients, laid) if tensors.grad_scale is not None else ():
             if g is not own:
                 g.copy_(own)
-        for k, weight in zip(places, weights):
-            self._known[k], self._states[k] = _now(weight), self._optimizer.state[weight]
+        for k, weight, now in zip(places, weights, writes_of(weights)):
+            self._known[k], self._states[k] = now, self._optimizer.state[weight]
 
 
 def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
@@ -208,10 +213,6 @@ def _scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
     return kept.get("grad_scale"), kept.get("found_inf")
 
 
-def _now(weight: Tensor) -> Known:
-    return version_of(weight), weight.data_ptr()
-
-
 def _fits(x: Tensor, device: torch.device) -> bool:
     """True if it lies in memory as the pass is written for, on this device."""
     laid = x.is_contiguous() or (x.ndim == 2 and x.T.is_contiguous())
@@ -219,7 +220,8 @@ def _fits(x: Tensor, device: torch.device) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.layout == torch.strided and not is_wrapper(x) and x.ndim in (1, 2)
+    alone = type(x) in _WHOLE or not is_wrapper(x)
+    return x.dtype == torch.float32 and x.layout == torch.strided and alone and x.ndim in (1, 2)
 
 
 def _fits_state(name: str, x: Any, weight: Tensor) -> bool:

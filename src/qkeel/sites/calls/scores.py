@@ -21,9 +21,9 @@ from qkeel.functional.statistics.rows import (
     logit_rows,
     no_product_rows,
     product_rows,
-    reduce_rows,
     softmax_rows,
 )
+from qkeel.kernels.stats.found import FoundRows
 from qkeel.kernels.stats.per_head import BLOCK
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.sites.calls.head_layout import Layout
@@ -76,6 +76,11 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
 
     What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
     """
+    return find_score_rows(call, threshold).with_others(())
+
+
+def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> FoundRows:
+    """What `scores_stats` makes statistics of. Called without gradients, under no autocast."""
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
@@ -92,7 +97,8 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
         if call.capped is not call.logits:
             z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
         parts.append(RowStats(**angle, **found, **softmax_rows(z, seen, classes)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes)
+    rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
@@ -23,9 +24,18 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.nn import functional_attention
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.compiler_state import in_vmap
+from qkeel.patching.compiler_state import in_vmap, transformed_now
 from qkeel.patching.guard import Guarded, unguarded
-from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_name, suspended
+from qkeel.patching.modes import (
+    Args,
+    Function,
+    Kwargs,
+    ModeInModules,
+    OperatorMode,
+    function_name,
+    leave,
+    suspended,
+)
 from qkeel.sites.by_hand import DescribedSiteHooks
 from qkeel.sites.calls.head_layout import Layout, fewest_keys, known_keys
 from qkeel.sites.calls.logit_statistics import Seen
@@ -37,11 +47,12 @@ from qkeel.sites.handwritten.tags import Scores
 from qkeel.sites.missed import Missed
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError, returned_rows
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
-from qkeel.sites.see.running_modules import Frame, ModuleStack
+from qkeel.sites.see.running_modules import Frame, ModuleStack, tensors
 from qkeel.sites.see.sdpa import SDPA, Geometry, sdpa_arguments
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.weights.autograd_walk import names_of
 
+_SDPA = F.scaled_dot_product_attention
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -112,6 +123,8 @@ class Interceptor(CallObserver):
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
         guard: calls everything in here and `report` while the model runs.
+        only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
+            there, None for all. None to look at the whole pass.
     """
 
     def __init__(
@@ -125,9 +138,15 @@ class Interceptor(CallObserver):
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
         guard: Guarded = unguarded,
+        only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
     ) -> None:
         super().__init__(guard)
-        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard)
+        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
+        # Gets q, k, scale and causality of a call of SDPA without a mask in a module that is known, and returns whether
+        # that was enough; None where nobody takes it so.
+        self.plain: Callable[[Frame, int, Tensor, Tensor, float, bool], bool] | None = None
+        self.called_in: list[Frame] = []  # the calls of the modules in `only_in`
+        self._only_in = only_in
         self.probing = probing
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
@@ -148,14 +167,71 @@ class Interceptor(CallObserver):
             self._valued,
         )
 
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if self.only is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func not in self.only:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is not _SDPA or self.plain is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if not _READING.get():
+            self.guard(self._read_plain, func, args, kwargs or {}, out)
+        return out
+
+    def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+        """A call of SDPA in a module that is known: without a mask it is reported as it is."""
+        q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
+        if 3 <= len(args) <= 5 and not transformed_now():
+            q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            known = self.key_heads.get(top.name if top.calls == 0 else name_of(top, top.calls))
+            if mask is None and known is not None and not self._described:
+                k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
+                scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+                if self.plain is not None and self.plain(
+                    top, top.calls, q, k, scale, bool(kwargs.get("is_causal", False))
+                ):
+                    top.calls += 1
+                    return
+        if self.wanted(func, args, kwargs):
+            self.saw(func, args, kwargs, out, None)
+
     def begin(self, undo: ExitStack) -> None:
         for hooks in self._hooks:
             hooks.attach(undo)
         undo.callback(self.handwritten.tags.clear)
-        self.stack.attach(undo)
+        if self._only_in is None:
+            self.stack.attach(undo)
         undo.enter_context(observed_by(self))
         if self._below is not None:
             undo.enter_context(self._below)
+
+    @property
+    def whole(self) -> bool:
+        """True if the whole pass is looked at."""
+        return self._only_in is None
+
+    def look(self, around: ExitStack) -> None:
+        """Sees the calls of the pass that begins, until `around` is closed."""
+        if self._only_in is None:
+            self.__enter__()
+            around.callback(leave, self)
+        else:
+            ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
+
+    def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        batch = 0
+        if self.only is None:  # the layout of hand-written scores may depend on it
+            batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
+        self.stack.top = frame = Frame(name=name, module=module, parent=self.stack.top, batch=batch)
+        self.called_in.append(frame)
+
+    def _left(self, module: nn.Module) -> None:
+        top = self.stack.top
+        if top.module is module and top.parent is not None:
+            self.stack.top = top.parent
 
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[object, object]]:
         """False for what no attention is made of. A probe has torch compute functional_attention: it asks for paths."""
@@ -279,8 +355,18 @@ class Interceptor(CallObserver):
             return None
         ordinal, frame.calls = frame.calls, frame.calls + 1
         layout = call.layout if isinstance(call, ScoresCall) else layout
-        more = {"below": below, "layout": layout, "added": added, "rows": rows}
-        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, **more))  # type: ignore[arg-type]
+        self._report(
+            Sighting(
+                frame=frame,
+                ordinal=ordinal,
+                how=how,
+                call=call,
+                below=below,
+                layout=layout,
+                added=added,
+                rows=rows,
+            )
+        )
         return name_of(frame, ordinal)
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:

@@ -51,10 +51,12 @@ class ModuleStack:
     is not seen.
     """
 
-    def __init__(self, model: nn.Module, *, keep_inputs: bool = False, guard: Guarded = unguarded) -> None:
-        """Hooks onto the modules; `guard` calls what the hooks do."""
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._modules = list(model.modules())
+    def __init__(
+        self, model: nn.Module, *, keep_inputs: bool = False, guard: Guarded = unguarded, hooked: bool = True
+    ) -> None:
+        """Takes the model; `guard` calls what the hooks do. Where it is not `hooked`, its user knows what runs."""
+        self._names = {id(module): name for name, module in model.named_modules()} if hooked else {}
+        self._modules = list(model.modules()) if hooked else []
         self._keep = keep_inputs
         self._guard = guard
         self.root = Frame(name="", module=model, parent=None)
