@@ -10,7 +10,12 @@ from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
-PAGES += [page for folder in ("docs", "research", "internals") for page in sorted((ROOT / folder).rglob("*.md"))]
+PAGES += [
+    page
+    for folder in ("docs", "research", "internals")
+    for page in sorted((ROOT / folder).rglob("*.md"))
+    if "_made" not in page.parts
+]
 
 
 def _commands() -> list[tuple[str, str]]:
@@ -18,7 +23,7 @@ def _commands() -> list[tuple[str, str]]:
     for page in PAGES:
         for block in re.findall(r"```(?:sh|console|bash)\n(.*?)```", page.read_text(), flags=re.S):
             for line in block.replace("\\\n", " ").splitlines():
-                text = line.split("#")[0].strip().removeprefix("$ ").strip()
+                text = re.split("#| > ", line)[0].strip().removeprefix("$ ").strip()
                 if text.startswith("qkeel "):
                     found.append((page.name, text))
     return found
