@@ -108,7 +108,17 @@ def write_pages() -> None:
         (MADE / f"{name}.md").write_text(text, encoding="utf-8")
 
 
+def _download(name: str, link: re.Match[str]) -> str:
+    """A link of a page as a download, where it leads out of docs/."""
+    place = (HERE / name).parent / link[2]
+    return link[0] if place.resolve().is_relative_to(HERE) else f"{{download}}`{link[1]} <{link[2]}>`"
+
+
 def changed(name: str, text: str) -> str:
-    """What is read of a page instead of its file: what to do next is added where a program writes the page."""
+    """What is read of a page instead of its file: links to files that are not on the site become downloads, and what to
+    do next is added where a program writes the page."""
+    text = re.sub(
+        r"\[([^]`\n]+)\]\(((?:\.\./)+[A-Za-z][^)#\s]*\.md)(?:#[^)]*)?\)", lambda link: _download(name, link), text
+    )
     after = NEXT.get(name, "")
     return f"{text}\n\n**Next:** {after}\n" if after and "**Next:**" not in text else text
