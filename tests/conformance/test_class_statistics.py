@@ -9,11 +9,11 @@ import torch
 from tests.quick import one_in
 from torch import Tensor
 
+from qkeel.capture.calls import ScoresCall, scores_stats
 from qkeel.functional.statistics.class_stats import TENSORS, ClassStats, TokenClasses, merge_classes
 from qkeel.kernels.stats import per_head
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.reference import attend_call
-from qkeel.sites.calls.scores import ScoresCall, scores_stats
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import with_query_mask
 

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
+from qkeel.capture import bracket, trace
 from qkeel.functional.statistics.rows import KernelRows
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain
 from qkeel.kernels.stats import logsumexp, per_head
 from qkeel.kernels.triton import available
 from qkeel.monitor.measure import call_statistics
@@ -30,8 +32,6 @@ from qkeel.monitor.measure.gain_bounds import GainBounds
 from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.patching.private_operators import flash_on_cpu
 from qkeel.sites import find
-from qkeel.sites.see import bracket
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, NormGain
 from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)
@@ -172,7 +172,9 @@ if __name__ == "__main__":
     logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     available.takes_heads, available.head_table = lambda views, write=False: True, Heads  # type: ignore[assignment]
     call_statistics.row_statistics, per_head.head_numbers = rows_found, heads_found
-    find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
+    trace.verified = lambda model, seen, *recorded: (
+        seen
+    )  # its experiment works on storages, which stand-ins have none of
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
         weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}

@@ -17,6 +17,7 @@ from tests.remedies.foreign import hf, out
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.capture import trace
 from qkeel.functional import norms
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run, run_plan
 from qkeel.lab.model import build_model
@@ -24,7 +25,6 @@ from qkeel.lab.studies import STUDIES, find_study
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES
 from qkeel.report import write
-from qkeel.sites import find
 
 faults: list[str] = []  # what was warned of
 
@@ -105,7 +105,9 @@ def studied() -> Iterator[str]:
 
 if __name__ == "__main__":
     warnings.showwarning = lambda message, *_, **__: faults.append(str(message))
-    find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
+    trace.verified = lambda model, seen, *recorded: (
+        seen
+    )  # its experiment works on storages, which stand-ins have none of
     norms.WITHOUT_FLOAT64 = frozenset({"mps", NAME})  # type: ignore[misc]
     with Accelerator(float64=False):
         try:

@@ -12,8 +12,8 @@ from tests.foreign.reference import Call, Example, tensors
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.heads.site import HeadSlice
 from qkeel.sites import AttentionSite
-from qkeel.sites.site import HeadSlice
 
 Verdict = Literal["right", "told", "wrong"]
 Truth = Callable[[nn.Module, Example], list[Call]]  # every attention call of a forward pass

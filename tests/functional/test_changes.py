@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel import preset
+from qkeel.capture.calls import ScoresCall, scores_change
 from qkeel.errors import RefusedError, ShapeError
 from qkeel.functional.bounds import logit_frobenius
 from qkeel.functional.statistics.logit_change import (
@@ -21,7 +22,6 @@ from qkeel.functional.statistics.logit_change import (
 from qkeel.functional.statistics.rows import Seen
 from qkeel.kernels.stats.per_head import logit_change
 from qkeel.reference import attend_call
-from qkeel.sites.calls.scores import ScoresCall, scores_change
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition
 from qkeel.spec.call import make_call, with_query_mask
 

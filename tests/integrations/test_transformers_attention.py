@@ -26,7 +26,18 @@ from qkeel.integrations.transformers_attention import attend
 from qkeel.kernels.compiled_attention import Native
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
-FEW = ("llama", "qwen3", "gpt2", "gemma2", "gpt_neox", "deepseek_v3", "mistral", "gpt_oss", "deepseek_v32")
+FEW = (
+    "llama",
+    "qwen3",
+    "gpt2",
+    "gemma2",
+    "gpt_neox",
+    "deepseek_v3",
+    "mistral",
+    "gpt_oss",
+    "deepseek_v32",
+    "deepseek_v4",
+)
 ALL = list(entries("causal"))
 # What is refused: sinks of each query, chosen blocks; models that write attention out, or have their own table of it.
 REFUSED = ("gives attention sinks=", "gives attention block_indices=", "writes its attention out itself", "'qkeel'")
@@ -207,8 +218,8 @@ def test_a_trainer_trains_to_the_loss_that_sdpa_gives(kind: str, tmp_path: Path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
-def test_sinks_and_caps_are_watched_as_with_eager_attention(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v32"])
+def test_sinks_and_chosen_keys_are_watched_as_with_eager_attention(kind: str) -> None:
     entry, found = next(e for e in ALL if e.name == kind), []
     state = None
     for implementation in ("eager", "qkeel"):

@@ -19,7 +19,7 @@ from typing import Any
 import qkeel
 
 # What is watched with: whatever of it fails must stop nobody.
-ROOMS = ("monitor", "records", "sites")
+ROOMS = ("capture", "heads", "monitor", "records", "sites")
 _HOME = Path(qkeel.__file__).parent
 
 

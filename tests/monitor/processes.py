@@ -251,10 +251,11 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
     """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
     from torch.distributed.fsdp import fully_shard
 
+    from qkeel.capture import trace
     from qkeel.monitor.measure.token_classes import PassTokens
-    from qkeel.sites import find, probe
+    from qkeel.sites import find
 
-    for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (probe._Reading, "_note")):
+    for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (trace._Reading, "_note")):
         original = vars(home)[name]
         if dist.get_rank() == 1:
             setattr(home, name, boom)

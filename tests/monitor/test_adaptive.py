@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
+from qkeel.capture import bracket
+from qkeel.capture.bracket import BracketMode
 from qkeel.kernels.stats import logsumexp
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
 from qkeel.patching.private_operators import flash_on_cpu
-from qkeel.sites.see import bracket
-from qkeel.sites.see.bracket import BracketMode
 
 
 @pytest.mark.parametrize("masked", ["no", "causal", "added", "boolean"])

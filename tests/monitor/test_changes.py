@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.capture.example import arguments
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.measure.logit_changes import LogitChanges
-from qkeel.sites.example import arguments
 from qkeel.sites.tap import Tap
 
 

@@ -22,7 +22,7 @@ import qkeel
 from qkeel import dist
 from qkeel.dist import unanimity
 from qkeel.errors import QkeelError, QkeelWarning
-from qkeel.sites.missed import Sites
+from qkeel.heads.site import Sites
 
 
 def searched(model: nn.Module, example: Tensor | None = None) -> Sites:

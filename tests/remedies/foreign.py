@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.capture.engine import Interceptor, Sighting
 
 VOCAB, D, H, T = 40, 32, 4, 7
 SMALL: dict[str, Any] = {

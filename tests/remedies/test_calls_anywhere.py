@@ -248,7 +248,10 @@ def test_removal_leaves_no_trace(name: str, how: str, change: str) -> None:
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("order", one_in(list(itertools.permutations(["log_n:length=3", "softcap:cap=1", "sink"])), 4))
+ORDERS = [pytest.param(order) for order in itertools.permutations(["log_n:length=3", "softcap:cap=1", "sink"])]
+
+
+@pytest.mark.parametrize("order", one_in(ORDERS, 4))
 @pytest.mark.parametrize("how", HOW)
 def test_changes_compose_in_any_order_and_come_off_in_any_order(order: tuple[str, ...], how: str) -> None:
     spec = AttentionSpec(scale=LogN(train_length=3), cap=Softcap(1.0), normalizer=Sink())

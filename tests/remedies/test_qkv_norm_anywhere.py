@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.capture.trace import seen
 from qkeel.errors import RefusedError
-from qkeel.sites.weights.value_rows import value_slices
 
 from .foreign import LAYOUTS, Hand, build, everything, example, hf, jolted, out, values
 
@@ -116,7 +116,7 @@ def test_latent_attention_takes_one_without_a_gain_per_dimension_in_its_call() -
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 def test_values_of_grouped_heads_are_told_once_per_key_value_head(how: str) -> None:
     model = hf("llama", how)
-    found = value_slices(model, (example("llama"),), {})
+    found = seen(model, (example("llama"),), {}).value_slices()
     assert list(found) == [f"model.layers.{i}.self_attn" for i in (0, 1)]
     for name, slices in found.items():
         assert not isinstance(slices, str)

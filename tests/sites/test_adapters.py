@@ -13,8 +13,8 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
+from qkeel.capture.engine import Interceptor  # noqa: E402
 from qkeel.sites import AttentionSite, HeadSlice  # noqa: E402
-from qkeel.sites.see.intercept import Interceptor  # noqa: E402
 
 # peft asks transformers by a name that is on its way out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

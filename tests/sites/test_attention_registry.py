@@ -12,9 +12,9 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
+from qkeel.capture.calls import statistics  # noqa: E402
+from qkeel.capture.engine import Interceptor  # noqa: E402
 from qkeel.functional.statistics.logit_stats import LogitStats  # noqa: E402
-from qkeel.sites.calls.logit_statistics import statistics  # noqa: E402
-from qkeel.sites.see.intercept import Interceptor  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),

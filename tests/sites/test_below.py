@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.sites.calls.logit_statistics import statistics
-from qkeel.sites.see.intercept import Interceptor, Sighting
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
+from qkeel.capture.described import arranged
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.patching.guard import Guard
 from qkeel.sites import AttentionSite, Reading, describe
-from qkeel.sites.by_hand import arranged
-from qkeel.sites.calls.logit_statistics import statistics
-from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Softcap
 
 B, H, G, T, D = 2, 4, 2, 6, 8

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
+from qkeel.capture.bracket import BracketMode
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.sites.calls.logit_statistics import statistics
-from qkeel.sites.see.bracket import BracketMode
-from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.spec import AttentionCall
 
 from . import flash_stand_in as stand_in

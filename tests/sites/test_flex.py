@@ -19,13 +19,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import apply, find_sites
+from qkeel.capture import calls as logit_statistics
+from qkeel.capture import foreign as foreign_functions
+from qkeel.capture.bracket import BracketMode
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import maxima, statistics
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.kernels.stats import per_head as kernel
-from qkeel.sites.calls import logit_statistics
-from qkeel.sites.calls.logit_statistics import maxima, statistics
-from qkeel.sites.see import foreign_functions
-from qkeel.sites.see.bracket import BracketMode
-from qkeel.sites.see.intercept import Interceptor, Sighting
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

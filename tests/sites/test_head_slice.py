@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.heads.site import rows
 from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
-from qkeel.sites.site import rows
 from qkeel.spec import AttentionSpec
 
 H, R, M = 4, 3, 5

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from qkeel import find_sites
+from qkeel.capture.calls import hides, is_low
 from qkeel.sites import Tap
-from qkeel.sites.calls.hidden_pairs import hides, is_low
 
 B, H, T, D = 2, 2, 6, 8
 LOWEST = float(torch.finfo(torch.float32).min)

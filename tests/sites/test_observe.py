@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
+from qkeel.capture.engine import Interceptor
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.sites import Tap
-from qkeel.sites.see.intercept import Interceptor
 
 B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

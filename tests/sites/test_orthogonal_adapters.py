@@ -35,7 +35,7 @@ def adapted() -> Small:
     model = Small()
     for block in model.blocks:
         block.q, block.k = Orthogonal(block.q), Orthogonal(block.k)
-        assert float((block.q.b.weight @ block.q.a.weight).detach().abs().max()) < 1e-6
+        assert float((block.q.b.weight @ block.q.a.weight).detach().detach().abs().max()) < 1e-6
         assert float(block.q.b.weight.detach().abs().max()) > 0.1 < 10 * float(block.q.a.weight.detach().abs().max())
     return model
 

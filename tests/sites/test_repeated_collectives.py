@@ -8,8 +8,8 @@ from tests.remedies.test_sharded_weights import process
 from torch import Tensor, distributed
 
 from qkeel.errors import RefusedError
-from qkeel.sites.verify.recorded_operators import Record, memory, place
-from qkeel.sites.verify.repeated_operators import Repetition
+from qkeel.heads.operators import Record, Repetition, memory, place
+from qkeel.patching.modes import OperatorMode
 
 
 def by_parts(x: Tensor) -> Tensor:
@@ -36,18 +36,18 @@ def test_a_gather_is_repeated_by_one_process_and_a_sum_is_refused() -> None:
         with process(rank):
             for gather in (by_parts, as_one):
                 x = torch.randn(3, 4)
-                with Record() as record:
+                with OperatorMode(keep=True) as seen:
                     out = gather(x) + 1
                 came = out.clone()
-                repeated = Repetition(record.operations, {memory(x)})
-                with Record() as again:
+                repeated = Repetition(Record(seen.operations).operations, {memory(x)})
+                with OperatorMode(keep=True) as again:
                     now = repeated({place(x): -x})(out)
                 expected = came.clone()
                 expected[3 * rank : 3 * rank + 3] = 1 - x
                 assert torch.equal(now, expected), (gather.__name__, rank)
                 assert torch.equal(out, came)
-                assert not [o for o in again.operations if str(o.function).startswith("c10d")]
-            with Record() as record:
+                assert not [o for o in again.operations if str(o[0]).startswith("c10d")]
+            with OperatorMode(keep=True) as seen:
                 summed(x)
             with pytest.raises(RefusedError, match=r"c10d\.allreduce_.* makes them from numbers of other processes"):
-                Repetition(record.operations, {memory(x)})({place(x): -x})
+                Repetition(Record(seen.operations).operations, {memory(x)})({place(x): -x})

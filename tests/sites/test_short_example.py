@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
+from qkeel.capture.example import ROWS, TOKENS, shorter
 from qkeel.errors import InvalidValueError, QkeelWarning
-from qkeel.sites.example import ROWS, TOKENS, shorter
 
 H, D, B, T = 2, 4, 6, 100
 Passes = list[tuple[tuple[int, ...], bool]]  # the shape of the input, and whether there was a graph

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import preset
+from qkeel.capture import engine as intercept
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
 from qkeel.sites import Tap, find_sites
-from qkeel.sites.see import intercept
 from qkeel.spec import AttentionCall
 
 FIELDS = list(TENSORS)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from qkeel import apply, find_sites
+from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.nn import Attention
 from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
-from qkeel.sites.verify.site_experiment import verified
 
 H, D, M = 4, 8, 32
 Scores = Callable[..., Tensor]
@@ -213,7 +213,7 @@ def test_a_remedy_on_the_call_needs_no_weights() -> None:
 def planted(model: nn.Module, **changes: object) -> str:
     """Why the experiment does not confirm a site in which something is changed by hand."""
     site = dataclasses.replace(site_of(model), **changes)
-    return verified(model, [site], (x(),), {})[0].unverified
+    return traced(model, (x(),), {}, expected=True).verified([site])[0].unverified
 
 
 def swapped(s: HeadSlice, order: list[int]) -> HeadSlice:

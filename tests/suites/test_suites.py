@@ -14,6 +14,8 @@ import torch
 from tests.suites import __main__ as suites
 from tests.suites import operator_samples, optimizers
 
+import qkeel
+from qkeel.handle import Handle
 from qkeel.nn import functional_attention
 
 MODEL = """
@@ -31,7 +33,7 @@ def test_a_model_runs():
 
 def test_samples_of_torch_are_those_of_torchs_function() -> None:
     first = list(itertools.islice(operator_samples.checks(), 60))
-    assert {check.what for check in first} == {"outputs", "strides"}
+    assert {check.what for check in first} == {"outputs", "strides", "gradients"}
     assert [check for check in first if check.difference] == []
 
 
@@ -41,7 +43,7 @@ def test_a_sample_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(operator_samples, "functional_attention", off)
     found = list(itertools.islice(operator_samples.checks(), 60))
-    assert {check.what for check in found if check.difference} == {"outputs", "strides"}
+    assert {"outputs", "strides"} <= {check.what for check in found if check.difference}
 
 
 def test_an_optimizer_whose_clip_does_nothing_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +51,7 @@ def test_an_optimizer_whose_clip_does_nothing_is_called_wrong(monkeypatch: pytes
         return optimizers._verdict(torch.optim.SGD, "SGD", "", {"lr": 1.0}, "qk_clip").verdict
 
     assert verdict() == "right"
-    growing = itertools.count(1)
-    monkeypatch.setattr(optimizers, "_largest", lambda *_: float(next(growing)))
+    monkeypatch.setattr(qkeel, "apply", lambda *_, **__: Handle(lambda: None), raising=False)
     assert verdict() == "wrong"
 
 

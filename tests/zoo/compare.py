@@ -13,11 +13,10 @@ from tests.zoo.reference import given_away
 from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
-from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.logit_statistics import statistics
-from qkeel.sites.calls.scores import cat_heads
+from qkeel.capture.calls import Layout, cat_heads
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.statistics import statistics
 from qkeel.sites.find import find_sites
-from qkeel.sites.see.intercept import Interceptor, Sighting
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,14 @@ from torch import nn
 
 from qkeel.audit.scan.geometry import Geometry
 from qkeel.audit.scan.scan import Progress, Scan, scan
+from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.patching.guard import Guard
 from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
-from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
-from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.named_models import site_label
 from qkeel.sites.tap import Tap
 

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from qkeel.autopilot.policy import Action, Held
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
+from qkeel.heads.site import AttentionSite
 from qkeel.remedies import apply, parse
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
-from qkeel.sites.site import AttentionSite
 
 Key = tuple[str, int]  # a remedy with its options, and the number of the optimizer that it acts on
 Heads = dict[str, tuple[int, ...]]  # by site, () for all

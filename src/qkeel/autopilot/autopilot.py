@@ -13,8 +13,10 @@ from qkeel.autopilot import saved_state
 from qkeel.autopilot.actuator import Actuator
 from qkeel.autopilot.deliberation import FIELDS, Deliberation, begun
 from qkeel.autopilot.policy import Action, Decision, Policy, Refused, SiteFacts, in_force
+from qkeel.capture.example import arguments
 from qkeel.errors import AlarmWarning, RefusedError, caution
 from qkeel.handle import Handle, State
+from qkeel.heads.site import AttentionSite
 from qkeel.metrics import Row
 from qkeel.monitor.alarms.recording import Recording
 from qkeel.monitor.monitor import Monitor
@@ -22,9 +24,7 @@ from qkeel.monitor.record.sample import Sample
 from qkeel.patching.guard import Guard
 from qkeel.patching.optimizer_hooks import StepHooks, stepping, when_hooks_are_done
 from qkeel.registry import parse
-from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
-from qkeel.sites.site import AttentionSite
 
 _OFF = (
     "the autopilot failed and changes nothing further: {}. What it has put on stays in force until remove(); training "

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from qkeel.autopilot.autopilot import Autopilot
 from qkeel.autopilot.known_policies import policy as known_policy
 from qkeel.autopilot.policy import Policy
+from qkeel.capture.example import arguments
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.monitor import Cadence, PlannedRates, Sink
 from qkeel.monitor.measure.query_mask import Given
@@ -18,7 +19,6 @@ from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.remedies.steps.mixed_precision import innermost
-from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
 
 EVERY = 10  # steps

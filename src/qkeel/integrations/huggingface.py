@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Policy, attach
+from qkeel.capture.example import same_random_streams
 from qkeel.errors import caution, needed
 from qkeel.frames import Foreign
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
@@ -20,7 +21,6 @@ from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.patching.compiler_state import running_frames
 from qkeel.records import layer_fields, write_bytes
-from qkeel.sites.kept_state import same_random_streams
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -103,7 +103,8 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
     forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
         return True
-    return any(isinstance(const, tuple) and argument in const for const in forward.__code__.co_consts)
+    consts = forward.__code__.co_consts  # the names of a call are one tuple, or beside **kwargs strings of their own
+    return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
 
 
 def _sinks(more: Kwargs) -> Tensor | None:
@@ -149,7 +150,8 @@ def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what tran
             f"{home.__name__} writes its attention out itself, which {NAME!r} cannot reach; load it "
             'with attn_implementation="eager", which qkeel.watch sees as well'
         )
-    return sdpa_mask(**given)
+    # A model that does not know "sdpa" may widen the mask for keys of its own, as DeepSeek V4 does, and finds none.
+    return sdpa_mask(**given) if home is None or home._supports_sdpa else eager_mask(**given)
 
 
 def register() -> str:

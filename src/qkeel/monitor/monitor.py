@@ -11,10 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
+from qkeel.capture.example import Arguments
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
+from qkeel.heads.site import AttentionSite, Missed, Sites
 from qkeel.monitor.alarms.advice import fitted
 from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History
@@ -42,9 +44,6 @@ from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
 from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.patching.parallel_training import joined
-from qkeel.sites.example import Arguments
-from qkeel.sites.missed import Missed, Sites
-from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
 JOINED = "in a context of torch's Join processes end at different steps"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qkeel import dist
+from qkeel.capture.example import arguments
 from qkeel.dist.layout import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.monitor.alarms.forecast import PlannedRates
@@ -21,7 +22,6 @@ from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
 from qkeel.monitor.record.sinks import sinks as named_sinks
-from qkeel.sites.example import arguments
 from qkeel.sites.named_models import Models, named_models, sites_of_each
 
 K = TypeVar("K")

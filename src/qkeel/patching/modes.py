@@ -6,8 +6,8 @@ import abc
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,9 +28,12 @@ from qkeel.patching.parallel_training import collective_of
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+Operator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its arguments and what came out
 
 # Operators that are called otherwise in torch's Python functions.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
+
+INSIDE: Literal["inside"] = "inside"  # see FunctionMode.wanted
 
 # What a tensor is asked about itself: nothing is computed, so nobody is asked whether to see it. Two calls of three.
 _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
@@ -73,11 +76,17 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         kwargs = kwargs or {}
         if self.only is not None and func not in self.only:
             return func(*args, **kwargs)
-        if func in _ASKED or not (wanted := self.guard(self.wanted, func, args, kwargs)):
+        if func in _ASKED:
+            return func(*args, **kwargs)
+        plain = self.guard is unguarded
+        wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
+        if wanted is False or wanted is None:
             return func(*args, **kwargs)
         more = None
         self.inside += 1
         try:
+            if isinstance(wanted, str):
+                return func(*args, **kwargs)
             if wanted is True:
                 out = func(*args, **kwargs)
             else:
@@ -88,23 +97,39 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         return out
 
     @abc.abstractmethod
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[Any, Any]]:
-        """Returns whether `saw` is to get this call; or what computes it in its place, and something more for `saw`."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Callable[[], tuple[Any, Any]]:
+        """Returns whether `saw` is to get this call; or what computes it in its place, and something more for `saw`.
+        INSIDE is a call that `saw` need not get, and of whose operators it need not either."""
 
     @abc.abstractmethod
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
         """The call was made and returned `out`; `more` is None but for what was computed in its place."""
 
 
-class RecordingMode(TorchDispatchMode):
-    """A mode that passes every operator to `note`, after it ran, with its arguments and what came out, and changes
-    nothing. It sees what runs under torch's functions: inside torch.jit.script, torch.func.vmap and compiled C++."""
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees every operator after it ran, also inside torch.jit.script, torch.func.vmap and compiled C++, and
+    changes nothing.
+
+    Args:
+        read: gets the name, arguments and output of an operator; autograd records what is computed of it.
+        wanted: whether `read` is to get the operator that has just run. It is asked before anything else is done.
+        guard: calls `read`.
+        keep: keep every operator in `operations`, and with it every tensor.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Function, Args, Kwargs, object], None]) -> None:
+    def __init__(
+        self,
+        read: Callable[[str, Args, Kwargs, Any], None] = lambda *_: None,
+        guard: Guarded = unguarded,
+        *,
+        wanted: Callable[[], bool] = lambda: False,
+        keep: bool = False,
+    ) -> None:
         super().__init__()
-        self._note = note
+        self.operations: list[Operator] = []
+        self._read, self._guard, self._wanted, self._keep = read, guard, wanted, keep
 
     def __torch_dispatch__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
@@ -112,19 +137,24 @@ class RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
-            self._note(func, args, kwargs, out)
+            if self._keep:
+                self.operations.append((func, args, kwargs, out))
+            if self._wanted():
+                # What is read of a call is one of the operators too: within its own callback no mode sees any.
+                with _recording(), self if self._keep else nullcontext():
+                    self._guard(self._read, function_name(func), args, kwargs, out)
         return out
 
 
-class OperatorMode(RecordingMode):
-    """A recording mode that passes on the operator's name, and in which autograd records what is computed of it."""
-
-    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None], guard: Guarded = unguarded) -> None:
-        def note(function: Function, args: Args, kwargs: Kwargs, out: object) -> None:
-            with _recording():
-                guard(read, function_name(function), args, kwargs, out)
-
-        super().__init__(note)
+@contextmanager
+def no_operators_seen() -> Iterator[None]:
+    """While it lasts an OperatorMode, where it is the innermost mode, sees nothing: gradients that are computed in the
+    middle of a pass are no part of it."""
+    if isinstance(_get_current_dispatch_mode(), OperatorMode):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 class CollectiveMode(TorchDispatchMode):
@@ -160,17 +190,13 @@ def function_name(function: Function) -> str:
 
 
 @contextmanager
-def suspended(functions: FunctionMode, operators: OperatorMode | None = None) -> Iterator[None]:
-    """While it lasts these modes, where they are the innermost, see nothing."""
+def suspended(functions: FunctionMode) -> Iterator[None]:
+    """While it lasts this mode, where it is the innermost, sees nothing."""
     mine = _get_current_function_mode() is functions
     if mine:
         _pop_mode()
     try:
-        if operators is not None and _get_current_dispatch_mode() is operators:
-            with _pop_mode_temporarily():
-                yield
-        else:
-            yield
+        yield
     finally:
         if mine:
             _push_mode(functions)

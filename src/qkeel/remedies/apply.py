@@ -10,8 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
+from qkeel.capture.example import Arguments, arguments
+from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
+from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.nn.spec_module import SpecModule
 from qkeel.options import build
 from qkeel.patching.compiler_state import compile_again
@@ -43,11 +46,8 @@ from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.steps.mixed_precision import innermost
 from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.example import Arguments, arguments
-from qkeel.sites.find import find_sites
-from qkeel.sites.missed import Sites
+from qkeel.sites.find import found_sites
 from qkeel.sites.named_models import Models, named_models, of_each, sites_of_each
-from qkeel.sites.site import APPLIED, AttentionSite
 from qkeel.sites.tap import Tap
 
 REMEDIES: dict[str, type[Remedy]] = {
@@ -383,14 +383,14 @@ def _shown(example: object) -> Arguments:
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
-    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them: for others,
-    and to see that the model still runs where the remedy itself has not run it."""
-    sites = known if known is not None else _sites(found[0], bare) if found else Sites()
+    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them, for others; a
+    remedy that has not run the model itself is followed by one pass, to see that the model still runs."""
+    sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_mates(bare.model, sites)
     for remedy in found:
         if not partial:
             _check_whole(remedy, sites)
-        target = dataclasses.replace(bare, sites=remedy.chosen(sites))
+        target = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
         _check_supported(remedy, target)
         if known is not None and remedy.on_attention and not remedy.on_steps:
             raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
@@ -398,9 +398,12 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         inner = remedy.apply(target)
         try:
             inner = check_added(remedy.name, target, before, inner)
-            others = remedy is not found[-1] or in_force(bare.model)  # that a look at the change is for
-            if not remedy.on_steps and known is None and (others or not remedy.changes_spec):
-                sites = _sites(remedy, bare)
+            if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
+                pass
+            elif remedy is not found[-1] or in_force(bare.model):  # others are there to be looked at, or to come
+                sites, trace = _sites(remedy, bare)
+            elif trace is not None and not remedy.changes_spec:
+                run_once(bare.model, *bare.example)
             _check_others(remedy, sites)
         except BaseException:
             inner.remove()
@@ -456,10 +459,11 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     return Handle(undo, state=inner.state, load=inner.load)
 
 
-def _sites(remedy: Remedy, bare: Target) -> Sites:
+def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
+    """The sites of a model, and the pass that showed them where one did."""
     args, kwargs = bare.example
     try:
-        return find_sites(bare.model, *args, **kwargs)
+        return found_sites(bare.model, args, kwargs)
     except RefusedError as error:
         if args or kwargs:
             raise

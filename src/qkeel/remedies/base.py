@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.capture.example import Arguments, copied, undisturbed
+from qkeel.capture.trace import ModelTrace, seen
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
-from qkeel.sites.example import Arguments
-from qkeel.sites.kept_state import copied, undisturbed
-from qkeel.sites.site import AttentionSite, HeadSlice
 
 Heads = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
 Args = tuple[Any, ...]  # of a call of somebody else's function
@@ -34,6 +34,19 @@ class Target:
     sites: list[AttentionSite]  #: the model's attention, where it is known
     example: Arguments = ((), {})  #: arguments of a forward pass that shows the sites; empty for qkeel's own modules
     train_length: int | None = None  #: tokens per training sequence, where a formula needs it
+    trace: ModelTrace | None = None  #: the pass that showed the sites; None where all are qkeel's own, or were given
+
+    def seen(self) -> ModelTrace:
+        """The pass that showed the sites; without one the example is run, or what there is of it."""
+        args, kwargs = self.example
+        return self.trace or seen(self.model, args, kwargs)
+
+    def short(self) -> Arguments:
+        """Arguments of a pass that shows the sites: as little of the example as does."""
+        if self.trace is None:
+            return self.example
+        args, kwargs = self.trace.given
+        return args, dict(kwargs)
 
     def parameter(self, name: str) -> nn.Parameter:
         """A parameter of the model by qualified name."""

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.remedies.base import Heads, Target
 from qkeel.remedies.steps.head_groups import frobenius_norm
 from qkeel.remedies.steps.head_steps import head_steps
 from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
-from qkeel.sites.site import AttentionSite
 
 # One term a weight takes part in: the entries of the other weights of the term, the head of each of them that each
 # query head uses, and the query heads of each of the weight's own heads.

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
+from qkeel.heads.operators import place as memory_place
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.instance_forward import InstanceForward, put_in_place
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
-from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.site import AttentionSite, HeadSlice
 
 
 @final
@@ -135,9 +135,6 @@ class GatedProjection(InstanceForward):
         return self.replaced(((heads * gates.to(out.dtype)[..., None]).flatten(-2), *args[1:]), kwargs)
 
 
-Seen = list[tuple[nn.Module, Tensor]]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Output:
     """The output projection of an attention, its number of input features, and the width of the attention's input."""
@@ -165,11 +162,20 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     if not site.terms:
         raise RefusedError(f"output_gate at {place}: it is not known which weights make its heads ({site.why})")
     query, head = site.terms[0].query[-1], site.n_heads - 1
-    x, before = _after_attention(target, site)
-    with _turned(target, query, head):
-        after = _after_attention(target, site)[1]
-    pairs = [(m, a, b) for (m, a), (n, b) in zip(before, after) if m is n and a.shape == b.shape]
-    module, a, b = next((p for p in pairs if not torch.equal(p[1], p[2])), (None, None, None))
+    trace = target.trace or traced(target.model, *target.example, expected=True)
+    weight = target.parameter(query.parameter)
+    turned = {memory_place(weight): _turned(weight, query, head)}
+    own, done = trace.calls[site.name][0].sighting.frame, trace.calls[site.name][0].until
+    alone = sum(frame.module is site.module for frame in trace.frames) == 1
+    x = next((x for x in own.inputs if x.is_floating_point()), None) if alone else None
+    module = a = b = None
+    for frame in trace.frames:
+        if frame.since < done or own not in frame.line() or not _has_matrix(frame.module) or not frame.inputs:
+            continue
+        before, after = trace.repeated(site.name, turned, frame, frame.inputs[0])
+        if not torch.equal(before, after):
+            module, a, b = frame.module, before, after
+            break
     if module is None or a is None or b is None or x is None or a.shape[:-1] != x.shape[:-1]:
         raise RefusedError(
             f"output_gate at {place}: no module inside it multiplies what attention returns by a weight, token by "
@@ -185,43 +191,14 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     return Output(module=module, features=a.shape[-1], width=x.shape[-1])
 
 
-@contextmanager
-def _turned(target: Target, query: HeadSlice, head: int) -> Iterator[None]:
-    """The query weights of a head with the other sign: exact both ways, and no norm of queries undoes it."""
-    weight = target.parameter(query.parameter)
+@torch.no_grad()
+def _turned(weight: Tensor, query: HeadSlice, head: int) -> Tensor:
+    """The query weights of a head with the other sign: no norm of queries undoes it."""
     signs = torch.ones(query.n, device=weight.device, dtype=weight.dtype)
     signs[head % query.n] = -1
-    signs = query.expand(signs, weight)
-    with torch.no_grad():
-        weight.mul_(signs)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            weight.mul_(signs)
+    return weight * query.expand(signs, weight)
 
 
-def _after_attention(target: Target, site: AttentionSite) -> tuple[Tensor | None, Seen]:
-    """The input of the site's module, and inputs of modules with a matrix that it called after its attention."""
-    seen: Seen = []
-    inputs: list[Tensor | None] = []
-
-    def note(module: nn.Module, args: Args) -> None:
-        if args and isinstance(args[0], Tensor):
-            seen.append((module, args[0].detach().clone()))
-
-    def begin(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        inputs.append(first_tensor(args, kwargs))
-
-    def call(sighting: Sighting) -> None:
-        if sighting.name == site.name:
-            seen.clear()
-
-    matrices = [m for m in site.module.modules() if not any(m.children()) and any(p.ndim == 2 for p in m.parameters())]
-    with ExitStack() as stack:
-        for module in matrices:
-            stack.callback(module.register_forward_pre_hook(note).remove)
-        stack.callback(site.module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        stack.enter_context(Interceptor(target.model, call))
-        target.returned()
-    return (inputs[0] if len(inputs) == 1 else None), seen
+def _has_matrix(module: nn.Module) -> bool:
+    """True of a module without parts that has a weight of two dimensions."""
+    return not any(module.children()) and any(p.ndim == 2 for p in module.parameters())

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from qkeel.capture.statistics import SiteStats, find_maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes
 from qkeel.nn.spec_module import SpecModule
@@ -27,8 +29,6 @@ from qkeel.remedies.steps.logit_shares import LogitShare, logit_shares
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
-from qkeel.sites.calls.logit_statistics import SiteStats, find_maxima
-from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
+from qkeel.heads.site import HeadSlice, NormGain
 from qkeel.patching.optimizer_hooks import before_change, go_first
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, factor_per_row, views_by_tensor
@@ -24,7 +25,6 @@ from qkeel.remedies.steps.mixed_precision import found_inf, innermost, stepped
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 from qkeel.remedies.steps.sharded_weights import check_whole
 from qkeel.remedies.steps.step_remedy import StepRemedy
-from qkeel.sites.site import HeadSlice, NormGain
 
 
 @final

@@ -9,6 +9,7 @@ from typing import Literal, final
 from torch import nn
 
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
 from qkeel.nn.gau import GAU, GAUBlock
@@ -18,7 +19,6 @@ from qkeel.remedies.attention.change_norm import KINDS, ChangeNorm
 from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.base import Target, compose_all
 from qkeel.remedies.blocks.residual_blocks import pre_norm_branches, swap
-from qkeel.sites.site import AttentionSite
 from qkeel.spec.norm import Gain, GainNorm
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
-import logging
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,24 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.errors import InvalidTypeError, RefusedError, caution
+from qkeel.capture.trace import SEARCH, ModelTrace, spread, traced
+from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.heads.norms import spec_gains
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, Sites, rows
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import buffers_of, parameters_of
 from qkeel.patching.parallel_training import gathered
-from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.example import ShortExample, first_row, shorter
-from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import bound
-from qkeel.sites.plain_passes import heads_seen
-from qkeel.sites.probe import SEARCH, probe, spread
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
-from qkeel.sites.verify.site_experiment import verified
-from qkeel.sites.weights.norm_gains import spec_gains
 
-_LOG = logging.getLogger(__name__)
 _OWN = (Attention, MLA, GAU)
 
 
@@ -39,7 +31,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention of the model; a module used twice in a forward pass is one site.
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is
-    run and every attention it computes is a site, in the order of the calls. An experiment in a second pass then
+    run and every attention it computes is a site, in the order of the calls. An experiment on its operators then
     confirms the weights of each head (`site.verified`): on a few rows of a larger batch, where that shows the same.
     `missed` of the list are attentions that were seen but not understood. The model, its buffers and caches, gradients
     and random streams are left as they were.
@@ -61,14 +53,20 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     >>> [(site.n_heads, site.query[0].parameter, site.query[0].index[1].tolist()) for site in sites]
     [(2, 'in_proj_weight', [4, 5, 6, 7])]
     """
+    return found_sites(model, args, kwargs)[0]
+
+
+def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace | None]:
+    """The sites of a model, and the pass that showed them: None without an example, of a model that is split over
+    processes, and of one without numbers."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     if args or kwargs:
         if spread(model):
-            search = functools.partial(_searched_by_all, model, args, kwargs)
-            return dist.done_by_all(SEARCH, search, _unverified, lambda _: None)
+            by_all = functools.partial(_searched_by_all, model, args, kwargs)
+            return dist.done_by_all(SEARCH, by_all, _unverified, lambda _: None), None
         if on_meta(model):
-            return bound(_searched(with_values(model), args, kwargs), model)
+            return bound(_searched(with_values(model), args, kwargs)[0], model), None
         return _searched(model, args, kwargs)
     own = _own_sites(model)
     if not own:
@@ -78,13 +76,13 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
             f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
-    return Sites(own)
+    return Sites(own), None
 
 
-def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
+def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
     own = _own_sites(model)
-    seen = _of_example(model, args, kwargs, expected=not own)
-    return Sites([*own, *seen], seen.missed)
+    trace = traced(model, args, kwargs, expected=not own)
+    return Sites([*own, *trace.sites], trace.sites.missed), trace
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
@@ -94,66 +92,12 @@ def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
             undo.enter_context(gathered(model))
         if spread(model):  # by heads, which stay so
             undo.enter_context(dist.agreed_collectives(SEARCH))
-        return _searched(model, args, kwargs)
+        return _searched(model, args, kwargs)[0]
 
 
 def _unverified(sites: Sites) -> str:
     names = ", ".join(site.name for site in sites if site.terms and not site.verified)
     return f"the weights of {names} are not verified" if names else "all known weights are verified"
-
-
-def seen_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
-    """The sites that `find_sites` returns for an example, without the experiment: to check what a pass shows."""
-    own = _own_sites(model)
-    seen = probe(model, args, kwargs, expected=not own)
-    return Sites([*own, *seen], seen.missed)
-
-
-def _confirmed(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
-    seen = probe(model, args, kwargs, expected=expected)
-    return Sites(verified(model, seen, args, kwargs), seen.missed)
-
-
-def _of_example(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
-    """The sites that the shortest example shows of which all are confirmed, and of which a pass on the whole one makes
-    the same calls: of that one nothing is kept. Several processes have to make the same passes, so none are shorter."""
-    for short in () if dist.world() > 1 else shorter(args, kwargs):
-        try:
-            sites = _confirmed(model, short.args, short.kwargs, expected=expected)
-            known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
-            if known and heads_seen(model, args, kwargs, sites) == _heads(sites):
-                cut = short.cut and any(s.normed for s in sites)
-                return _with_bounds(model, sites, first_row(args, kwargs)) if cut else sites
-        except Exception as error:
-            _LOG.debug("a shorter example of %s fails: %s", type(model).__name__, error)
-    return _confirmed(model, args, kwargs, expected=expected)
-
-
-def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample) -> Sites:
-    """The same sites with norms as one whole sequence shows them: what follows a norm may grow with the position."""
-    try:
-        seen = {site.name: site for site in probe(model, whole.args, whole.kwargs, expected=True)}
-    except Exception as error:
-        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
-            raise
-        caution(
-            f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is no memory to "
-            "read them from one whole sequence. All else is known from a short one; for the bounds give find_sites an "
-            "example of one sequence as long as memory allows, and its sites to watch(sites=...)"
-        )
-        seen = {}
-    gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
-    found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
-    return Sites(found, sites.missed)
-
-
-def _is_plain(layout: Layout | None) -> bool:
-    """True if heads have a dimension of their own: on one sequence those that are merged with the batch seem to."""
-    return layout is None or layout.groups == tuple("bhts")
-
-
-def _heads(sites: Sites) -> dict[str, int]:
-    return {site.name: site.n_heads for site in sites}
 
 
 def _own_sites(model: nn.Module) -> list[AttentionSite]:

@@ -12,9 +12,8 @@ from typing import TypeVar
 from torch import nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
 from qkeel.patching.forward_passes import unwrapped
-from qkeel.sites.missed import Sites
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, NormGain
 
 T = TypeVar("T", HeadSlice, NormGain)
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]

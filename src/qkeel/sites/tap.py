@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkeel.capture.bracket import BracketMode
+from qkeel.capture.calls import Layout, ScoresCall
+from qkeel.capture.engine import Interceptor, Sighting, name_of
+from qkeel.capture.example import LastPass, copied, undisturbed
+from qkeel.capture.modules import Frame, tensors
+from qkeel.capture.readers import FLASH_AND_FLEX
+from qkeel.capture.statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.capture.trace import spread
 from qkeel.errors import caution
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, Sites
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.stats.found import Found
 from qkeel.kernels.stats.per_head import find_plain_rows
@@ -26,17 +35,6 @@ from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra
 from qkeel.patching.guard import Guard, in_this_thread
 from qkeel.patching.modes import Args, Function, Kwargs, ModeInModules, leave
 from qkeel.patching.module_tables import ModuleTree
-from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.kept_state import LastPass, copied, undisturbed
-from qkeel.sites.missed import Sites
-from qkeel.sites.probe import spread
-from qkeel.sites.see.bracket import BracketMode
-from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX
-from qkeel.sites.see.intercept import Interceptor, Sighting, name_of
-from qkeel.sites.see.running_modules import Frame, tensors
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Plain = Callable[[Tensor, Tensor, float, bool], Found | None]

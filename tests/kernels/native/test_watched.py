@@ -52,8 +52,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         inner = getattr(per_head, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_stats", counted("logit_stats"))
-    monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_maxima", counted("logit_maxima"))
+    monkeypatch.setattr("qkeel.capture.calls.logit_stats", counted("logit_stats"))
+    monkeypatch.setattr("qkeel.capture.calls.logit_maxima", counted("logit_maxima"))
     return made
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.example import copied
+from qkeel.capture.trace import forward, grouped
 from qkeel.patching.graph_nodes import base_of
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.kept_state import copied
-from qkeel.sites.probe import forward, grouped
-from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.spec import AttentionCall
 from qkeel.spec.band_call import of_key
 

@@ -14,12 +14,11 @@ from qkeel.audit.explain.experiment import Experiment, products, scale_of, seen,
 from qkeel.audit.explain.query_or_key import QueryOrKey
 from qkeel.audit.explain.recipe import Explanation, NormRecipe, SiteRecipe
 from qkeel.audit.explain.responses import Rotation
+from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.sites import AttentionSite, find_sites
-from qkeel.sites.example import Arguments, arguments
-from qkeel.sites.kept_state import undisturbed
 from qkeel.sites.tap import Tap
 
 

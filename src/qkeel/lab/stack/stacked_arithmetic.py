@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qkeel.capture.statistics import Seen, statistics
 from qkeel.errors import RefusedError, ShapeError
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.lab.stack.stack_models import stack_models
@@ -25,7 +26,6 @@ from qkeel.lab.training.evaluate import Probe, mean_change, measuring, summed_up
 from qkeel.lab.training.run_state import RunState
 from qkeel.monitor.measure.logit_changes import change_between, frozen
 from qkeel.nn.spec_module import SpecModule
-from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.spec import AttentionCall
 
 

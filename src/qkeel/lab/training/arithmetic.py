@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from qkeel.capture.statistics import Seen
 from qkeel.functional.losses import z_loss
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.lab.config import RunConfig
@@ -20,7 +21,6 @@ from qkeel.lab.tasks.task import Examples
 from qkeel.lab.training.evaluate import Probe, heldout_numbers, probe, remembered, token_loss
 from qkeel.lab.training.run_state import RunState
 from qkeel.patching.private_operators import multiply_all
-from qkeel.sites.calls.logit_statistics import Seen
 
 
 class Arithmetic:

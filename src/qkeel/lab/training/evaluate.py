@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkeel.capture.statistics import Seen, statistics
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats, TokenClasses
@@ -21,7 +22,6 @@ from qkeel.lab.tasks.task import Examples, Task
 from qkeel.monitor.measure.logit_changes import change_between, frozen
 from qkeel.patching.compiler_state import is_compiled
 from qkeel.sites import Tap
-from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.tap import Measure
 
 # What the lab records of each head, by records.HEAD_FIELDS.

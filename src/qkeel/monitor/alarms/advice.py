@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.monitor.alarms.rule import HOLD, Rule
 from qkeel.monitor.alarms.setup_rules import DECAY_GAINS, LOOK
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.find import is_normed
-from qkeel.sites.missed import Sites
-from qkeel.sites.site import APPLIED, AttentionSite
 
 LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
 LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'

@@ -8,16 +8,16 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.statistics import Seen, find, find_maxima
 from qkeel.functional.statistics.rows import KernelRows
+from qkeel.heads.site import AttentionSite, Kind, NormGain
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.found import Found, FoundExtremes, FoundStats
 from qkeel.kernels.stats.logsumexp import sample_rate
 from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes, find_plain_rows, sampled_stats
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
-from qkeel.sites.calls.logit_statistics import Seen, find, find_maxima
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.site import AttentionSite, Kind, NormGain
 from qkeel.spec import AttentionCall
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU

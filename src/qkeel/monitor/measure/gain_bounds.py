@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from qkeel import dist
 from qkeel.dist.shards import local, shard
 from qkeel.functional.norms import wide
+from qkeel.heads.site import AttentionSite, NormGain
 from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
 from qkeel.monitor.processes.share import Key, Share, SiteNumbers
 from qkeel.nn.spec_module import SpecModule
-from qkeel.sites.site import AttentionSite, NormGain
 from qkeel.spec.slot import Geometry, Params
 
 

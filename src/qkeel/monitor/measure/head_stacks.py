@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels.triton import available
 from qkeel.monitor.processes.share import Key, Row
-from qkeel.sites.site import AttentionSite
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
 _K = TypeVar("_K", bound=Hashable)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
+from qkeel.capture.modules import tensors
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.processes.share import Key
 from qkeel.patching.guard import Guarded, in_this_thread, unguarded
 from qkeel.patching.module_tables import ModuleTree, put_hooks
-from qkeel.sites.see.running_modules import tensors
 
 
 @final

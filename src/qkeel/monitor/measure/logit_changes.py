@@ -8,12 +8,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from qkeel.capture.calls import ScoresCall, scores_change
+from qkeel.capture.example import Arguments
+from qkeel.capture.statistics import Seen
 from qkeel.functional.statistics.logit_change import LogitChange
 from qkeel.kernels.stats.per_head import logit_change
 from qkeel.patching.graph_nodes import version_of
-from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.scores import ScoresCall, scores_change
-from qkeel.sites.example import Arguments
 from qkeel.sites.tap import Tap
 from qkeel.spec import AttentionCall
 

@@ -10,10 +10,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.statistics import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.patching.forward_passes import unwrapped
-from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.scores import ScoresCall
 
 Given = str | Tensor | Callable[..., Tensor]
 

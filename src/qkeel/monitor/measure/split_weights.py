@@ -11,9 +11,9 @@ from torch import Tensor
 from qkeel.dist.shards import local, shard
 from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide, widest
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Share
-from qkeel.sites.site import AttentionSite, HeadSlice
 
 NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qkeel import dist
+from qkeel.capture.modules import tensors
 from qkeel.handle import Handle
 from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.measure.gain_bounds import GainBounds
@@ -21,7 +22,6 @@ from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.monitor.processes.share import Key, Row, Share, SiteNumbers
 from qkeel.patching.guard import Guarded
 from qkeel.patching.module_tables import ModuleTree
-from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.tap import Phase, Visitor
 
 

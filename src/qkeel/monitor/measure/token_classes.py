@@ -9,11 +9,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.statistics import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.statistics.class_stats import TokenClasses, check_classes, one_hot
 from qkeel.monitor.measure.query_mask import QueryMask, from_pass, positional, with_query_mask
-from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.scores import ScoresCall
 from qkeel.spec import AttentionCall
 from qkeel.spec.band_call import of_key
 

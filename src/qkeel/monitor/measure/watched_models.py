@@ -8,12 +8,11 @@ from typing import final
 
 from torch import Tensor, nn
 
+from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.processes.share import WHOLE_MODEL, SiteNumbers
 from qkeel.monitor.processes.transfer import Stats, merged
-from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import all_sites, within
-from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
 

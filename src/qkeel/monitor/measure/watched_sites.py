@@ -9,10 +9,9 @@ from torch import nn
 
 from qkeel import dist
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.heads.site import AttentionSite, Sites, share
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.sites.find import find_sites
-from qkeel.sites.missed import Sites, share
-from qkeel.sites.site import AttentionSite
 
 
 @final

@@ -13,11 +13,11 @@ from qkeel import dist
 from qkeel.dist.layout import counted
 from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm
 from qkeel.monitor.measure.head_stacks import Joined, Place, Places, joined, norms_and_grams
 from qkeel.monitor.measure.split_weights import NORMS, SplitWeights
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Key, Row, Share, SiteNumbers
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 
 # Of each of some tensors the sources that it holds, and how many numbers of each.
 _Held = tuple[tuple[tuple[Hashable, int], ...], ...]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qkeel.sites.site import HeadSlice
+from qkeel.heads.site import HeadSlice
 
 Chain = tuple[HeadSlice, ...]
 Weight = Callable[[HeadSlice], Tensor]  # the rows of each head [n r m]

@@ -9,10 +9,10 @@ from torch import nn
 
 from qkeel.dist.layout import Layout, head_axes
 from qkeel.errors import RefusedError
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.processes.members import Member
 from qkeel.monitor.processes.transfer import Form
 from qkeel.monitor.record.description import site_facts
-from qkeel.sites.site import AttentionSite, HeadSlice
 
 
 @final

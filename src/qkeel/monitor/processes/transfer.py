@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
+from qkeel.capture.statistics import SiteStats
 from qkeel.errors import InvalidValueError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
 from qkeel.monitor.processes.share import Given, Key, Numbers, Share, SiteNumbers, combined, with_made
-from qkeel.sites.calls.logit_statistics import SiteStats
 
 Stats = Mapping[str, LogitStats]
 # Of each tensor that is sent: the site, the name, the shape, and how shares make one number ("" of statistics).

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from qkeel import dist
+from qkeel.heads.site import AttentionSite, Missed
 from qkeel.monitor.cadence import Cadence
 from qkeel.records.made_on import made_on
-from qkeel.sites.missed import Missed
-from qkeel.sites.site import AttentionSite
 from qkeel.version import VERSION
 
 

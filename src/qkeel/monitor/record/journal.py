@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
+from qkeel.capture.statistics import Block, SiteStats
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import LogitStats
@@ -25,7 +26,6 @@ from qkeel.monitor.processes.transfer import Measurement
 from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
 from qkeel.monitor.record.sinks import Sink
 from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
-from qkeel.sites.calls.logit_statistics import Block, SiteStats
 from qkeel.sites.tap import Phase
 
 _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS

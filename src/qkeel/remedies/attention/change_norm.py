@@ -10,21 +10,19 @@ from typing import ClassVar, Literal, cast
 
 from torch import nn
 
+from qkeel.capture.trace import ModelTrace, Operand, seen
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place
 from qkeel.patching.module_tables import parameters_of, submodules_of
 from qkeel.remedies.attention.change_spec import ChangeSpec, base_spec, exchange_calls, number
-from qkeel.remedies.attention.logit_operands import Operand, logit_operands
 from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
 from qkeel.remedies.attention.refusals import refuse_heads, refuse_norm, refuse_scale, refuse_unseen
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
-from qkeel.sites.find import is_normed, seen_sites
-from qkeel.sites.plain_passes import modules_called
-from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.sites.weights.value_rows import value_slices
+from qkeel.sites.find import is_normed
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.norm import Gain, GainNorm, On, Over, Part
 from qkeel.spec.scale import Scale
@@ -85,8 +83,8 @@ class ChangeNorm(ChangeSpec):
         return spec.replace(norm=norm, scale=scale)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        values = value_slices(target.model, *target.example) if sites and "v" in self.sides else {}
-        operands = functools.cache(lambda: logit_operands(target))
+        values = target.seen().value_slices() if sites and "v" in self.sides else {}
+        operands = functools.cache(lambda: target.seen().operands())
         plans = {site.name: self._plan(target, site, values.get(site.name, ""), operands) for site in sites}
         projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
         yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
@@ -141,8 +139,7 @@ def _norm_projections(
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
     several = {name for name, plan in plans.items() if any(len(found) > 1 for found in plan.values())}
-    owners = {id(heads.module): heads.module for plan in plans.values() for found in plan.values() for heads in found}
-    called = modules_called(target.model, owners.values(), *target.example) if owners else set()
+    called = target.seen().called if sites else frozenset()
     for site in sites:
         plan, name = plans[site.name], module_name(site)
         for part, found in plan.items():
@@ -168,8 +165,8 @@ def _norm_projections(
             yield put_in_place(new)
             placed.append(new)
     if placed:
-        _check_ran(remedy, target, sites, placed)
-        _check_lengths(remedy, target, several)
+        after = _check_ran(remedy, target, sites, placed)
+        _check_lengths(remedy, after, several)
 
 
 def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Plan) -> list[_Norm]:
@@ -193,28 +190,32 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Plan) 
     return norms
 
 
-def _check_ran(remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]) -> None:
-    """Raise unless in one pass on the example every norm runs and comes before the scores."""
+def _check_ran(
+    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]
+) -> ModelTrace:
+    """Raise unless in one pass, which is returned, every norm runs and comes before the scores."""
     for new in placed:
         new.seen = []
     try:
-        after = {site.name: site for site in seen_sites(target.model, *target.example)}
+        trace = seen(target.model, *target.short(), below=any(site.below for site in sites))
     finally:
-        seen = [new.seen for new in placed]
+        sizes = [new.seen for new in placed]
         for new in placed:
             new.seen = None
+    after = {site.name: site for site in trace.sites}
     names = [site.name for site in sites if site.name not in after or not is_normed(after[site.name])]
-    if names or any(sizes is None or set(sizes) != {new.size} for new, sizes in zip(placed, seen)):
+    if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
             "not reach their scores: their weights are used by something else than the module that holds them"
         )
+    return trace
 
 
-def _check_lengths(remedy: ChangeNorm, target: Target, names: set[str]) -> None:
+def _check_lengths(remedy: ChangeNorm, after: ModelTrace, names: set[str]) -> None:
     """Raise where several modules make the heads of a side and those that are multiplied are not of one length each:
     their outputs are added up, and the sum of what is normed is not."""
-    operands = logit_operands(target) if names else {}
+    operands = after.operands() if names else {}
     for name in names:
         for q, k in operands.get(name, []):
             for part, operand in (("q", q), ("k", k)):

@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from qkeel.capture.calls import HIDES, Layout
+from qkeel.capture.trace import biased, run_once
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.instance_forward import forwards_of
@@ -18,11 +21,6 @@ from qkeel.remedies.attention.changed_call import Change, ChangedCalls, changed
 from qkeel.remedies.attention.refusals import refuse_unseen
 from qkeel.remedies.attention.site_parameters import change_parameters
 from qkeel.remedies.base import Remedy, Target, compose_all, module_name, where
-from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.hidden_pairs import HIDES
-from qkeel.sites.find import seen_sites
-from qkeel.sites.plain_passes import biased, visible_minima
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry
@@ -137,7 +135,7 @@ def exchange_calls(change: Change, target: Target, sites: list[AttentionSite]) -
 def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
     """Raise where a logit of q·k itself is so low that a softmax would take it for one that a mask hides."""
     new = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
-    least = visible_minima(target.model, *target.example) if new else {}
+    least = target.seen().minima if new else {}
     for site in new:
         if (low := least.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
@@ -209,7 +207,7 @@ def _check_pass(target: Target, changed_modules: Mapping[ChangedCalls, list[Atte
     for calls in changed_modules:
         calls.seen = []
     try:
-        seen_sites(target.model, *target.example)
+        run_once(target.model, *target.example)
     except InvalidValueError as error:
         raise (error.__cause__ if isinstance(error.__cause__, RefusedError) else error) from None
     finally:

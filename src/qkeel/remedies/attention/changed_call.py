@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
+from qkeel.capture.calls import HIDES, Layout
+from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.nn import functional_attention
@@ -25,9 +27,6 @@ from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_
 from qkeel.patching.module_tables import hooks_before
 from qkeel.remedies.attention.small_masks import MASKING, SmallMasks
 from qkeel.remedies.base import Args, Kwargs
-from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.hidden_pairs import HIDES
-from qkeel.sites.see.sdpa import hiding, mha_mask, sdpa_arguments
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.normalizer import Normalizer

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.graph_nodes import mark_as_norm
 from qkeel.patching.instance_forward import InstanceForward
 from qkeel.remedies.attention.refusals import refuse_heads
 from qkeel.remedies.base import Args, Kwargs, unconfirmed
-from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.spec.norm import Norm, Part
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry, Params

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.sites.find import is_normed
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.norm import Norm
 from qkeel.spec.scale import Scale

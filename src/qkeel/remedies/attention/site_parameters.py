@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.patching.module_tables import names_in_use, parameters_of, submodules_of
 from qkeel.remedies.base import Target, inside, module_name
 from qkeel.remedies.steps.join_optimizer import join
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec
 from qkeel.spec.slot import Geometry
 

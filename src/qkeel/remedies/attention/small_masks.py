@@ -10,8 +10,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from qkeel.capture.calls import HIDES, hides, is_low
 from qkeel.remedies.base import Args, Kwargs
-from qkeel.sites.calls.hidden_pairs import HIDES, hides, is_low
 
 Function = Callable[..., object]
 

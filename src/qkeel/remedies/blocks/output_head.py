@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
+from qkeel.capture.modules import tensors
 from qkeel.errors import RefusedError
 from qkeel.nn.decoder import Decoder
 from qkeel.remedies.base import Target
-from qkeel.sites.see.running_modules import tensors
 
 
 def logits_module(target: Target, remedy: str, named: str) -> nn.Module:

@@ -11,13 +11,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.modules import tensors
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
+from qkeel.heads.site import AttentionSite
 from qkeel.nn.block import Block, NormOrder
 from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import Target, evaluating, module_name, where
-from qkeel.sites.see.running_modules import tensors
-from qkeel.sites.site import AttentionSite
 
 ModuleOutput = Tensor | tuple[Tensor, ...]
 

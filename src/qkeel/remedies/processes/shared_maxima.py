@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.remedies.base import Target, where
 from qkeel.remedies.processes.shared_models import WHAT, refuse_late_stage
-from qkeel.sites.site import AttentionSite
 
 
 @final

@@ -11,11 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
+from qkeel.heads.site import AttentionSite
 from qkeel.patching.optimizer_hooks import go_first
 from qkeel.patching.parallel_training import running_stage
 from qkeel.remedies.base import Target, where
 from qkeel.remedies.steps.mixed_precision import innermost
-from qkeel.sites.site import AttentionSite
 
 WHAT = "qkeel.apply"
 

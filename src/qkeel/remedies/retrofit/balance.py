@@ -17,9 +17,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.heads.site import AttentionSite, HeadSlice, across
 from qkeel.remedies.retrofit.fit_gains import descend_along, put_back
 from qkeel.remedies.retrofit.predictions import Reference, predictions
-from qkeel.sites.site import AttentionSite, HeadSlice, across
 
 _SAME = 1e-4  # of the largest output: above float32's rounding, far below what a wrong pairing does
 

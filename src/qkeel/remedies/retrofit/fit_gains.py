@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import widest
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.module_tables import parameters_of, submodules_of
 from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.base import where
 from qkeel.remedies.retrofit.predictions import Gap
 from qkeel.remedies.retrofit.replay import Replay, Rows
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import NoNorm
 from qkeel.spec.norm import Norm, Part
 from qkeel.spec.slot import Geometry, Parameter, Params

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import widest
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.patching.module_tables import parameters_of
@@ -19,7 +20,6 @@ from qkeel.remedies.attention.change_spec import settle
 from qkeel.remedies.base import where
 from qkeel.remedies.sigma_reparam import SigmaReparam, folded
 from qkeel.sites.find import find_sites
-from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.spec import InverseSqrt, NoNorm
 from qkeel.spec.norm import Norm
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qkeel.capture.example import arguments
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check
 from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
@@ -21,9 +23,7 @@ from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.fit_gains import Best, SiteNorm, copies, descend, fit, put_back
 from qkeel.remedies.retrofit.predictions import Gap, LayerGap, Reference, RetrofitReport, divergence, predictions
 from qkeel.remedies.retrofit.replay import Replay, captured
-from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
-from qkeel.sites.site import AttentionSite
 
 
 @final

@@ -9,11 +9,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.example import Arguments, copied
+from qkeel.capture.modules import tensors
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
-from qkeel.sites.example import Arguments
-from qkeel.sites.kept_state import copied
-from qkeel.sites.see.running_modules import tensors
 
 
 @final

@@ -9,16 +9,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.example import Arguments, copied
+from qkeel.capture.statistics import Seen
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
+from qkeel.heads.site import AttentionSite
 from qkeel.nn.spec_module import SpecModule
 from qkeel.remedies.base import Args, Kwargs, where
-from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.example import Arguments
-from qkeel.sites.kept_state import copied
-from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 ROWS = 256  # query rows of each sequence that are compared, evenly spread

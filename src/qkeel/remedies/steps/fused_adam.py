@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
+from qkeel.heads.site import HeadSlice
 from qkeel.kernels.native import adamw
 from qkeel.kernels.triton import available
 from qkeel.patching import adam_groups
 from qkeel.patching.graph_nodes import is_wrapper, writes_of
 from qkeel.remedies.steps.head_groups import HeadView, stacked
-from qkeel.sites.site import HeadSlice
 
 _WHOLE = (Tensor, nn.Parameter)  # kinds that hold no other tensors
 Owner = tuple[Tensor, list[int], list[HeadView]]

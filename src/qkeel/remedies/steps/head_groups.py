@@ -13,10 +13,10 @@ from torch import Tensor
 
 from qkeel import dist
 from qkeel.functional.norms import wide
+from qkeel.heads.site import HeadSlice, across
 from qkeel.kernels.native import adamw
 from qkeel.kernels.triton import available
 from qkeel.patching.private_operators import copy_to_all, lerp_all_in_place, multiply_all
-from qkeel.sites.site import HeadSlice, across
 
 Share = tuple[int, HeadSlice]
 

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
+from qkeel.heads.site import HeadSlice
 from qkeel.remedies.base import Target, unconfirmed, where
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, stepped
 from qkeel.remedies.steps.sharded_weights import check_plain_rows, has_plain_rows
-from qkeel.sites.site import HeadSlice
 
 
 def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.heads.site import AttentionSite, HeadSlice
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

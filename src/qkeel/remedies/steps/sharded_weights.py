@@ -11,9 +11,9 @@ from torch import Tensor
 from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
+from qkeel.heads.site import HeadSlice
 from qkeel.patching.graph_nodes import is_wrapper
 from qkeel.remedies.steps.head_groups import Measure, frobenius_norm
-from qkeel.sites.site import HeadSlice
 
 
 def has_plain_rows(weight: Tensor) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from qkeel.errors import InvalidValueError, check_known
+from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import Heads, Remedy, where
 from qkeel.sites.find import is_normed
-from qkeel.sites.site import AttentionSite
 
 
 class StepRemedy(Remedy):

@@ -1,0 +1,462 @@
+"""An attention call as it was seen: its layout, the pairs that are hidden, calls whose masks are functions, scores that
+are written out, and the statistics of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from qkeel.errors import ShapeError
+from qkeel.functional.norms import wide
+from qkeel.functional.statistics.class_stats import TokenClasses, joined_classes
+from qkeel.functional.statistics.logit_change import LogitChange, change_rows, reduce_changes
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
+from qkeel.functional.statistics.rows import (
+    RowStats,
+    extreme_logits,
+    logit_rows,
+    no_product_rows,
+    product_rows,
+    softmax_rows,
+)
+from qkeel.functional.statistics.rows import Seen as VisibleKeys
+from qkeel.kernels.stats.found import FoundRows
+from qkeel.kernels.stats.per_head import BLOCK
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec.band_call import fields_of
+from qkeel.spec.call import make_call
+from qkeel.spec.shapes import PerRow
+
+HIDES = -9e3  # a number this low hides by itself; published masks start at -1e4
+APART = 60.0  # nats from the lower level of a mask of smaller numbers up to the upper one; published: 100
+
+
+@torch.no_grad()
+def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
+    """Returns True where a number that one call adds to its logits hides the pair.
+
+    a <= -9000, or a lies on the lower of two levels. There are two where the numbers above -9000 fall into two groups
+    with a gap of at least 60 nats between them that is wider than either group, the lower one at -60 or less. At equal
+    q·k a pair of the lower level then weighs at most e⁻⁶⁰ of one of the upper level, which no sum in float64 shows. A
+    bias that falls with the distance (ALiBi, T5) has a ramp of numbers and no such gap: it hides nothing.
+
+    Args:
+        added: of all rows and heads of the call, since one row may hold one level only.
+
+    >>> hides(torch.tensor([0.3, -0.2, -99.8, -1e4])).tolist()
+    [False, False, True, True]
+    >>> hides(-0.5 * torch.arange(400.0)).any().item()
+    False
+    """
+    low = added <= HIDES
+    if not added.numel():
+        return low
+    least, most = added.masked_fill(low, torch.inf).amin(), added.masked_fill(low, -torch.inf).amax()
+    # A gap that is wider than what lies on either side of it holds the middle of the whole range.
+    below = ~low & (added <= (least + most) / 2)
+    lower, upper = added.masked_fill(~below, -torch.inf).amax(), added.masked_fill(low | below, torch.inf).amin()
+    gap = upper - lower
+    # Numbers that are all alike are one level, with nothing above it.
+    levels = upper.isfinite() & (gap >= APART) & (gap > lower - least) & (gap > most - upper) & (lower <= -APART)
+    return low | (below & levels)
+
+
+def is_low(value: object) -> bool:
+    """True if a constant that replaces logits hides: no q·k is left in them, so the lower level alone decides."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and float(value.detach()) <= -APART
+    return isinstance(value, (int, float)) and value <= -APART
+
+
+# --- The place of the heads in a tensor of scores: a dimension of their own, several, or one merged with the batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The dimensions of scores in letters: b batch, h heads, t queries, s keys; "bh" is one of both, merged.
+
+    `sizes` are those of the dimensions h, in order; any number of dimensions may be b. `headless`: the scores of one
+    head of several. `guess` says why the layout is a guess from the shape of the scores, "" where it is none.
+    """
+
+    groups: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    headless: bool = False
+    guess: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(g if len(g) == 1 else f"({' '.join(g)})" for g in self.groups)
+
+    @property
+    def keys(self) -> int:
+        """The dimension of the keys."""
+        return next(i for i, group in enumerate(self.groups) if "s" in group)
+
+    def fitted(self, shape: torch.Size) -> Layout | None:
+        """The layout of other scores of the same site, of this shape; None if they have another one.
+
+        Heads that were a dimension of their own on one sequence may be merged with the batch in fact.
+        """
+        if len(shape) != len(self.groups):
+            return None
+        sizes, groups = iter(self.sizes), list(self.groups)
+        for place, (n, group) in enumerate(zip(shape, self.groups)):
+            heads = math.prod([next(sizes) for letter in group if letter == "h"])  # torch.compile takes no generator
+            if n % heads or (n != heads and group == "h" and len(shape) > 3):
+                return None
+            if n != heads and group == "h":
+                groups[place] = "bh"
+        return self if groups == list(self.groups) else dataclasses.replace(self, groups=tuple(groups))
+
+    def apply(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, "b h t s"]:
+        """[b h t s] of a tensor with the scores' dimensions."""
+        if self.groups == ("b", "h", "t", "s"):
+            return x
+        sizes, order = self._single(x.shape)
+        letters = "".join(self.groups)
+        shape = [math.prod([n for n, letter in zip(sizes, letters) if letter == role]) for role in "bhts"]
+        return x.reshape(sizes).permute(order).reshape(shape)
+
+    def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
+        """A tensor of this shape with the scores' dimensions, of one [b h t s]: the opposite of `apply`."""
+        if self.groups == ("b", "h", "t", "s"):
+            return x
+        sizes, order = self._single(shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return x.reshape([sizes[i] for i in order]).permute(back).reshape(list(shape))
+
+    def _single(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The sizes of single letters in a tensor of this shape, and their places in the order b, h, t, s."""
+        heads, sizes = iter(self.sizes), []
+        for n, group in zip(shape, self.groups):
+            parts = [next(heads) if letter == "h" else 1 for letter in group]
+            rest = n // math.prod(parts) if len(group) > 1 else n
+            sizes += [part if letter == "h" and len(group) > 1 else rest for letter, part in zip(group, parts)]
+        letters = "".join(self.groups)
+        return sizes, [i for role in "bhts" for i, letter in enumerate(letters) if letter == role]
+
+
+def head_counts(module: nn.Module) -> frozenset[int]:
+    """Numbers that the module, or its configuration, calls heads: a hint where a shape alone is ambiguous."""
+    holders = [vars(module)]
+    config = vars(module).get("config")
+    if config is not None and not isinstance(config, (dict, str, int, float)):
+        holders.append(vars(config))
+    found: set[int] = set()
+    for holder in holders:
+        for name, value in holder.items():
+            if "head" in name and "dim" not in name and type(value) is int and value > 0:
+                found.add(value)
+    return frozenset(found)
+
+
+def layout(
+    shape: Sequence[int], hints: frozenset[int], batch: int, keys: int | None = None, rows: int | None = None
+) -> Layout:
+    """The layout of scores of this shape, guessed from numbers that are called heads and from the batch size.
+
+    Args:
+        shape: of the scores.
+        hints: see `head_counts`.
+        batch: first size of the module's input, 0 if unknown.
+        keys: the dimension of the softmax, by default the last.
+        rows: the dimension of the queries, by default the last but that.
+    """
+    n = len(shape)
+    keys = n - 1 if keys is None else keys
+    rows = max((i for i in range(n) if i != keys), default=keys) if rows is None else rows
+    places = [i for i in range(n) if i not in (keys, rows)]
+    lead = [shape[i] for i in places]
+    letters, sizes, certain = _lead(lead, hints, batch)
+    groups = ["b"] * n
+    groups[keys], groups[rows] = "s", "t"
+    for place, letter in zip(places, letters):
+        groups[place] = letter
+    headless = not sizes and len(lead) < 2
+    guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension is heads"
+    return Layout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
+
+
+def _lead(lead: Sequence[int], hints: frozenset[int], batch: int) -> tuple[list[str], tuple[int, ...], bool]:
+    """The letters of the dimensions before those of queries and keys, the sizes of heads, and whether it is sure."""
+    n = len(lead)
+    if n == 0:
+        return [], (), True
+    if n == 1:
+        return _merged(lead[0], hints, batch)
+    if n == 2:
+        if lead[1] == batch != lead[0] and lead[1] not in hints:
+            return ["h", "b"], (lead[0],), True
+        certain = lead[0] == batch != lead[1] or (lead[1] in hints and lead[0] not in hints)
+        return ["b", "h"], (lead[1],), certain or 1 in lead
+    if lead[1] * lead[2] in hints:
+        return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), True
+    for place in (1, 2, 0):
+        if lead[place] in hints:
+            letters = ["h" if i == place else "b" for i in range(n)]
+            return letters, (lead[place],), sum(size == lead[place] for size in lead) == 1
+    return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), False
+
+
+def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tuple[int, ...], bool]:
+    for n in sorted(hints, reverse=True):
+        if batch and size == n * batch:
+            return ["bh"], (n,), True
+    if batch and size > batch and size % batch == 0:
+        return ["bh"], (size // batch,), False
+    if size == batch:
+        return ["b"], (), True
+    split = max((n for n in hints if size % n == 0), default=size)
+    return ["bh"], (split,), False
+
+
+def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
+    """[b g s d] of keys [b h s d] repeated for grouped queries in blocks: g heads that differ."""
+    h = k.shape[1]
+    if not bool(k.any()):
+        return k
+    for r in (r for r in range(h, 1, -1) if h % r == 0):
+        groups = k.unflatten(1, (h // r, r))
+        if torch.equal(groups, groups[:, :, :1].expand_as(groups)):
+            return groups[:, :, 0]
+    return k
+
+
+def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
+    """The same where it is known how many query and key heads there are: nothing is compared."""
+    n, groups = heads
+    return k.unflatten(1, (groups, n // groups))[:, :, 0] if k.shape[1] == n != groups else k
+
+
+def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
+    """The key head of each query head where keys are repeated for them in another order than blocks; else None.
+
+    Key heads are numbered in the order in which the query heads use them; each must serve equally many.
+    """
+    h = k.shape[1]
+    if h < 3 or not bool(k.any()):
+        return None
+    _, same = k.detach().transpose(0, 1).flatten(1).unique(dim=0, return_inverse=True)
+    order = list(dict.fromkeys(same.tolist()))
+    found = tuple(order.index(i) for i in same.tolist())
+    counts = {found.count(j) for j in range(len(order))}
+    return found if 1 < len(order) < h and len(counts) == 1 and list(found) != sorted(found) else None
+
+
+# --- Attention calls whose masks are functions of positions, evaluated block by block and never T×T
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlexCall(AttentionCall):
+    """A call of flex_attention: score_mod and block_mask as they were given.
+
+    The logit is what comes out of score_mod. A tanh cap in there is one operation of many in a function and can't be
+    separated from the rest, so the cap counts as part of the logit. A pair is hidden by the block mask, by a score of
+    -inf, or by one that score_mod lowered by 9000 or more to a negative number, as additive masks do.
+
+    largest: each row's largest logit, where flex_attention's own kernel returned it; -inf of rows that see no key.
+    """
+
+    score_mod: ScoreMod | None
+    block_mask: BlockMask | None
+    largest: PerRow | None = None
+
+    def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+        z = AttentionCall.scores(self, q, k, rows, keys)
+        return z if self.score_mod is None else _modified(self.score_mod, z, rows, keys)
+
+    def visible(self, rows: slice, keys: slice) -> Tensor | None:
+        seen = None if self.block_mask is None else _block_visible(self.block_mask, rows, keys)
+        if self.score_mod is None:
+            return seen
+        q, k = self.spec.encode(self.q[:, :, rows], self.k, self.pos_q[:, rows], self.pos_k, self.params)
+        z = AttentionCall.scores(self, q, k[:, :, keys], rows, keys)
+        modified = _modified(self.score_mod, z, rows, keys)
+        kept = ~((modified < 0) & (modified - z <= HIDES))
+        return kept if seen is None else seen & kept
+
+
+def _modified(score_mod: ScoreMod, z: Tensor, rows: slice, keys: slice) -> Tensor:
+    """Passes z [b h rows keys] through score_mod as torch does: element by element, at the whole call's indices."""
+
+    def at(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score_mod(z[b, h, i, j], b, h, i + rows.start, j + keys.start)
+
+    return create_mask(at, *z.shape, device=z.device).to(z.dtype).contiguous()  # type: ignore[arg-type]
+
+
+def _block_visible(mask: BlockMask, rows: slice, keys: slice) -> Tensor:
+    """[b|1 h|1 rows keys]: the keys that the mask's function lets be seen, within the blocks that the mask has."""
+
+    def at(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask.mask_mod(b, h, i + rows.start, j + keys.start)
+
+    device = mask.kv_num_blocks.device
+    b, h = mask.kv_num_blocks.shape[:2]
+    seen = create_mask(at, b, h, rows.stop - rows.start, keys.stop - keys.start, device=device)
+    tall, wide = mask.BLOCK_SIZE
+    row = torch.arange(rows.start, rows.stop, device=device) // tall
+    column = torch.arange(keys.start, keys.stop, device=device) // wide
+    return seen & mask.to_dense().bool()[..., row[:, None], column]
+
+
+def flex_call(
+    spec: AttentionSpec,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+) -> FlexCall:
+    """The call of flex_attention on q [b h t d] and k [b g s d]."""
+    # Its mask neither hides nor adds anything, but says that there is one: visibility has to be asked for, and, where
+    # something is added, the logit is not the product alone.
+    mask = q.new_ones((1, 1, 1, 1), dtype=torch.bool) if score_mod is None else q.new_zeros(1, 1, 1, 1)
+    call = make_call(spec, q, k, k, causal=False, mask=mask)
+    return FlexCall(**fields_of(call), score_mod=score_mod, block_mask=block_mask)
+
+
+# --- ScoresCall: a hand-written attention as it was seen, and the statistics of what went into its softmax
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoresCall:
+    """Logits [b h t s] before the cap, `capped` ones as the softmax took them, and which pairs are hidden.
+
+    Where no cap was seen both are one tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key.
+    q [b h t d] and k [b g s d] are those that were multiplied, or None where these are unknown: they carry
+    norms, angles and weights, the logits are never computed from them; of a logit that is a sum of products neither
+    is there. `layout` is that of the scores in the module. In a probe `products` are q and k of every product of the
+    sum, and `lost` says what else is in it. `query_mask` [b t]: False leaves a query row out of the statistics;
+    `classes` splits them.
+    """
+
+    spec: AttentionSpec
+    logits: Float[Tensor, "b h t s"]
+    capped: Float[Tensor, "b h t s"]
+    hidden: Bool[Tensor, "#b #h #t #s"] | None
+    q: Float[Tensor, "b h t d"] | None
+    k: Float[Tensor, "b g s d"] | None
+    products: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
+    lost: tuple[str, ...] = ()
+    layout: Layout | None = None
+    query_mask: Bool[Tensor, "b t"] | None = None
+    classes: TokenClasses | None = None
+
+    @property
+    def headless(self) -> bool:
+        """True if these are the scores of one head of several."""
+        return self.layout is not None and self.layout.headless
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """Batch size b and number of queries t."""
+        return self.logits.shape[0], self.logits.shape[2]
+
+    @property
+    def query_device(self) -> torch.device:
+        """The device of the logits."""
+        return self.logits.device
+
+
+@torch.no_grad()
+def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
+    """Exact LogitStats of a hand-written call; weights are those of the softmax over the visible keys, sinks left out.
+
+    What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
+    """
+    return find_score_rows(call, threshold).with_others(())
+
+
+def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> FoundRows:
+    """Finds the rows that `scores_stats` reduces; the caller has turned gradients and autocast off."""
+    kind = wide(call.logits.dtype)
+    q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
+    q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
+    each = None if k is None else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
+    classes = None if call.classes is None else call.classes.keys(call.logits.new_zeros((), dtype=kind))
+    parts = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        angle = no_product_rows(z.amax(-1))
+        if q is not None and each is not None and q_norm is not None and k_norm is not None:
+            products = seen.blank_(q[:, :, rows] @ each.mT)
+            angle = product_rows(products, 1.0, q_norm[:, :, rows], k_norm, seen)
+        found = logit_rows(z, seen, threshold, classes)
+        if call.capped is not call.logits:
+            z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
+        parts.append(RowStats(**angle, **found, **softmax_rows(z, seen, classes)))
+    rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes)
+
+
+@torch.no_grad()
+def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
+    """The change of the logits before the cap between two calls of the same batch; see logit_change of the kernels. A
+    difference of logits: their rounding is in it."""
+    if before.logits.shape != after.logits.shape:
+        raise ShapeError(
+            f"expected two calls of the same batch, got scores {tuple(before.logits.shape)} and then "
+            f"{tuple(after.logits.shape)}"
+        )
+    parts = []
+    for block in _blocks(after):
+        z, seen = _logits(after, block)
+        parts.append(change_rows(z - seen.blank_(before.logits[:, :, block].to(z.dtype, copy=True)), seen))
+    return reduce_changes(parts, after.query_mask)
+
+
+@torch.no_grad()
+def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
+    """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
+    extrema = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
+    top, low = zip(*extrema)
+    return torch.stack(top).amax(0), torch.stack(low).amin(0)
+
+
+def _blocks(call: ScoresCall) -> Iterator[slice]:
+    b, h, t, s = call.logits.shape
+    rows = max(1, BLOCK // max(1, b * h * s))
+    for start in range(0, t, rows):
+        yield slice(start, min(t, start + rows))
+
+
+def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, VisibleKeys]:
+    """A blanked copy of the logits of some rows, and which keys are visible there."""
+    n = call.logits.shape[3]
+    hidden = call.hidden
+    if hidden is not None and hidden.shape[2] > 1:
+        hidden = hidden[:, :, rows]
+    seen = VisibleKeys(None, n, n) if hidden is None else VisibleKeys(~hidden, 0, n)
+    return seen.blank_(call.logits[:, :, rows].to(wide(call.logits.dtype), copy=True)), seen
+
+
+def _keys_seen(call: ScoresCall) -> Tensor:
+    """A mask of the keys [b g s] that some counted row sees; [b h s] where the keys are unknown."""
+    b, h, _, s = call.logits.shape
+    groups = h if call.k is None else call.k.shape[1]
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
+    if call.hidden is not None:
+        visible = ~call.hidden
+    if call.query_mask is not None:
+        visible = visible & call.query_mask[:, None, :, None]
+    return visible.any(-2).expand(b, h, s).unflatten(1, (groups, -1)).any(2)
+
+
+def cat_heads(parts: list[LogitStats]) -> LogitStats:
+    """The statistics of calls of one head each as those of one site."""
+    whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
+    return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))

@@ -1,0 +1,399 @@
+"""The interceptor of attention calls: it sees every attention that a forward pass computes, of any model.
+
+The Interceptor is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
+active: torch turns it off under any function mode. The results then are those of
+`torch.backends.mha.set_fastpath_enabled(False)`, which differ from the fast path's by rounding; training never takes
+the fast path. Of visibility and the last bit in evaluation, visibility was chosen here: inside the fast path one opaque
+operator would have to be read apart. A Tap observes such models in an extra pass, so that theirs keep both.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkeel.capture.calls import FlexCall, Layout, ScoresCall, fewest_keys, known_keys
+from qkeel.capture.described import DescribedSiteHooks
+from qkeel.capture.foreign import CallObserver, observed_by
+from qkeel.capture.modules import Frame, ModuleStack, tensors
+from qkeel.capture.products import Scores
+from qkeel.capture.readers import FLASH_AND_FLEX, SDPA, Geometry, UnreadError, returned_rows, sdpa_arguments
+from qkeel.capture.statistics import Seen
+from qkeel.capture.written import Handwritten, fused_layout, seen_call
+from qkeel.functional.statistics.rows import KernelRows
+from qkeel.heads.site import AttentionSite, Missed
+from qkeel.heads.walk import names_of
+from qkeel.nn import functional_attention
+from qkeel.nn.scaled_dot_product import attention_with_rows
+from qkeel.nn.spec_module import SpecModule
+from qkeel.patching.compiler_state import in_vmap, transformed_now
+from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.modes import (
+    INSIDE,
+    Args,
+    Function,
+    Kwargs,
+    ModeInModules,
+    Operator,
+    OperatorMode,
+    function_name,
+    leave,
+    suspended,
+)
+
+_SDPA = F.scaled_dot_product_attention
+# Per thread: whether an interceptor computes something itself, which is nobody's attention.
+_READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sighting:
+    """One attention call of a forward pass.
+
+    Args:
+        frame: the call of the module that made it.
+        ordinal: which one it is of those that its module made in this call.
+        how: the function it was seen in, "softmax" for a hand-written one.
+        call: what was seen.
+        below: whether only an Interceptor with dispatch=True sees it, or what happened to its scores.
+        layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
+        added: in a probe the products that a fused function's additive mask is the sum of.
+        rows: what its kernel found of each row, where that was asked for.
+    """
+
+    frame: Frame
+    ordinal: int
+    how: str
+    call: Seen
+    below: bool = False
+    layout: Layout | None = None
+    added: ScoresCall | None = None
+    rows: KernelRows | None = None
+
+    @property
+    def name(self) -> str:
+        """The site's name: that of the module, "#2" appended for its second call."""
+        return name_of(self.frame, self.ordinal)
+
+    @property
+    def headless(self) -> bool:
+        """True if it is one of several heads that are computed one by one."""
+        return isinstance(self.call, ScoresCall) and self.call.headless
+
+
+def _turns(function: Function, args: Args) -> bool:
+    """True of the getter of x.mT or x.mH, which transposes."""
+    return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
+
+
+def _in_own(frame: Frame) -> bool:
+    """True inside one of qkeel's modules, whose statistics are of its observers: to follow them would be to wait."""
+    return any(isinstance(f.module, SpecModule) for f in frame.line())
+
+
+def name_of(frame: Frame, ordinal: int) -> str:
+    """The name of the site of a module's call number `ordinal`, from 0."""
+    return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
+
+
+class Interceptor(CallObserver):
+    """Reports every attention call of `model` between `__enter__` and `__exit__`.
+
+    Seen are torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn and
+    flash-attn's functions. Calls inside qkeel's own modules are left to their observers.
+
+    Args:
+        model: the model.
+        report: gets every call.
+        probing: keep the graph behind q and k.
+        dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
+            callback per operator.
+        record: with `dispatch`, keep every operator of the pass in `operations`, those by which calls are read too.
+        rows: have functional_attention report what its kernel finds of each row.
+        described: sites to be read as their descriptions say; nothing else is reported inside them.
+        layouts: what the dimensions of scores are at sites that are known, by name.
+        guard: calls everything in here and `report` while the model runs.
+        only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
+            there, None for all. None to look at the whole pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        report: Callable[[Sighting], None],
+        *,
+        probing: bool = False,
+        dispatch: bool = False,
+        record: bool = False,
+        rows: bool = False,
+        described: Sequence[AttentionSite] = (),
+        layouts: Mapping[str, Layout] | None = None,
+        guard: Guarded = unguarded,
+        only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
+    ) -> None:
+        super().__init__(guard)
+        self.stack = ModuleStack(
+            model, keep_inputs=probing, guard=guard, hooked=only_in is None, clock=self._operators if record else None
+        )
+        # Gets q, k, scale and causality of a call of SDPA without a mask in a module that is known, and returns whether
+        # that was enough; None where nobody takes it so.
+        self.plain: Callable[[Frame, int, Tensor, Tensor, float, bool], bool] | None = None
+        self.called_in: list[Frame] = []  # the calls of the modules in `only_in`
+        self._only_in = only_in
+        self.probing = probing
+        self.unread: list[Missed] = []
+        self.hidden: dict[str, None] = {}  # where attention would not be seen
+        self._report, self._rows = report, rows
+        self._below = OperatorMode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
+        self._described = {site.name for site in described}
+        self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
+        self._layouts = layouts or {}
+        # Numbers of query and key heads at sites that are known. At others keys are compared to find those that are
+        # repeated, which waits for a device.
+        self.key_heads: Mapping[str, tuple[int, int]] = {}
+        self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
+        self._names = names_of(model) if probing else None
+        self.handwritten = Handwritten(
+            lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
+            lambda frame: self._layouts.get(name_of(frame, frame.calls)),
+            self._names,
+            self._valued,
+        )
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if self.only is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func not in self.only:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is not _SDPA or self.plain is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if not _READING.get():
+            self.guard(self._read_plain, func, args, kwargs or {}, out)
+        return out
+
+    def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+        """A call of SDPA in a module that is known: without a mask it is reported as it is."""
+        q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
+        if 3 <= len(args) <= 5 and not transformed_now():
+            q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            known = self.key_heads.get(top.name if top.calls == 0 else name_of(top, top.calls))
+            if mask is None and known is not None and not self._described:
+                k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
+                scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+                if self.plain is not None and self.plain(
+                    top, top.calls, q, k, scale, bool(kwargs.get("is_causal", False))
+                ):
+                    top.calls += 1
+                    return
+        if self.wanted(func, args, kwargs):
+            self.saw(func, args, kwargs, out, None)
+
+    def begin(self, undo: ExitStack) -> None:
+        for hooks in self._hooks:
+            hooks.attach(undo)
+        undo.callback(self.handwritten.tags.clear)
+        if self._only_in is None:
+            self.stack.attach(undo)
+        undo.enter_context(observed_by(self))
+        if self._below is not None:
+            undo.enter_context(self._below)
+
+    @property
+    def whole(self) -> bool:
+        """True if the whole pass is looked at."""
+        return self._only_in is None
+
+    def look(self, around: ExitStack) -> None:
+        """Sees the calls of the pass that begins, until `around` is closed."""
+        if self._only_in is None:
+            self.__enter__()
+            around.callback(leave, self)
+        else:
+            ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
+
+    def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        batch = 0
+        if self.only is None:  # the layout of hand-written scores may depend on it
+            batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
+        self.stack.top = frame = Frame(name=name, module=module, parent=self.stack.top, batch=batch)
+        self.called_in.append(frame)
+
+    def _left(self, module: nn.Module) -> None:
+        top = self.stack.top
+        if top.module is module and top.parent is not None:
+            self.stack.top = top.parent
+
+    def wanted(
+        self, function: Function, args: Args, kwargs: Kwargs
+    ) -> bool | str | Callable[[], tuple[object, object]]:
+        """False for what no attention is made of. A probe has torch compute functional_attention: it asks for paths."""
+        if torch.compiler.is_compiling() or _READING.get():
+            return False
+        name = function_name(function)
+        if name == "get" and not _turns(function, args):
+            return False
+        if in_vmap():
+            if self._below is None:
+                self.hidden["what runs inside torch.func.vmap"] = None
+            return False
+        if function is functional_attention and self.probing:
+            return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
+        if function is functional_attention and self._rows:
+            return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
+        return True if name in SDPA or self.handwritten.minds(name, args) else INSIDE
+
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
+        """Reads what the function computed."""
+        name = function_name(function)
+        if name == "get":
+            name, args = "transpose", (args[0], -2, -1)
+        if not _in_own(self.stack.top):
+            self.apart(lambda: self._read(name, args, kwargs, out, more))
+
+    @property
+    def missed(self) -> list[Missed]:
+        """The attentions of this pass that were seen and not understood."""
+        return [*self.handwritten.lost.missed, *self.unread]
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        token = _READING.set(True)
+        try:
+            with suspended(self):
+                yield
+        finally:
+            _READING.reset(token)
+
+    @property
+    def operations(self) -> Sequence[Operator]:
+        """The operators that ran so far, where they are kept."""
+        return () if self._below is None else self._below.operations
+
+    def _operators(self) -> int:
+        return len(self.operations)
+
+    def _is_below(self) -> bool:
+        """True if an operator runs inside no torch function that a function mode saw, and reads no call."""
+        return not (self.inside or _READING.get())
+
+    def called(self, name: str, arguments: Kwargs, out: object) -> None:
+        self.apart(lambda: self._read_foreign(name, arguments, out))
+
+    def not_observable(self, name: str, error: Exception) -> None:
+        self.hidden[f"{name}, which can't be watched ({error})"] = None
+
+    def apart(self, read: Callable[[], None]) -> None:
+        """Calls `read` so that nothing of it is seen here, with gradients where a probe's pass has them."""
+        # With gradients only where someone will walk from q and k back to the weights.
+        with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
+            read()
+
+    def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
+        top = self.stack.top
+        fused = SDPA.get(name)
+        if fused is None:
+            self.handwritten.follow(name, top, args, kwargs, out)
+        elif not self._elsewhere(top):
+            found: list[Layout] = []
+
+            def layout_of(q: Tensor, k: Tensor) -> Layout:
+                known = self._layouts.get(name_of(top, top.calls))
+                found.append(fused_layout(q, k, top, known=known, names=self._names))
+                return found[0]
+
+            known = self.key_heads.get(name_of(top, top.calls))
+            keys = fewest_keys if known is None else functools.partial(known_keys, known)
+            call, how = fused(args, kwargs, Geometry(layout_of, keys)), found[0] if found else None
+            added = self._added(name, top, args, kwargs, how)
+            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
+            if site is not None and name == "scaled_dot_product_attention":
+                self._valued(site, sdpa_arguments(args, kwargs)["value"])
+
+    def _valued(self, site: str, values: Tensor) -> None:
+        if self.values is not None:
+            self.values.setdefault(site, values)
+
+    def _added(self, name: str, top: Frame, args: Args, kwargs: Kwargs, how: Layout | None) -> ScoresCall | None:
+        """The products that the mask of a fused function is the sum of: positions that queries are multiplied by."""
+        if self._names is None or name != "scaled_dot_product_attention":
+            return None
+        mask = sdpa_arguments(args, kwargs)["attn_mask"]
+        tag = self.handwritten.tags.get(mask)
+        if not isinstance(tag, Scores) or not isinstance(mask, Tensor) or mask.ndim < 3:
+            return None
+        how = Layout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
+        return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
+
+    def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        if name not in SDPA and not self.handwritten.minds(name, args):
+            return
+        self.handwritten.below = True
+        try:
+            self.apart(lambda: self._read(name, args, kwargs, out))
+        finally:
+            self.handwritten.below = False
+
+    def _read_foreign(self, name: str, arguments: Kwargs, out: object) -> None:
+        top = self.stack.top
+        if self._elsewhere(top):
+            return
+        try:
+            call = FLASH_AND_FLEX[name](arguments)
+        except UnreadError as error:
+            reason = f"{name} is called with {error}, whose effect is not known"
+            self.unread.append(Missed(module=top.name, operation=name, reason=reason))
+            return
+        if isinstance(call, FlexCall):
+            call = dataclasses.replace(call, largest=returned_rows(out)[1])
+        self._saw(top, name, call)
+
+    def _saw(
+        self,
+        frame: Frame,
+        how: str,
+        call: Seen,
+        layout: Layout | None = None,
+        added: ScoresCall | None = None,
+        *,
+        below: bool = False,
+        rows: KernelRows | None = None,
+    ) -> str | None:
+        if self._elsewhere(frame):
+            return None
+        ordinal, frame.calls = frame.calls, frame.calls + 1
+        layout = call.layout if isinstance(call, ScoresCall) else layout
+        self._report(
+            Sighting(
+                frame=frame,
+                ordinal=ordinal,
+                how=how,
+                call=call,
+                below=below,
+                layout=layout,
+                added=added,
+                rows=rows,
+            )
+        )
+        return name_of(frame, ordinal)
+
+    def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
+        def report() -> None:
+            frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
+            self._report(Sighting(frame=frame, ordinal=0, how="description", call=read()))
+
+        self.apart(report)
+
+    def _elsewhere(self, frame: Frame) -> bool:
+        """True if this is the inside of an attention that is reported otherwise."""
+        return _in_own(frame) or any(f.name in self._described for f in frame.line())

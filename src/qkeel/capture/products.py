@@ -1,0 +1,370 @@
+"""Products that may be scores, and the tags by which they are followed to a softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+import weakref
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from qkeel.capture.modules import Frame
+from qkeel.patching.graph_nodes import base_of
+from qkeel.patching.modes import Args, Kwargs
+
+PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operand:
+    """A factor of a product: `x`, whose dimensions `summed` the product sums over.
+
+    `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
+    dimensions of x, -1 in columns that are no keys. It is an expanded view as far as the vector does not change, and
+    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None where what was
+    done to the scores has lost it.
+    """
+
+    x: Tensor
+    summed: tuple[int, ...]
+    index: Int64[Tensor, ...] | None
+
+    def vectors(self) -> Float[Tensor, "n d"]:
+        """The vectors that `index` numbers."""
+        arranged = self._arranged()
+        return arranged.reshape(-1, arranged.shape[-1])
+
+    def picked(self, index: Int64[Tensor, ...]) -> Float[Tensor, "... d"]:
+        """The vectors of these numbers; the factor itself, not a copy, where they are all of its in order."""
+        arranged, flat = self._arranged(), index.reshape(-1)
+        n = arranged.shape[:-1].numel()
+        if len(flat) == n and torch.equal(flat, torch.arange(n, device=flat.device)):
+            return arranged if arranged.shape[:-1] == index.shape else arranged.reshape(*index.shape, -1)
+        return self.vectors()[flat.clamp_min(0)].view(*index.shape, -1)
+
+    def _arranged(self) -> Tensor:
+        """The factor with the dimensions that are summed over as its last one."""
+        kept = [i for i in range(self.x.ndim) if i not in self.summed]
+        x = self.x.permute(*kept, *self.summed)
+        return x if len(self.summed) == 1 else x.flatten(len(kept))
+
+    def all_differ(self, dim: int) -> bool:
+        """True if no two scores along this dimension are made of the same vector."""
+        assert self.index is not None
+        along = narrowed(self.index).movedim(dim, 0).flatten(1)[:, 0]
+        return along.unique().numel() == self.index.shape[dim]
+
+    def varies(self, dim: int) -> bool:
+        """True if scores next to each other along this dimension are made of different vectors."""
+        assert self.index is not None
+        small = narrowed(self.index)
+        return small.shape[dim] > 1 and not bool((small == small.narrow(dim, 0, 1)).all())
+
+
+def narrowed(index: Tensor) -> Tensor:
+    """An expanded tensor with one number along each dimension that it was expanded over."""
+    for dim, step in enumerate(index.stride()):
+        if step == 0 and index.shape[dim] > 1:
+            index = index.narrow(dim, 0, 1)
+    return index
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Product:
+    """A product of two factors, each None where the product could not be read.
+
+    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has
+    two dimensions, as a weight has: these are scores only where they are added to others. `factor` is what it is
+    multiplied by in the sum that it is a part of.
+    """
+
+    left: Operand | None
+    right: Operand | None
+    operands: tuple[Tensor, Tensor]
+    added: Tensor | None = None
+    table: bool = False
+    factor: float = 1.0
+
+    @property
+    def sides(self) -> tuple[Operand, Operand] | None:
+        """Both factors, where it is known which scores they make."""
+        if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
+            return None
+        return self.left, self.right
+
+
+def apart(sides: tuple[Operand, Operand] | None, but: int | None = None) -> bool:
+    """True if there is a dimension of queries and one of keys, besides that of number `but`: along each, one factor
+    changes and the other does not."""
+    if sides is None or (index := sides[0].index) is None:
+        return False
+    changes = {(sides[0].varies(i), sides[1].varies(i)) for i in range(index.ndim) if i != but}
+    return {(True, False), (False, True)} <= changes
+
+
+def along_keys(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+    """True if a dimension may be one of keys: one factor changes along it and the other does not, or it is one key."""
+    if sides is None or (index := sides[0].index) is None:
+        return False
+    return index.shape[dim] == 1 or sides[0].varies(dim) != sides[1].varies(dim)
+
+
+def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
+    """The product, if it is one of two activations, or of an activation and a table."""
+    if not isinstance(out, torch.Tensor) or out.ndim < 3:
+        return None
+    if name == "einsum":
+        return _einsum(args, out)
+    given = [*args, *(v for n, v in kwargs.items() if n not in ("alpha", "beta"))]
+    added = given.pop(0) if name == "baddbmm" else None
+    if kwargs.get("beta", 1.0) == 0:
+        added = None  # torch does not read it: it may be memory that nothing was written to
+    if len(given) < 2:
+        return None
+    a, b = given[:2]
+    kind = _kind(a, b)
+    if kind is None or a.ndim < 2 or b.ndim < 2:
+        return None
+    n = out.ndim
+    left = operand(a, (a.ndim - 1,), [*range(n - a.ndim, n - 1)], out)
+    right = operand(b, (b.ndim - 2,), [*range(n - b.ndim, n - 2), n - 1], out)
+    factor = float(kwargs.get("alpha", 1.0)) if name == "baddbmm" else 1.0
+    return Product(left=left, right=right, operands=(a, b), added=added, table=kind == "table", factor=factor)
+
+
+def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> Operand:
+    """The factor x of `out`, whose dimensions that are not summed over are these dimensions of `out`."""
+    index = torch.zeros((1,) * out.ndim, dtype=torch.int64)
+    kept = [i for i in range(x.ndim) if i not in summed]
+    step = 1
+    for dim, place in zip(reversed(kept), reversed(places)):
+        n = x.shape[dim]
+        if n > 1:
+            shape = [n if i == place else 1 for i in range(out.ndim)]
+            index = index + step * torch.arange(n).view(shape)
+        step *= n
+    return Operand(x=x, summed=summed, index=index.expand(out.shape))
+
+
+def is_weight(x: object) -> bool:
+    """True of a parameter or a view of one, as in a product with every expert's matrix."""
+    return isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and isinstance(base_of(x), nn.Parameter))
+
+
+def _kind(a: object, b: object) -> str | None:
+    """ "scores" of two activations, "table" of an activation and what may be a weight, None of anything else."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return None
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return None
+    active = [x.ndim >= 3 and not is_weight(x) for x in (a, b)]
+    if all(active):
+        return "scores"
+    return "table" if any(active) else None
+
+
+def _einsum(args: Args, out: Tensor) -> Product | None:
+    operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if not isinstance(args[0], str) or len(operands) != 2:
+        return None
+    a, b = operands
+    kind = _kind(a, b)
+    if kind is None:
+        return None
+    read = _letters(args[0].replace(" ", ""), a.ndim, b.ndim)
+    left = right = None
+    if read is not None:
+        first, second, result = read
+        summed = set(first) & set(second) - set(result)
+        known = all(len(set(x)) == len(x) for x in read) and set(first) | set(second) <= set(result) | summed
+        if known and summed:
+            left, right = (_named(x, own, summed, result, out) for x, own in ((a, first), (b, second)))
+    return Product(left=left, right=right, operands=(a, b), table=kind == "table")
+
+
+def _named(x: Tensor, letters: str, summed: set[str], result: str, out: Tensor) -> Operand:
+    places = [result.index(i) for i in letters if i not in summed]
+    order = sorted(summed)
+    return operand(x, tuple(letters.index(i) for i in order), places, out)
+
+
+def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
+    """The letters of the dimensions of both operands and of the result, those of an ellipsis too."""
+    given, arrow, result = equation.partition("->")
+    left, comma, right = given.partition(",")
+    if not comma or "," in right:
+        return None
+    spare = [c for c in string.ascii_letters if c not in equation]
+    wide = max(first - len(left.replace("...", "")), second - len(right.replace("...", "")), 0)
+    rest = "".join(spare[:wide])
+
+    def full(letters: str, ndim: int) -> str:
+        n = ndim - len(letters.replace("...", ""))
+        return letters.replace("...", rest[len(rest) - n :] if n else "")
+
+    left, right = full(left, first), full(right, second)
+    if not arrow:
+        result = rest + "".join(sorted(i for i in set(left + right) if (left + right).count(i) == 1 and i not in rest))
+    return left, right, result.replace("...", rest)
+
+
+# --- Tags of the tensors between q kᵀ and a softmax: what each is known to be
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """A tag on a tensor of scores: its origin, hidden pairs, the logits before a cap, which columns are keys.
+
+    `parts` are the products that they are the sum of, `lost` says what else is in them and could not be followed.
+    `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
+    others (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
+    (`normalised`), was subtracted. `below`: a function mode alone does not see all that happened to them.
+    """
+
+    parts: tuple[Product, ...]
+    frame: Frame
+    lost: tuple[str, ...] = ()
+    hidden: Tensor | None = None
+    uncapped: Tensor | None = None
+    cap: float | None = None
+    before_tanh: Tensor | None = None
+    scale: float = 1.0
+    keys: tuple[int, int] | None = None
+    unshifted: Tensor | None = None
+    normalised: bool = False
+    below: bool = False
+
+    @property
+    def table(self) -> bool:
+        """True if they are no scores by themselves: products with what may be a weight."""
+        return all(part.table for part in self.parts)
+
+    def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
+        """The same with more pairs hidden."""
+        more = more.to(torch.bool).broadcast_to(like.shape)
+        return dataclasses.replace(self, hidden=more if self.hidden is None else self.hidden | more)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """Tag of a softmax output that is on its way to the values; None for the site of one that is missed."""
+
+    site: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowTop:
+    """Tag of the largest score of each row, or of its logsumexp, after whose subtraction exponentials sum to 1."""
+
+    normalises: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Powers:
+    """Tag of exponentials of scores x, which their row sum makes a softmax."""
+
+    scores: Scores
+    x: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lost:
+    """Tag of what an operation made of scores that is not understood: a softmax over it is an attention all the same.
+
+    `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
+    something else. `frame` is where the product was made.
+    """
+
+    operation: str
+    frame: Frame
+    rows: int
+    columns: int
+
+    def passes_to(self, out: Tensor) -> bool:
+        """True if a tensor may be one number per query and key still."""
+        sizes = list(out.shape)
+        if self.rows not in sizes or not out.is_floating_point():
+            return False
+        sizes.remove(self.rows)
+        return self.columns in sizes and out.ndim > 2
+
+
+# A Product alone tags q·k number by number, before the sum over a head's dimensions.
+Tag = Scores | Product | RowTop | Powers | Weights | Lost
+
+
+class Tags:
+    """Tags by the identity of a tensor, gone with it. Never by its address, which batched tensors don't have."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
+
+    def get(self, x: object) -> Tag | None:
+        """The tag of a tensor."""
+        entry = self._of.get(id(x))
+        return entry[1] if entry is not None and entry[0]() is x else None
+
+    def put(self, x: Tensor, tag: Tag) -> None:
+        """Tag a tensor."""
+        key, table = id(x), self._of
+
+        def forget(dead: weakref.ref[Tensor]) -> None:
+            entry = table.get(key)
+            if entry is not None and entry[0] is dead:
+                del table[key]
+
+        self._of[key] = (weakref.ref(x, forget), tag)
+
+    def of_scores(self) -> list[tuple[Tensor, Scores]]:
+        """The tensors of scores that are there still, with their tags."""
+        alive = [(ref(), tag) for ref, tag in self._of.values()]
+        return [(x, tag) for x, tag in alive if x is not None and isinstance(tag, Scores)]
+
+    def drop(self, x: Tensor) -> None:
+        """Forget a tensor."""
+        self._of.pop(id(x), None)
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._of.clear()
+
+
+# --- The torch functions whose output is scores where their input is, by name, and those that only read scores
+
+# Elementwise: what comes out is the same scores, scaled or cast.
+ELEMENTWISE = frozenset(
+    {
+        *("div", "divide", "mul", "multiply", "neg", "rmul", "true_divide"),  # by a constant
+        *("clamp", "clamp_max", "clamp_min", "clip", "maximum", "minimum", "nan_to_num", "softcap"),  # within bounds
+        *("bfloat16", "double", "float", "half", "to", "type", "type_as"),  # as numbers of another kind
+        *("alias", "clone", "contiguous", "cpu", "cuda", "detach", "positive", "requires_grad"),  # as they are
+        *("alpha_dropout", "dropout"),
+    }
+)
+
+# Views and indices, which masks go through too.
+VIEWS = frozenset(
+    {
+        *("flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"),  # other sizes
+        *("moveaxis", "movedim", "permute", "swapaxes", "swapdims", "t", "transpose"),  # another order of dimensions
+        *("as_strided", "getitem", "narrow", "select", "slice"),  # a part, as a view
+        *("gather", "index_select", "take_along_dim"),  # some, by their numbers
+        *("expand", "expand_as", "pad", "repeat"),  # more
+        *("flip", "roll"),  # in another order
+    }
+)
+
+# What comes out is something else; the scores are still followed.
+READS = frozenset(
+    {
+        *("dim", "get", "numel", "size", "stride"),
+        *("all", "any", "eq", "ge", "gt", "isinf", "isnan", "le", "lt", "ne"),
+        *("amax", "amin", "max", "mean", "min", "sum"),
+    }
+)

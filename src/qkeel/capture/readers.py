@@ -1,0 +1,301 @@
+"""The readers of fused attention functions: their arguments as AttentionCalls, q, k and mask as they were given.
+
+flash-attn's layouts: q [b t h d], or [total h d] with the cumulative lengths of the sequences; qkv [... 3 h d] and
+kv [... 2 h d] where they come packed. Arguments are read by name, so versions may differ in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from qkeel.capture.calls import Layout, fewest_keys, flex_call, hides
+from qkeel.capture.foreign import FLASH
+from qkeel.capture.statistics import Seen
+from qkeel.errors import QkeelError
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_names
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
+from qkeel.spec.band_call import band_call
+from qkeel.spec.call import make_call
+from qkeel.spec.shapes import PerRow
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """The heads of a call, as far as its arguments do not show them.
+
+    Args:
+        layout: the dimensions of q and k before tokens and features, where there are not the two of [b h t d].
+        keys: [b g s d] of keys [b h s d] that may be repeated for grouped queries.
+    """
+
+    layout: Callable[[Tensor, Tensor], Layout]
+    keys: Callable[[Tensor], Tensor] = fewest_keys
+
+
+Reader = Callable[[Args, Kwargs, Geometry], Seen]
+
+_MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
+
+
+def sdpa(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
+    """Reads a call of F.scaled_dot_product_attention."""
+    return _sdpa(sdpa_arguments(args, kwargs), geometry)
+
+
+def _sdpa(given: Kwargs, geometry: Geometry) -> Seen:
+    q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+    if q.is_nested:
+        return _nested(q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal)
+    return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
+
+
+def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causal: bool) -> AttentionCall:
+    """The call of sequences q [h t d] and k [g s d] of lengths of their own."""
+    whole, ends = zip(
+        *(
+            (
+                torch.cat(tuple(x), 1)[None],
+                torch.tensor([0, *itertools.accumulate(one.shape[1] for one in x)], device="cpu"),
+            )
+            for x in (q, k)
+        )
+    )
+    cu_seqlens = tuple(x.to(whole[0].device, non_blocking=True) for x in ends)
+    return band_call(make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+
+
+def _kernel(operator: Operator) -> Reader:
+    """Reads a call of an operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
+
+    def read(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
+        given = {**dict(zip(argument_names(operator), args)), **kwargs}
+        return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, geometry)
+
+    return read
+
+
+def _call(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: Geometry, *, causal: bool
+) -> AttentionCall:
+    """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
+    t, s = q.shape[-2], k.shape[-2]
+    if q.ndim == 4:
+        q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
+    else:
+        lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
+        q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
+        mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
+    if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and to look would wait for the device
+        k4 = geometry.keys(k4)
+    pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
+    spec = AttentionSpec(scale=Fixed(scale))
+    return make_call(
+        spec,
+        q4,
+        k4,
+        k4,
+        causal=causal,
+        mask=hiding(mask if mask is None else mask.detach()),
+        pos_q=pos[0],
+        pos_k=pos[1],
+    )
+
+
+def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | None:
+    """The mask as [b|1 h|1 t|1 s], an additive one with -inf where it hides."""
+    if mask is None:
+        return None
+    while mask.ndim < 4:
+        mask = mask[None]
+    return mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
+
+
+def mha(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
+    """Reads a call of F.multi_head_attention_forward, opaque inside: q and k are computed again from its arguments."""
+    bound = _MHA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key = given["query"], given["key"]
+    if query.ndim == 2:
+        query, key = query[:, None], key[:, None]
+    t, b, m = query.shape
+    h = given["num_heads"]
+    q, k = _projected(given, query, key, m)
+    q = q.reshape(t, b, h, m // h).permute(1, 2, 0, 3)
+    k = k.reshape(key.shape[0], b, h, m // h).permute(1, 2, 0, 3)
+    if given["static_k"] is not None:
+        k = given["static_k"].unflatten(0, (b, h))
+    mask = mha_mask(given, (b, h, t, k.shape[2]))
+    if given["bias_k"] is not None:
+        k = torch.cat([k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2)
+    if given["add_zero_attn"]:
+        k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
+    if mask is not None:
+        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
+    causal = bool(given["is_causal"]) and mask is None
+    return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
+
+
+def _projected(given: Kwargs, query: Tensor, key: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    bias = given["in_proj_bias"]
+    if given["use_separate_proj_weight"]:
+        parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
+        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(key, given["k_proj_weight"], parts[1])
+    # The whole packed matrix, so that gradients show its rows.
+    weight = given["in_proj_weight"]
+    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[..., m : 2 * m]
+
+
+def mha_mask(given: Kwargs, shape: tuple[int, int, int, int]) -> Float[Tensor, "#b #h t s"] | None:
+    """The attn_mask and key_padding_mask as one additive mask."""
+    b, h, t, s = shape
+    total = None
+    of_keys = given["key_padding_mask"]
+    of_keys = of_keys if of_keys is None else of_keys.view(b, 1, 1, s)
+    for mask in (_of_pairs(given["attn_mask"], b, h, t, s), of_keys):
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
+            total = mask if total is None else total + mask
+    return total
+
+
+def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return mask.view(b, h, t, s) if mask.ndim == 3 and mask.shape[0] == b * h else mask.expand(1, 1, t, s)
+
+
+# The reader of each of torch's fused attention functions, and of the operators behind them.
+SDPA: Mapping[str, Reader] = {
+    "scaled_dot_product_attention": sdpa,
+    "multi_head_attention_forward": mha,
+    **{name: _kernel(operator) for name, operator in SDPA_KERNELS.items()},
+}
+
+
+_BY_PLACE = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of a call, with torch's defaults for those that it leaves out.
+
+    >>> sdpa_arguments((1, 2, 3), {"is_causal": True})["is_causal"]
+    True
+    """
+    return {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+
+
+# --- The readers of flex_attention, flash-attn's functions and torch's varlen_attn: their arguments as AttentionCalls
+
+# Arguments that change what is computed, and at which values they don't.
+_UNREAD: dict[str, tuple[object, ...]] = {"attention_chunk": (None, 0)}
+_UNREAD |= dict.fromkeys(("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q"), (None,))
+_UNREAD |= dict.fromkeys(("page_table", "q_descale", "qv", "score_mod", "seqused_k", "seqused_q"), (None,))
+
+
+class UnreadError(QkeelError, NotImplementedError):
+    """A call with an option that can't be accounted for exactly."""
+
+
+def qkeel_call(given: Kwargs) -> AttentionCall:
+    """Reads qkeel.ops.run(call, impl) and its like: the call as it is, its keys as few as differ."""
+    call = given["call"]
+    return dataclasses.replace(call, k=fewest_keys(call.k))
+
+
+def flex(given: Kwargs) -> AttentionCall:
+    """Reads flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)."""
+    q, k = given["query"], given["key"]
+    k = fewest_keys(k.expand(q.shape[0], *k.shape[1:]))
+    return flex_call(_spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"])
+
+
+def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
+    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned; None where it was not asked.
+
+    Both are of the scores that come out of score_mod, over the keys that the block mask shows; -inf of rows
+    that see none.
+    """
+    more = out[1] if isinstance(out, tuple) else None
+    return (more, None) if more is None or isinstance(more, Tensor) else (more.lse, more.max_scores)
+
+
+def flash(given: Kwargs) -> AttentionCall:
+    """Reads flash_attn_func and its relatives, and torch.nn.attention.varlen.varlen_attn."""
+    for name, harmless in _UNREAD.items():
+        value = given.get(name)
+        if isinstance(value, Tensor) or value not in harmless:
+            raise UnreadError(name)
+    q, k = _q_and_k(given)
+    spec = _spec(q, given.get("softmax_scale", given.get("scale")), given.get("softcap") or 0.0)
+    slopes = given.get("alibi_slopes")
+    if slopes is not None and spec.cap != NoCap():
+        raise UnreadError("alibi_slopes with softcap: a bias after the cap")
+    band = {"window": _window(given.get("window_size")), "slopes": slopes}
+    ends = _first(given, ("cu_seqlens_q", "cu_seqlens", "cu_seq_q"))
+    if ends is None:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    elif not (len(q) and len(k)):
+        raise UnreadError("no sequence with a token in it")
+    else:
+        of_keys = _first(given, ("cu_seqlens_k", "cu_seq_k"))
+        longest = given.get("max_seqlen", given.get("max_seqlen_k", given.get("max_k")))
+        band["longest"] = longest if isinstance(longest, int) else None
+        band["cu_seqlens"] = ends if of_keys is None else (ends, of_keys)
+        q, k = (x.transpose(0, 1)[None] for x in (q, k))
+    return band_call(make_call(spec, q, k, k, causal=bool(given.get("causal", False))), **band)
+
+
+def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
+    return next((given[n] for n in names if given.get(n) is not None), None)
+
+
+def _spec(q: Tensor, scale: float | None, softcap: float) -> AttentionSpec:
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return AttentionSpec(scale=Fixed(factor), cap=Softcap(float(softcap)) if softcap > 0 else NoCap())
+
+
+def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:
+    if "qkv" in given:
+        q, k, _ = given["qkv"].unbind(-3)
+        return q, k
+    q = _first(given, ("q", "query"))
+    k = given["kv"].unbind(-3)[0] if "kv" in given else _first(given, ("k", "key"))
+    if torch.is_tensor(q) and torch.is_tensor(k) and q.is_floating_point():
+        return q, k
+    raise UnreadError("q and k of its arguments")
+
+
+def _window(size: object) -> tuple[int, int]:
+    """(left, right), -1 for no bound, of a pair with None or -1 for none."""
+    if size is None:
+        return -1, -1
+    if isinstance(size, int):
+        return size, size
+    left, right = (-1 if x is None else int(x) for x in size)  # type: ignore[attr-defined]
+    return left, right
+
+
+# The reader of each function that foreign_functions observes.
+FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
+    "run": qkeel_call,
+    "run_with_weights": qkeel_call,
+    "flex_attention": flex,
+    "varlen_attn": flash,
+    **dict.fromkeys(FLASH, flash),
+}

@@ -1,0 +1,568 @@
+"""What written-out attention does to its scores before their softmax: sums, masks, changes of shape, a softmax that is
+written as exponentials over their sum; and what ends the way of those that cannot be followed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from qkeel.capture.calls import APART, hides, is_low
+from qkeel.capture.modules import Frame, tensors
+from qkeel.capture.products import (
+    ELEMENTWISE,
+    Lost,
+    Operand,
+    Powers,
+    Product,
+    RowTop,
+    Scores,
+    Tags,
+    Weights,
+    apart,
+    is_weight,
+    narrowed,
+    operand,
+)
+from qkeel.heads.site import Missed
+from qkeel.heads.walk import nodes_of
+from qkeel.patching.graph_nodes import base_of
+from qkeel.patching.modes import Args, Kwargs
+
+# Names of sums, with the sign of what is added, and of what it is added to.
+SUMS = {
+    **dict.fromkeys(("add", "radd", "iadd"), (1.0, 1.0)),
+    **dict.fromkeys(("sub", "subtract", "isub"), (1.0, -1.0)),
+    "rsub": (-1.0, 1.0),
+}
+# What makes other scores of scores where the other factor is a weight: a mixture of heads.
+MIXTURES = frozenset({"conv1d", "conv2d", "conv3d", "linear", "einsum", "matmul"})
+_LIMIT = 4000
+
+
+def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor, frame: Frame) -> Scores:
+    """The tag of factors[0] · one + factors[1] · other, which is `out`, added up while `frame` was running."""
+    lost = list(dict.fromkeys((*one.lost, *other.lost)))
+    for tag in (one, other):
+        if tag.uncapped is not None or tag.before_tanh is not None:
+            lost.append("a part of it is capped before it is added")
+    parts = [_part(p, factors[0], out) for p in one.parts]
+    # What was mixed from these very products is no product besides them.
+    known = {(id(a), id(b)) for a, b in (p.operands for p in one.parts)}
+    ratio = factors[1] * other.scale / one.scale if one.scale else factors[1]
+    for p in other.parts:
+        if not other.lost or (id(p.operands[0]), id(p.operands[1])) not in known:
+            parts.append(_part(p, ratio, out))
+    plain = Scores(parts=tuple(parts), lost=tuple(lost), frame=_nearest(one, other, frame), scale=one.scale)
+    plain = dataclasses.replace(plain, below=one.below or other.below)
+    for tag in (one, other):
+        if tag.hidden is not None:
+            plain = plain.also_hidden(tag.hidden, out)
+    return dataclasses.replace(plain, keys=one.keys or other.keys)
+
+
+def _part(p: Product, factor: float, out: Tensor) -> Product:
+    """A product as a part of `out`, which may have more dimensions than it."""
+
+    def wide(side: Operand | None) -> Operand | None:
+        if side is None or side.index is None:
+            return side
+        return dataclasses.replace(side, index=side.index.broadcast_to(out.shape))
+
+    return dataclasses.replace(p, left=wide(p.left), right=wide(p.right), factor=p.factor * factor)
+
+
+def _nearest(one: Scores, other: Scores, frame: Frame) -> Frame:
+    """The innermost of the calls in which the products were made, as seen from where they are added up."""
+    return max((tag.frame.shared_with(frame) for tag in (one, other)), key=lambda f: len(f.line()))
+
+
+def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
+    """The factors of the tagged tensor and of the other one in `name(a, b, alpha=…)`; `first`: the tagged one is a."""
+    alpha = kwargs.get("alpha", 1.0)
+    a, b = SUMS[name]
+    pair = (a * (alpha if name == "rsub" else 1.0), b * (1.0 if name == "rsub" else alpha))
+    return pair if first else (pair[1], pair[0])
+
+
+def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
+    """The tag of scores whose heads a weight has mixed; None if `name` does something else.
+
+    Both factors of the product change along heads; along queries or keys one of them does, and what a weight mixes
+    there, or where heads are concatenated, are no scores any more, but features.
+    """
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
+    if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):
+        return None
+    dim = _summed_dim(name, x, args)
+    pairs = [p.sides for p in tag.parts]
+    if dim is None or not all(_are_heads(sides, dim) for sides in pairs):
+        return None
+    same = out.shape == x.shape
+    parts = tag.parts if same else tuple(dataclasses.replace(p, left=None, right=None) for p in tag.parts)
+    return Scores(
+        parts=parts,
+        lost=(*tag.lost, f"its heads are mixed by a weight ({name}) before the softmax"),
+        frame=tag.frame,
+        hidden=tag.hidden if same else None,
+        scale=tag.scale,
+        keys=tag.keys,
+        below=tag.below,
+    )
+
+
+def _are_heads(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+    """True if a dimension of scores is one of heads alone."""
+    if sides is None or sides[0].varies(dim) != sides[1].varies(dim):
+        return False
+    return apart(sides, dim) or all(side.all_differ(dim) for side in sides)
+
+
+def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
+    """The dimension of x that `name(…)` sums over with a weight; None where that is not one."""
+    if name.startswith("conv"):
+        return x.ndim - 1 - int(name[4])
+    if name != "einsum":
+        return x.ndim - 1 if args[0] is x else x.ndim - 2
+    given, _, result = str(args[0]).replace(" ", "").partition("->")
+    letters = dict(zip((id(a) for a in args[1:]), given.split(","))).get(id(x), "")
+    summed = [i for i, letter in enumerate(letters) if letter not in result]
+    return summed[0] if len(summed) == 1 and len(letters) == x.ndim else None
+
+
+def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
+    """True if what is added to scores was made of the same activations as these, as far as the graph shows.
+
+    A bias or a mask was not. Where the module's input itself has no graph, a tensor that holds different numbers for
+    each sequence is taken for one that was. Of what the scores were added to in place, `x` being `out`, the graph
+    alone speaks.
+    """
+    node = x.grad_fn if isinstance(x, torch.Tensor) else None
+    if x is out:
+        node = next((before for before, _ in node.next_functions[:1]), None) if node is not None else None
+    if not isinstance(x, torch.Tensor) or node is None:
+        return False
+    factors = [y.grad_fn for part in tag.parts for y in part.operands if y.grad_fn is not None]
+    for frame in tag.frame.line():
+        stops = nodes_of(frame.inputs)
+        if own := _reached(factors, stops):
+            return bool(_reached([node], own))
+    own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
+    return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
+
+
+def _reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
+    """Those of the nodes `stops` that are met first on the way back from `starts`."""
+    seen: set[Node] = set()
+    found: set[Node] = set()
+    queue = list(starts) if stops else []
+    while queue and len(seen) < _LIMIT:
+        node = queue.pop()
+        if node in stops:
+            found.add(node)
+        elif node not in seen:
+            seen.add(node)
+            queue += [n for n, _ in node.next_functions if n is not None]
+    return found
+
+
+# --- The effect of masks on scores: numbers so low that a pair is hidden, added, filled in or written in place
+
+
+def hidden_by_sum(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
+    """The tag of scores after `sign` times a mask was added: some of its numbers hide pairs."""
+    if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
+        return tag
+    low = hides(sign * mask.detach())
+    return tag.also_hidden(low, like) if bool(low.any()) else tag
+
+
+def _added(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores:
+    other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
+    return hidden_by_sum(tag, other, out)
+
+
+def _subtracted(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
+    if not args or args[0] is not x:
+        return None
+    return hidden_by_sum(tag, args[1] if len(args) > 1 else kwargs.get("other"), out, -1.0)
+
+
+def _filled(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores:
+    mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+    value = kwargs.get("value", args[2] if len(args) > 2 else None)
+    return tag.also_hidden(mask, out) if isinstance(mask, torch.Tensor) and is_low(value) else tag
+
+
+def _chosen(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
+    given = [*args, *kwargs.values()]
+    if len(given) < 3:
+        return None
+    # torch.where(condition, a, b) and a.where(condition, b)
+    condition, yes, no = given[:3] if given[0] is not x else (given[1], given[0], given[2])
+    hidden = ~condition.bool() if yes is x else condition.bool()
+    other = no if yes is x else yes
+    if is_low(other):
+        return tag.also_hidden(hidden, out)
+    if isinstance(other, torch.Tensor) and other.numel() > 1:
+        return tag.also_hidden(hidden & (other.detach() <= -APART), out)
+    return tag
+
+
+# tag of the scores, the scores, arguments of the function, what came out: the tag of that
+_Rule = Callable[[Scores, Tensor, Args, Kwargs, Tensor], Scores | None]
+
+MASKS: Mapping[str, _Rule] = {
+    **dict.fromkeys(("add", "radd", "iadd"), _added),
+    **dict.fromkeys(("sub", "subtract", "isub"), _subtracted),
+    "masked_fill": _filled,
+    "where": _chosen,
+}
+
+
+def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Scores | None) -> Scores | None:
+    """The tag of scores x after x[index] = value; None if x are no scores, or become something else.
+
+    Args:
+        tag: that of x, None if it has none that is one of scores.
+        x: the tensor after it.
+        index: where it was written to.
+        value: a number that hides, or scores.
+        new: the tag of the value, None if it is none of scores.
+    """
+    if tag is None or not (is_low(value) or (new is not None and _same_kind(tag, new))):
+        return None
+    hidden = None if new is None else new.hidden
+    if new is None or hidden is not None or tag.hidden is not None:
+        whole = torch.zeros_like(x, dtype=torch.bool) if tag.hidden is None else tag.hidden.expand_as(x).clone()
+        whole[index] = new is None if hidden is None else hidden.expand_as(value)  # type: ignore[arg-type,index]
+        hidden = whole
+    if new is None or _products(new) == _products(tag):
+        return dataclasses.replace(tag, hidden=hidden)
+    if isinstance(value, Tensor) and value.shape == x.shape:
+        return dataclasses.replace(new, hidden=hidden)
+    return dataclasses.replace(
+        tag, hidden=hidden, lost=(*tag.lost, "a part of it is a sum of more products than the rest")
+    )
+
+
+def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
+    """Pairs that were hidden in place in a view x of scores are hidden in these scores too."""
+    for y, tag in tags.of_scores():
+        if y is x or base_of(x) is not (y if base_of(y) is None else base_of(y)):
+            continue
+        more, start = torch.zeros_like(y, dtype=torch.bool), x.storage_offset() - y.storage_offset()
+        end = start + 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+        if more.stride() == y.stride() and start >= 0 and end <= more.numel():
+            more.as_strided(x.shape, x.stride(), start).copy_(hidden.expand_as(x))
+            tags.put(y, tag.also_hidden(more, y))
+
+
+def _same_kind(tag: Scores, new: Scores) -> bool:
+    """True if the new scores are the old ones, masked, or a sum of them and more."""
+    plain = all(part is None for one in (tag, new) for part in (one.uncapped, one.before_tanh, one.unshifted, one.keys))
+    return plain and not new.lost and new.scale == tag.scale and _products(tag) <= _products(new)
+
+
+def _products(tag: Scores) -> set[tuple[int, int]]:
+    return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
+
+
+# --- Scores after a view, an index or a concatenation, which masks, logits before a cap and vectors go through too
+
+# Where these take numbers from depends on more than the dimensions: an expanded index would be written out.
+_COPIES = frozenset({"as_strided", "flip", "gather", "index_select", "pad", "repeat", "roll", "take_along_dim"})
+
+
+def rearranged(
+    name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor, *, whole: bool
+) -> Scores | None:
+    """The tag of `name(x, …)`, a view or an index. Unless `whole`, which vectors the scores are made of is followed
+    through views only: anything else would write a number for every score."""
+    method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
+    op: Callable[..., Tensor] = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
+
+    def taken(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        with torch.no_grad():
+            part = part.broadcast_to(x.shape)
+            if name == "as_strided":
+                part = torch.empty_strided(x.shape, x.stride(), dtype=part.dtype, device=part.device).copy_(part)
+            return (
+                op(part.to(torch.uint8), *args[1:], **kwargs).bool()
+                if part.dtype == torch.bool
+                else op(part, *args[1:], **kwargs)
+            )
+
+    picked = name in _COPIES or (name == "getitem" and not _is_view(args))
+
+    def side(factor: Operand | None) -> Operand | None:
+        if factor is None or factor.index is None:
+            return factor
+        index = factor.index.broadcast_to(x.shape)
+        index = index.to(x.device) if picked else index
+        new = _index(name, index, taken, args, whole) if whole or not picked else None
+        return dataclasses.replace(factor, index=new)
+
+    keys = tag.keys
+    if keys is not None and out.shape[-1] != x.shape[-1]:
+        keys = keys if out.shape[-1] >= keys[1] else None
+    return dataclasses.replace(
+        tag,
+        parts=tuple(dataclasses.replace(p, left=side(p.left), right=side(p.right)) for p in tag.parts),
+        hidden=taken(tag.hidden),
+        uncapped=taken(tag.uncapped),
+        before_tanh=taken(tag.before_tanh),
+        unshifted=taken(tag.unshifted),
+        keys=keys,
+    )
+
+
+def _index(
+    name: str, index: Tensor, taken: Callable[[Tensor | None], Tensor | None], args: Args, whole: bool
+) -> Tensor | None:
+    """The numbers of the vectors, rearranged."""
+    if name == "pad":
+        return torch.nn.functional.pad(index, args[1], value=-1) if len(args) > 1 else None
+    if name not in ("view", "reshape", "view_as", "reshape_as") or len(args) < 2:
+        return taken(index)
+    given = args[1].shape if isinstance(args[1], torch.Tensor) else args[1]
+    sizes = [*given] if isinstance(given, (tuple, list, torch.Size)) else [*args[1:]]
+    try:
+        return index.view(sizes)
+    except RuntimeError:  # an expanded index has no such view
+        return index.reshape(sizes) if whole else None
+
+
+def _is_view(args: Args) -> bool:
+    """True if x[index] is a view: slices, numbers, None and an ellipsis only."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(i is None or i is Ellipsis or isinstance(i, (slice, int)) for i in index)
+
+
+CATS = ("cat", "concat")
+
+
+def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor) -> Scores | None:
+    """The tag of what cat makes of scores and untagged columns; None where it attaches anything but columns.
+
+    Untagged columns are sinks, which take weight and give no value. Several parts that are scores are one row of keys
+    (global ones and those of a block).
+    """
+    if dim % out.ndim != out.ndim - 1:
+        return None
+    starts = [sum(x.shape[-1] for x, _ in parts[:n]) for n in range(len(parts))]
+    scores = [(start, x, tag) for start, (x, tag) in zip(starts, parts) if tag is not None]
+    keys = [start + place for start, x, tag in scores for place in tag.keys or (0, x.shape[-1])]
+
+    def concatenated(field: str, otherwise: Callable[[Tensor, Scores | None], Tensor]) -> Tensor | None:
+        own = [None if tag is None else getattr(tag, field) for _, tag in parts]
+        if all(o is None for o in own):
+            return None
+        return torch.cat(
+            [otherwise(x, tag) if o is None else o.detach().expand_as(x) for o, (x, tag) in zip(own, parts)], dim=-1
+        )
+
+    def itself(x: Tensor, tag: Scores | None) -> Tensor:
+        return torch.zeros_like(x) if tag is None else x.detach()
+
+    return dataclasses.replace(
+        scores[0][2],
+        parts=_side_by_side(parts, out),
+        lost=tuple(dict.fromkeys(text for _, _, tag in scores for text in tag.lost)),
+        hidden=concatenated("hidden", lambda x, _: torch.zeros_like(x, dtype=torch.bool)),
+        uncapped=concatenated("uncapped", itself),
+        unshifted=concatenated("unshifted", itself),
+        keys=(min(keys), max(keys)),
+    )
+
+
+def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) -> tuple[Product, ...]:
+    """The products of all, one next to another: one product with the vectors of all, where each is one."""
+    tags = [tag for _, tag in parts if tag is not None]
+    sides = [tag.parts[0].sides for tag in tags if len(tag.parts) == 1]
+    first = tags[0].parts[0]
+    unknown = tuple(dataclasses.replace(p, left=None, right=None) for p in max((t.parts for t in tags), key=len))
+    if len(sides) < len(tags) or any(pair is None for pair in sides):
+        return unknown
+    found = []
+    for side in (0, 1):
+        factors = [pair[side] for pair in sides if pair is not None]
+        joint = _one_factor(parts, factors, out)
+        if joint is None:
+            return unknown
+        found.append(joint)
+    return (dataclasses.replace(first, left=found[0], right=found[1]),)
+
+
+def _one_factor(
+    parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[Operand], out: Tensor
+) -> Operand | None:
+    """The vectors of several factors as those of one; None if they are of unequal size."""
+    small = [narrowed(f.index).cpu() for f in factors if f.index is not None]
+    first = factors[0]
+    if all(f.x is first.x and torch.equal(small[0], s) for f, s in zip(factors, small)) and small[0].shape[-1] == 1:
+        return dataclasses.replace(first, index=small[0].expand(out.shape))
+    vectors = [f.vectors() for f in factors]
+    if len({v.shape[1] for v in vectors}) > 1:
+        return None
+    lead = torch.broadcast_shapes(*(s.shape[:-1] for s in small))
+    columns, each, start = [], iter(zip(small, vectors)), 0
+    for x, tag in parts:
+        if tag is None:
+            columns.append(torch.full((*lead, x.shape[-1]), -1))
+            continue
+        index, own = next(each)
+        columns.append(index.expand(*lead, x.shape[-1]) + start)
+        start += len(own)
+    return Operand(x=torch.cat(vectors), summed=(1,), index=torch.cat(columns, -1).expand(out.shape))
+
+
+# --- A softmax that is written out: exponentials of scores, less the row's largest or its logsumexp, over their sum
+
+OUTER = frozenset({"mul", "multiply"})
+
+
+def row_top(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> RowTop | None:
+    """The tag of what `name(x, …)` makes of scores, if that is one number per row, or for all."""
+    last = over_last(x, args, kwargs)
+    if name in ("amax", "max") and (last or (len(args) == 1 and "dim" not in kwargs)):
+        return RowTop(False)
+    return RowTop(True) if name == "logsumexp" and last else None
+
+
+def over_last(x: Tensor, args: Args, kwargs: Kwargs) -> bool:
+    """True if a reduction goes over the last dimension and no other."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.ndim == x.ndim - 1
+
+
+def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Powers | None:
+    """The tag of `name(…)` of exponentials x: masks set some to 0; None where no exponentials come out."""
+    other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
+    if name == "masked_fill":
+        value = kwargs.get("value", args[2] if len(args) > 2 else None)
+        zero = isinstance(other, Tensor) and value == 0
+        return dataclasses.replace(tag, scores=tag.scores.also_hidden(other, x)) if zero else None  # type: ignore[arg-type]
+    if name in ("mul", "multiply") and isinstance(other, Tensor) and other.numel() > 1:
+        # A mask of zeros and ones hides, anything else makes other weights than a softmax.
+        off = other == 0
+        if bool((off | (other == 1)).all()):
+            return dataclasses.replace(tag, scores=tag.scores.also_hidden(off, x))
+        return None
+    return tag if name in ELEMENTWISE and name not in ("div", "divide", "true_divide", "mul", "multiply") else None
+
+
+def may_be_outer(args: Args) -> bool:
+    """False of most arguments that are no outer product: what a call tells at once."""
+    a, b = args if len(args) == 2 else (None, None)
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return len(args) != 2  # by name
+    n = a.ndim
+    return n > 3 and b.ndim == n and (a.shape[-2] == 1 or b.shape[-2] == 1)
+
+
+def outer(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
+    """The outer product q[..., :, None, :] * k[..., None, :, :], before its sum over the last dimension."""
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if name not in OUTER or len(given) != 2 or not isinstance(out, torch.Tensor):
+        return None
+    a, b = given
+    if a.ndim != b.ndim or a.ndim < 4 or a.shape[-1] != b.shape[-1]:
+        return None
+    if a.shape[-3] == 1 and b.shape[-2] == 1 and b.shape[-3] > 1:
+        a, b = b, a
+    if a.shape[-2] == 1 and b.shape[-3] == 1 and b.shape[-2] > 1:
+        n = a.ndim - 1
+        left, right = (operand(x, (n,), [*range(n)], out[..., 0]) for x in (a, b))
+        return Product(left=left, right=right, operands=(a, b))
+    return None
+
+
+# --- Scores that an operation made into something that is not understood, and the softmaxes that take it
+
+SOFTMAXES = ("softmax", "safe_softmax", "log_softmax")
+_FIRST = ("topk", "sort", "kthvalue")  # the numbers come first, then where they were
+
+# What people do to scores before the softmax, in words.
+_WORDS: Mapping[str, str] = {
+    "linear": "a linear map",
+    "conv2d": "a convolution",
+    "einsum": "an einsum with a weight",
+    "matmul": "a product with a weight",
+    "topk": "a choice of the largest",
+    "scatter": "a choice of some, written into a new tensor",
+    "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
+    "setitem": "writing into a tensor piece by piece",
+}
+
+
+class LostScores:
+    """Follows what scores became where an operation ended them; `missed` are the softmaxes that took it."""
+
+    def __init__(self, tags: Tags) -> None:
+        self.missed: list[Missed] = []
+        self.ends: dict[str, None] = {}  # the operations that ended scores
+        self._tags = tags
+
+    def begin(self, name: str, frame: Frame, tag: Scores, x: Tensor, out: object) -> None:
+        """`name(…)` of tagged scores x made `out`, which are no scores any more."""
+        self.ends[name] = None
+        if x.ndim < 4 and not any(apart(part.sides) for part in tag.parts):
+            return  # heads are concatenated: these are features
+        rows, columns = x.shape[-2:]
+        if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
+            columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all
+        first = name in _FIRST
+        for part in (*tensors((out,)),)[: 1 if first else None]:
+            lost = Lost(operation=name, frame=tag.frame, rows=rows, columns=part.shape[-1] if first else columns)
+            self._put(part, lost)
+
+    def product(self, name: str, given: Args, out: object) -> None:
+        """`name(…)` multiplied tensors; where one is of scores and the others are weights, scores are lost."""
+        operands = list(tensors(given))
+        for x in operands:
+            tag = self._tags.get(x)
+            others = [y for y in operands if y is not x]
+            if isinstance(tag, (Scores, Lost)) and others and all(_is_weight(y) for y in others):
+                if isinstance(tag, Scores):
+                    self.begin(name, tag.frame, tag, x, out)
+                else:
+                    self.go_on(name, tag.frame, tag, out)
+
+    def go_on(self, name: str, frame: Frame, tag: Lost, out: object) -> None:
+        """`name(…)` of something lost made `out`: a softmax, or exponentials, are an attention that is missed."""
+        weights = name in SOFTMAXES or name in ("exp", "exp2")
+        if weights:
+            words = _WORDS.get(tag.operation, tag.operation)
+            self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores are followed no further than {words}")
+        for part in tensors((out,)):
+            if weights:
+                self._tags.put(part, Weights())
+            else:
+                self._put(part, tag)
+
+    def miss(self, frame: Frame, operation: str, reason: str) -> None:
+        """An attention that is not understood."""
+        self.missed.append(Missed(module=frame.name, operation=operation, reason=reason))
+
+    def _put(self, out: Tensor, tag: Lost) -> None:
+        if tag.passes_to(out):
+            self._tags.put(out, tag)
+        else:
+            self._tags.drop(out)
+
+
+def _is_weight(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) or x.ndim < 3
+
+
+def is_lost(tag: object) -> bool:
+    """True if a tensor with this tag counts as one without a tag, but for what is made of it."""
+    return tag is None or isinstance(tag, Lost)

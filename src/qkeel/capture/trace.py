@@ -1,0 +1,750 @@
+"""One recorded pass of a model: its attention calls and sites, and all that is asked of them later.
+
+`traced` runs a model once on a short part of an example, with a graph and with every operator recorded, reads the sites
+from it and verifies them. It then runs the whole example once, observed as little as possible, to see that it makes the
+same calls. `find_sites` returns the sites; `apply`, its remedies and their checks keep the trace for as long as they
+run and ask it for operands, the weights of values, and the modules that were called, in place of running the model
+again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkeel import dist
+from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.example import ShortExample, Undo, copied, first_row, shorter, undisturbed
+from qkeel.capture.modules import Frame, tensors
+from qkeel.errors import InvalidValueError, NoAttentionError, caution
+from qkeel.functional.norms import unrounded, widest
+from qkeel.heads.norms import seen_gains
+from qkeel.heads.operators import Record, Repetition, Values, memory
+from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
+from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
+from qkeel.heads.verification import RecordedCall, Verification
+from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
+from qkeel.patching.checkpointing import CheckpointedParts
+from qkeel.patching.compiler_state import uncompiled
+from qkeel.patching.forward_passes import extra_pass
+from qkeel.patching.guard import Guarded, Postponed, unguarded
+from qkeel.patching.modes import Args, Kwargs, Operator, no_operators_seen
+from qkeel.patching.parallel_training import running_stage
+from qkeel.spec import AttentionCall
+
+_LOG = logging.getLogger(__name__)
+
+SEARCH = "the search for attention in a model that is split over processes"
+ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
+
+Gains = tuple[NormGain, ...]
+# What is read of the sites of a pass: whether a norm is on the way (also of what is seen as operators only), also the
+# weights, or also whether these are right.
+Wanted = Literal["plain norms", "norms", "weights", "verified"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operand:
+    """The q or k of one product of a site.
+
+    `tables` are the parameters that it is itself, by views and indices alone, as relative positions are; none for
+    what was made of the input. `width` is the number of its features that a logit is a sum over.
+    """
+
+    width: int
+    lengths: Float[Tensor, "b h t"]
+    tables: frozenset[str]
+
+    def normed(self, over: str) -> bool:
+        """True if all vectors of a head, or of all heads together, are of one length (or zero)."""
+        if self.tables:
+            return True
+        lengths = self.lengths if over == "head" else self.lengths.square().sum(1, keepdim=True).sqrt()
+        most = lengths.amax((0, 2))
+        least = lengths.where(lengths > 0, most[None, :, None]).amin((0, 2))
+        return bool((most - least <= ONE_LENGTH * most).all())
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ModelTrace:
+    """The attention calls of one pass of a model, with what was computed on the way to them.
+
+    It holds every tensor of the pass: keep it no longer than questions are asked.
+
+    Args:
+        model: the model.
+        sites: its attention sites, in the order of the calls.
+        given: the arguments of the pass, which may be a part of a larger example.
+        calls: the first call of each site; one for each head where heads are computed one by one.
+        values: what the weights of each site's softmax were multiplied by.
+        called: the ids of the modules that ran.
+        minima: the smallest visible logit of each site that is written out by hand, on the whole example.
+        operators: every operator that ran, where they were recorded.
+        frames: every call of a module then.
+    """
+
+    model: nn.Module
+    sites: Sites
+    given: tuple[Args, Kwargs]
+    calls: dict[str, list[RecordedCall]]
+    values: dict[str, Tensor]
+    called: frozenset[int]
+    minima: dict[str, float]
+    operators: Sequence[Operator] = ()
+    frames: Sequence[Frame] = ()
+
+    def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+        """These sites, with the reason where an experiment on the recorded operators does not confirm their weights."""
+        checks = Verification(self.model, self.operators, self.given)
+        return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """The operators, with who reads and writes what."""
+        return Record(self.operators)
+
+    def repeated(self, name: str, values: Values, frame: Frame, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What a module was given behind a site's attention: as it was, and as it would be with other weights there.
+
+        Args:
+            name: the site's.
+            values: other numbers in the places of weights.
+            frame: the call of the module, inside that of the site's.
+            x: what it was given.
+        """
+        first, weights = self.calls[name][0], {where[0] for where in values}
+        inside = self.record.behind({memory(x)}, frame.since, since=first.sighting.frame.since)
+        again = Repetition(inside, weights)
+        return again({})(x), again(values)(x)
+
+    def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
+        """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
+        names, found = names_of(self.model), dict[str, list[tuple[Operand, Operand]]]()
+        for name, (first, *_) in self.calls.items():
+            sighting, call = first.sighting, first.sighting.call
+            pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
+            read = [(_operand(q, sighting.frame, names), _operand(k, sighting.frame, names)) for q, k in pairs]
+            found[name] = [(q, k) for q, k in read if q is not None and k is not None]
+        return found
+
+    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
+        """For each site the last weights on the path of its values, or why they are unknown.
+
+        Values are what F.scaled_dot_product_attention gets as such, or what the weights of a softmax are multiplied
+        by, as [b g s d].
+        """
+        names = names_of(self.model)
+        return {
+            name: _value_slices(first.sighting, self.values.get(name), names)
+            for name, (first, *_) in self.calls.items()
+        }
+
+
+def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
+    """The trace of the shortest part of an example of which all sites are verified, and of which a pass on the whole
+    one makes the same calls; of that one nothing is kept. Several processes have to make the same passes, so none are
+    shorter.
+
+    Raises:
+        RefusedError: no attention was seen, and some was `expected`.
+        InvalidValueError: the forward pass with this example fails, or the example is on another device.
+    """
+    model = uncompiled(model)
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+        for short in () if dist.world() > 1 else shorter(args, kwargs):
+            try:
+                trace = _traced(model, short.args, short.kwargs, undo, expected=expected)
+                sites = trace.sites
+                known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
+                if known and (minima := _same_calls(model, args, kwargs, trace, undo)) is not None:
+                    if short.cut and any(s.normed for s in sites):
+                        sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
+                    return dataclasses.replace(trace, sites=sites, minima=minima)
+            except Exception as error:
+                _LOG.debug("a shorter example of %s fails: %s", type(model).__name__, error)
+                undo()
+        return _traced(model, args, kwargs, undo, expected=expected)
+
+
+def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) -> ModelTrace:
+    """The trace of a pass on this example as it is: which sites there are and whether their q or k is normed, without
+    the weights of their heads. With `below` it is watched operator by operator too."""
+    model = uncompiled(model)
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+        return _traced(model, args, kwargs, undo, expected=True, read="norms" if below else "plain norms")
+
+
+def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """One pass that nobody observes and of which nothing is kept, for what the model itself notes in it.
+
+    Raises:
+        InvalidValueError: the pass fails; its cause is the error.
+    """
+    model = uncompiled(model)
+    try:
+        with extra_pass(model), torch.inference_mode(False), undisturbed(model):
+            forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
+    except Exception as error:
+        raise _failed(model, f"{type(error).__name__}: {error}") from error
+
+
+def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
+    """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
+    found: set[str] = set()
+
+    def note(sighting: Sighting) -> None:
+        call = sighting.call
+        if isinstance(call, ScoresCall) and not is_product(call):
+            found.add(sighting.name)
+
+    with extra_pass(model), undisturbed(model):
+        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
+    return found
+
+
+# --- the passes
+
+
+def _traced(
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, expected: bool, read: Wanted = "verified"
+) -> ModelTrace:
+    """The trace of one pass on this example, with as much of its sites as is to be read."""
+    check_devices(model, args, kwargs)
+    reading, below = _watched(model, args, kwargs, undo, read)
+    undo()
+    watcher = reading.watcher
+    if not reading.sites and expected:
+        raise NoAttentionError(unseen(model, watcher))
+    if below:
+        caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
+    sites = [reading.sites[name] for name in reading.order if name in reading.sites]
+    if read == "verified" and below:
+        why = f"a pass in which operators are recorded failed: {below}"
+        sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
+    groups = grouped([call.sighting for call in reading.order.values()])
+    calls = {group[0].name: [reading.order[sighting.name] for sighting in group] for group in groups}
+    least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
+    return ModelTrace(
+        model=model,
+        sites=Sites(sites, watcher.missed),
+        given=reading.given,
+        calls=calls,
+        values=watcher.values or {},
+        called=frozenset(watcher.stack.called),
+        minima={name: float(x) for name, x in least.items() if x is not None},
+        operators=watcher.operations,
+        frames=watcher.stack.frames,
+    )
+
+
+def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo) -> dict[str, float] | None:
+    """The smallest visible logits of a pass without a graph, of which nothing is kept; None unless it shows the sites
+    of the trace with as many heads, and misses what that missed."""
+    sites = trace.sites
+    found: dict[str, int] = {}
+    names: set[str] = set()
+    least: dict[str, Tensor] = {}
+    groups: dict[int, tuple[str, Frame]] = {}  # the frame is kept so that no other gets its number
+
+    def note(sighting: Sighting) -> None:
+        name, low = sighting.name, _least(sighting.call)
+        if low is not None:
+            least[name] = low if name not in least else torch.minimum(least[name], low.to(least[name].device))
+        if name in names:
+            return
+        names.add(name)
+        if sighting.headless:
+            name, _ = groups.setdefault(id(sighting.frame), (name, sighting.frame))
+        found[name] = found.get(name, 0) + scored(sighting).shape[1]
+
+    layouts = {site.name: site.layout for site in sites if site.layout is not None}
+    for below in (False, True):
+        watcher = Interceptor(model, note, dispatch=below, layouts=layouts)
+        watcher.key_heads = {s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None}
+        forward(model, watcher, copied(args), copied(kwargs), graph=False)
+        undo()
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        if below or not (watcher.hidden or scripted or any(site.below for site in sites)):
+            break
+        for kept in (found, names, least, groups):
+            kept.clear()
+    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
+    same = same and found == {site.name: site.n_heads for site in sites}
+    return {name: float(x) for name, x in least.items()} if same else None
+
+
+def _least(call: object) -> Tensor | None:
+    """The smallest finite logit that no mask hides, of a call that is written out."""
+    if not isinstance(call, ScoresCall):
+        return None
+    seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+    return call.logits.detach().masked_fill(~seen, torch.inf).amin()
+
+
+def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo) -> Sites:
+    """The same sites with norms as one whole sequence shows them: what follows a norm may grow with the position."""
+    try:
+        trace = _traced(model, whole.args, whole.kwargs, undo, expected=True, read="weights")
+        seen = {site.name: site for site in trace.sites}
+    except Exception as error:
+        undo()
+        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
+            raise
+        caution(
+            f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is no memory to "
+            "read them from one whole sequence. All else is known from a short one; for the bounds give find_sites an "
+            "example of one sequence as long as memory allows, and its sites to watch(sites=...)"
+        )
+        seen = {}
+    gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
+    found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
+    return Sites(found, sites.missed)
+
+
+def _is_plain(layout: Layout | None) -> bool:
+    """True if heads have a dimension of their own: on one sequence those that are merged with the batch seem to."""
+    return layout is None or layout.groups == tuple("bhts")
+
+
+def check_devices(model: nn.Module, *example: object) -> None:
+    """Refuse an example on another device than the model before running it.
+
+    Raises:
+        InvalidValueError: with both devices.
+    """
+    homes = {x.device for x in (*model.parameters(), *model.buffers())}
+    for x in tensors(example):
+        # A number on the CPU goes with anything.
+        if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
+            where = ", ".join(sorted(map(str, homes)))
+            raise InvalidValueError(
+                f"expected the example on the model's device, {where}; got a tensor of shape {tuple(x.shape)} on "
+                f"{x.device}. Move one of them: inputs.to({where.split(', ')[0]!r})"
+            )
+
+
+@final
+class _Reading:
+    """The sites of a pass, read from the first call of each: at the end of every checkpointed part, of whose graph
+    nothing is kept, those that are complete; the others at the end of the pass."""
+
+    def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
+        self.watcher = Interceptor(
+            model, self._note, probing=True, dispatch=dispatch, record=read == "verified", guard=_guard(model)
+        )
+        self.watcher.values = {}
+        self.given = given
+        self._wanted: Wanted = read
+        self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
+        self.sites: dict[str, AttentionSite] = {}
+        self.order: dict[str, RecordedCall] = {}  # the first call of each name
+        self._names = names_of(model)
+        self._waiting: list[Sighting] = []
+        self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
+        self._confirmed: dict[type[nn.Module], tuple[AttentionSite, Sighting]] = {}  # the last of each kind of module
+
+    def _note(self, sighting: Sighting) -> None:
+        if sighting.name not in self.order:
+            self.order[sighting.name] = RecordedCall(sighting=sighting, until=len(self.watcher.operations))
+            self._waiting.append(sighting)
+
+    def _at_end_of_part(self) -> None:
+        running = self.watcher.stack.top.line()
+        with no_operators_seen():
+            self.watcher.guard(self.watcher.apart, functools.partial(self._read, running))
+
+    def _read(self, running: Sequence[Frame]) -> None:
+        left: list[Sighting] = []
+        for calls in grouped(self._waiting):
+            if calls[0].headless and any(calls[0].frame is frame for frame in running):
+                left += calls  # more heads may come
+                continue
+            self._recorded[calls[0].name] = [self.order[call.name] for call in calls]
+            with unrounded(scored(calls[0])):
+                self.sites[calls[0].name] = _site(calls, self._names, self._wanted)
+        self._waiting = left
+
+    def run(self) -> None:
+        """Runs the pass."""
+        torch.clear_autocast_cache()  # else a weight's cast may be one of an earlier pass
+        forward(self.watcher.stack.root.module, self.watcher, *self.given, parts=self.parts)
+
+    def finished(self) -> bool:
+        """Reads what is left, and verifies the sites of a recorded pass; False if something has asked for a part that
+        is forgotten."""
+        checks = None
+        if self.watcher.operations:
+            checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
+            for name, site in self.sites.items():
+                self.sites[name] = checks.site(site, self._recorded[name])
+        try:
+            with torch.enable_grad():
+                for calls in grouped(self._waiting):
+                    self.sites[calls[0].name] = self._site(calls, checks)
+        except RuntimeError:
+            if not self.parts.missed:
+                raise
+        return not self.parts.missed
+
+    def _site(self, calls: list[Sighting], checks: Verification | None) -> AttentionSite:
+        """The site of a call, which may be of the kind of one that is known and confirmed."""
+        recorded, kind = [self.order[call.name] for call in calls], type(calls[0].frame.module)
+        if checks is not None and kind in self._confirmed:
+            known, shown = self._confirmed[kind]
+            site = _as_another(known, shown, calls, self._names)
+            if site is not None and checks.is_of_known_kind(site, recorded):
+                return site
+        with unrounded(scored(calls[0])):
+            site = _site(calls, self._names, self._wanted)
+        if checks is not None:
+            site = checks.site(site, recorded)
+            if site.verified:
+                self._confirmed[kind] = site, calls[0]
+        return site
+
+
+def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
+    """One forward pass as it was read, and why it was not read below torch's functions, where that is what fails. Where
+    weights and the logits that they make lie in two checkpointed parts, another pass keeps both, and a warning says so.
+    """
+    for keep in (False, True):
+        reading, failed, why = _passed(model, args, kwargs, undo, read, keep=keep)
+        if failed is None and reading.finished():
+            if keep:
+                caution(_KEPT.format(type(model).__name__))
+            return reading, why
+        undo()
+        if not reading.parts.any:
+            break
+    raise _failed(model, why) from failed
+
+
+def _failed(model: nn.Module, why: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"the forward pass of {type(model).__name__} on the example failed: {why}. "
+        f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
+    )
+
+
+def _passed(
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
+) -> tuple[_Reading, Exception | None, str]:
+    """A pass below torch's functions, or without that where it fails; its error, and why the one below them failed."""
+    given = copied(args), copied(kwargs)
+    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep)
+    below = _failure(reading, undo)
+    if below is None or read == "plain norms":
+        return reading, below, "" if below is None else f"{type(below).__name__}: {below}"
+    given = copied(args), copied(kwargs)
+    reading = _Reading(model, given, read, dispatch=False, keep=keep)
+    failed = _failure(reading, undo)
+    why = below if failed is None else failed
+    return reading, failed, f"{type(why).__name__}: {why}"
+
+
+def _failure(reading: _Reading, undo: Undo) -> Exception | None:
+    """What a pass raises."""
+    try:
+        reading.run()
+    except dist.ApartError:
+        raise
+    except Exception as error:
+        undo()
+        return error
+    return None
+
+
+def spread(model: nn.Module) -> bool:
+    """Returns whether a pass of this model is one of all processes, and not in a pipeline, whose stages take turns."""
+    return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
+
+
+def _guard(model: nn.Module) -> Guarded:
+    """A guard for what reads a pass: a fault waits for its end where other processes take part in it."""
+    return Postponed() if spread(model) else unguarded
+
+
+def forward(
+    model: nn.Module,
+    watcher: AbstractContextManager[object],
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    graph: bool = True,
+    parts: CheckpointedParts | None = None,
+) -> None:
+    """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
+
+    Args:
+        model, args, kwargs: what is called.
+        watcher: what is entered around it.
+        graph: whether there are gradients.
+        parts: its checkpointed parts; by default of their graphs nothing is kept.
+
+    Raises: ApartError if it is one of all processes, and fails on some of them only.
+    """
+    # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
+    eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
+    grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
+    agreed = dist.agreed_collectives(SEARCH) if spread(model) else nullcontext()
+    noticed = (parts or CheckpointedParts()).noticed()
+    try:
+        with agreed, eager, unoptimised, grads[0], grads[1], noticed, watcher:
+            model(*args, **kwargs)
+        if isinstance(watcher, Interceptor) and isinstance(watcher.guard, Postponed):
+            watcher.guard.settle()
+    except Exception as error:
+        if spread(model) and not isinstance(error, dist.ApartError):
+            dist.failed_on_all(SEARCH, error)
+        raise
+
+
+def grouped(firsts: Sequence[Sighting]) -> Iterator[list[Sighting]]:
+    """The first call of each site; where a module computes its heads one by one, all of them as one group."""
+    done: set[int] = set()
+    for first in firsts:
+        if id(first) in done:
+            continue
+        heads = [first]
+        if first.headless:
+            heads = [s for s in firsts if s.frame is first.frame and s.headless]
+        done.update(id(s) for s in heads)
+        yield heads
+
+
+def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> AttentionSite:
+    first = calls[0]
+    call = first.call
+    q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
+    products = [(q, k)]
+    lost, layout = (), first.layout
+    if isinstance(call, ScoresCall):
+        lost = call.lost
+        products = products if len(calls) > 1 else list(call.products)
+    elif first.added is not None:
+        lost = first.added.lost
+        products += first.added.products
+    used = next((found for _, b in products if b is not None and (found := key_heads(b)) is not None), None)
+    if used is not None:
+        k = None if k is None else _first_of_each(k, used)
+        products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
+    if read.endswith("norms"):
+        terms, normed, why = (), normed_on_the_way(products, first.frame, names), ""
+    else:
+        terms, normed, why = _terms(products, lost, first, names)
+    if layout is not None and layout.guess:
+        # Other features for every head say as much as the experiment would have.
+        shown = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
+        layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
+        why = why if shown else "; ".join(filter(None, (why, layout.guess)))
+    query_gains, key_gains = ((), ()) if read.endswith("norms") else _gains(calls, q, k, names)
+    heads = scored(first).shape[1] * len(calls)
+    return AttentionSite(
+        name=first.name,
+        module=first.frame.module,
+        spec=call.spec,
+        n_heads=heads,
+        n_kv_heads=max((b.shape[1] for _, b in products if b is not None), default=heads),
+        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products])),
+        terms=terms,
+        why=why,
+        normed=normed,
+        below=first.below,
+        query_gains=query_gains,
+        key_gains=key_gains,
+        key_heads=used,
+        layout=layout,
+    )
+
+
+def _as_another(
+    known: AttentionSite, shown: Sighting, calls: list[Sighting], names: dict[int, str]
+) -> AttentionSite | None:
+    """What the site of a call is if its weights are to its module what those of a known site, which another call
+    has shown, are to that one's; None if the calls differ."""
+    first = calls[0]
+    module, home = first.frame.module, known.name.partition("#")[0]
+    if len(calls) > 1 or first.headless or _form(first) != _form(shown):
+        return None
+    products = first.call.products if isinstance(first.call, ScoresCall) else ((first.call.q, first.call.k),)
+    if next((found for _, b in products if b is not None and (found := key_heads(b))), None) != known.key_heads:
+        return None
+
+    def here(name: str | None) -> str | None:
+        if name is None or not name.startswith(f"{home}."):
+            return name
+        parameter = module.get_parameter(name[len(home) + 1 :])
+        return names[id(parameter)]
+
+    try:
+        terms = tuple(
+            LogitTerm(
+                **{
+                    part: tuple(
+                        dataclasses.replace(s, parameter=here(s.parameter), bias=here(s.bias))
+                        for s in getattr(term, part)
+                    )
+                    for part in ("query", "key")
+                }
+            )
+            for term in known.terms
+        )
+    except (AttributeError, KeyError):
+        return None
+    gains: tuple[Gains, Gains] = ((), ())
+    if known.normed:
+        with unrounded(scored(first)):
+            gains = _gains(calls, first.call.q, first.call.k, names)
+    return dataclasses.replace(
+        known, name=first.name, module=module, terms=terms, query_gains=gains[0], key_gains=gains[1]
+    )
+
+
+def _form(sighting: Sighting) -> object:
+    """What two calls have in common if nothing but their numbers differs."""
+    call, layout = sighting.call, sighting.layout
+    products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
+    shapes = [None if x is None else x.shape for pair in products for x in pair]
+    lost = call.lost if isinstance(call, ScoresCall) else ()
+    arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
+    added = None if sighting.added is None else id(sighting)
+    how = (sighting.how, sighting.ordinal, sighting.below, added)
+    return type(call), call.spec, scored(sighting).shape, shapes, lost, arranged, how
+
+
+def scored(sighting: Sighting) -> Tensor:
+    """A tensor of a call whose second dimension are its heads: its logits, or q."""
+    call = sighting.call
+    return call.logits if isinstance(call, ScoresCall) else call.q
+
+
+def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are there, each once, by their numbers."""
+    found: list[Tensor] = []
+    for x in tensors:
+        if x is not None and not any(x.shape == y.shape and torch.equal(x, y) for y in found):
+            found.append(x)
+    return found
+
+
+def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:
+    """[b g s d] of keys that were repeated for query heads: the first copy of each."""
+    return k if k.shape[1] < len(used) else k[:, [used.index(j) for j in range(max(used) + 1)]]
+
+
+def _terms(
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    lost: Sequence[str],
+    first: Sighting,
+    names: dict[int, str],
+) -> tuple[tuple[LogitTerm, ...], bool, str]:
+    """The terms of a site, whether a norm lies between its weights and the logit, and why there are no terms."""
+    if first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
+        return (), False, "it is one of several in a scripted module, whose parts can't be distinguished"
+    if any(side is None for pair in products for side in pair) and len(products) == 1 and not lost:
+        return (), False, "the operands of the product could not be brought into the shape of the scores"
+    try:
+        terms, normed = sum_terms(products, first.frame, names)
+    except UnknownRowsError as error:
+        return (), False, "; ".join((*lost, str(error)))
+    return ((), normed, "; ".join(lost)) if lost else (terms, normed, "")
+
+
+def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
+    """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
+    if q is None or k is None or not all(s.added is None and is_product(s.call) for s in calls):
+        return (), ()
+    query = seen_gains(q, names)
+    return query, seen_gains(k, names) if query else ()
+
+
+@torch.no_grad()
+def is_product(call: object) -> bool:
+    """True if the logits of a call are nothing but its scale times q·k: no bias was added to it."""
+    if not isinstance(call, ScoresCall):
+        return isinstance(call, AttentionCall) and call.spec.norm.kind == "none"
+    if call.q is None or call.k is None:
+        return False
+    scale = call.spec.scale.factor(torch.zeros(1, 1, device=call.q.device), call.q.shape[-1], {})
+    products = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1).mT * scale
+    seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+    rounding = 16 * torch.finfo(call.logits.dtype).eps * products.abs().max()
+    return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
+
+
+def _stacked(parts: list[Tensor | None]) -> Tensor | None:
+    known = [p for p in parts if p is not None]
+    if len(known) != len(parts):
+        return None
+    return known[0] if len(known) == 1 else torch.cat(known, dim=1)
+
+
+def unseen(model: nn.Module, watcher: Interceptor) -> str:
+    """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
+    looked = (
+        f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
+        "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
+        "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
+        "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
+    )
+    if watcher.missed:
+        found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
+        return (
+            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
+            f"and keys, {_BY_HAND}"
+        )
+    if watcher.handwritten.multiplied:
+        followed = ", ".join(watcher.handwritten.lost.ends)
+        ends = f" (they were followed to {followed})" if followed else ""
+        return (
+            f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
+            "linear attention, state-space models and attention through another function of the scores have no softmax "
+            "over keys, and that is all that is watched here"
+        )
+    hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
+    return (
+        f"{looked}Nothing of it was there: there was no product of two activations. {hidden}Inside custom C++, CUDA or "
+        f"Triton operators nothing can be seen: if attention happens in one, {_BY_HAND}"
+    )
+
+
+def _operand(x: Tensor | None, frame: Frame, names: dict[int, str]) -> Operand | None:
+    if x is None:
+        return None
+    leaves = None if x.grad_fn is None else leaves_of(x.grad_fn, nodes_of(frame.inputs))
+    tables = frozenset(names.get(id(variable_of(leaf)), "") for leaf in leaves or ())
+    return Operand(width=x.shape[-1], lengths=x.detach().to(widest(x.device)).norm(dim=-1), tables=tables)
+
+
+def _value_slices(sighting: Sighting, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
+    if v is None or v.ndim != 4:
+        return "no product of its weights with values [b h s d] was seen"
+    try:
+        found = side(fewest_keys(v), sighting.frame, names, "v")
+        return tuple(found.slices(path, path.dims)[-1] for path in found.paths)
+    except UnknownRowsError as error:
+        return str(error)
+
+
+_KEPT = (
+    "the search for the attention of {} keeps what gradient checkpointing would not: weights and the logits that they "
+    "make lie in two checkpointed parts, or a part can't be run so. It takes the memory of a pass without checkpoints; "
+    "if that is too much, give find_sites an example of one short sequence, and its sites to watch(sites=...)"
+)
+_BY_HAND = (
+    "describe it by hand, as in\n"
+    "    from qkeel.sites import Reading, describe\n"
+    '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
+    'key=Reading(module="k_proj"), heads=8)'
+)

@@ -1,0 +1,1 @@
+"""The weights that make each head of an attention: found, verified, and the norms on their way."""

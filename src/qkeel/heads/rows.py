@@ -1,0 +1,525 @@
+"""The rows of the weights that make head h, and the dimensions of q and k that are heads.
+
+A probe is the gradient of a random combination of numbers of q or k with respect to the features of a projection. It
+stops there, so that it costs next to nothing however large the weights are. Norms on the path let gradients through as
+if their size were a constant: a norm over all heads together then does not mix them. Heads are told apart by powers of
+two: a backward pass is linear, so what head h adds to the second of two gradients is exactly 2ʰ times what it adds to
+the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from qkeel.capture.calls import Layout
+from qkeel.capture.modules import Frame
+from qkeel.capture.products import Operand
+from qkeel.errors import QkeelError
+from qkeel.functional.norms import widest
+from qkeel.heads.site import HeadSlice, LogitTerm
+from qkeel.heads.walk import WHOLE_NORMS, Projection, Walk, leaves_of, nodes_of, variable_of, walk
+from qkeel.patching.graph_nodes import is_wrapper
+from qkeel.patching.modes import no_operators_seen
+
+
+class UnknownRowsError(QkeelError, LookupError):
+    """The weights of a site are unknown; the message says why. Statistics work all the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitPath:
+    """Projections from the module's input to q or k, input first, and the places in a head that they make."""
+
+    projections: tuple[Projection, ...]
+    dims: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Side:
+    """The q or k of a call: x [b h t d], called `what`, and how it came about."""
+
+    x: Tensor
+    what: str
+    paths: tuple[LogitPath, ...]
+    found: Walk
+
+    def slices(self, path: LogitPath, dims: frozenset[int]) -> tuple[HeadSlice, ...]:
+        """The rows of each projection on a path that make these places of each head."""
+        part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
+        last = len(path.projections) - 1
+        with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
+            index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
+        found = [_slice(p, rows) for p, rows in zip(path.projections, index)]
+        # The last is one with rows for each head: a convolution behind it may be the same for all of them.
+        return tuple(sorted(found, key=lambda s: s.n > 1))
+
+    @property
+    def normed(self) -> bool:
+        """True if a norm stands between the projections and x."""
+        return any(p.normed for p in self.found.nearest)
+
+
+def logit_terms(
+    q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: Frame, names: dict[int, str]
+) -> tuple[tuple[LogitTerm, ...], bool]:
+    """The terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
+
+    Raises:
+        UnknownRowsError: with the reason.
+    """
+    query, key = side(q, frame, names, "q"), side(k, frame, names, "k")
+    terms = tuple(
+        LogitTerm(query=query.slices(a, shared), key=key.slices(b, shared))
+        for a in query.paths
+        for b in key.paths
+        if (shared := a.dims & b.dims)
+    )
+    if not terms:
+        raise UnknownRowsError("no part of a head is made by projections on both sides")
+    return terms, query.normed or key.normed
+
+
+def sum_terms(
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
+) -> tuple[tuple[LogitTerm, ...], bool]:
+    """The terms of a sum of products, each q [b h t d] · k [b g s d], as `logit_terms` of one.
+
+    Raises:
+        UnknownRowsError: those of one of them are unknown; with its number.
+    """
+    terms, normed = [], False
+    for i, (q, k) in enumerate(products):
+        try:
+            if q is None or k is None:
+                raise UnknownRowsError("what was done to it hides which q and k it is made of")
+            own, after_norm = logit_terms(q, k, frame, names)
+        except UnknownRowsError as error:
+            which = f"its logit is a sum of {len(products)} products, and number {i + 1} is not known: "
+            raise UnknownRowsError(f"{which if len(products) > 1 else ''}{error}") from error
+        terms += own
+        normed = normed or after_norm
+    return tuple(terms), normed
+
+
+def normed_on_the_way(
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
+) -> bool:
+    """True if a norm lies between the weights and a logit, a sum of products, each q [b h t d] · k [b g s d]."""
+    sides = [(x, what) for pair in products for x, what in zip(pair, "qk")]
+    if any(x is None for x, _ in sides):
+        return False
+    try:
+        found = [_walk_back(x, frame, names, what) for x, what in sides if x is not None]
+    except UnknownRowsError:
+        return False
+    return any(p.normed for one in found for p in one.nearest)
+
+
+def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what: str) -> Side:
+    """The q or k x [b h t d] of a call, and the projections that made it.
+
+    Raises:
+        UnknownRowsError: with the reason.
+    """
+    found = _walk_back(x, frame, names, what)
+    return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
+
+
+def _walk_back(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Walk:
+    """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
+    input is q itself), to that of the one around it."""
+    if x.grad_fn is None:
+        raise UnknownRowsError(
+            f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function (as in other "
+            "libraries' gradient checkpointing) or an optimised script"
+        )
+    found = Walk(nearest=())
+    for f in frame.line():
+        found = walk(x.grad_fn, nodes_of(f.inputs), names)
+        if found.nearest or found.opaque:
+            found = _within(found, f, frame.line()[-1].module)
+            break
+    if found.opaque:
+        raise UnknownRowsError(
+            f"{what} is a product with {', '.join(found.opaque)}, of whose rows it is not known which make which head"
+        )
+    if not found.nearest:
+        return Walk(nearest=_tables(x, names, what))
+    tables = [_entries(x, node, names) for node in found.tables]
+    return dataclasses.replace(found, nearest=(*found.nearest, *filter(None, tables)))
+
+
+def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ...]:
+    """The parameters that x is, or is the sum of, as keys by position are: they may have been read outside the module,
+    for all layers."""
+    assert x.grad_fn is not None
+    leaves = [leaf for leaf in leaves_of(x.grad_fn, set()) or () if id(variable_of(leaf)) in names]
+    if not leaves:
+        raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
+    found = [_entries(x, leaf, names) for leaf in leaves]
+    known = tuple(table for table in found if table is not None)
+    if len(known) < len(found):
+        shared = ", ".join(names[id(variable_of(leaf))] for leaf, table in zip(leaves, found) if table is None)
+        raise UnknownRowsError(f"heads of {what} share some entries of {shared} and not others")
+    return known
+
+
+def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
+    """The parameter whose entries x holds: rows or columns for each head, or features that all heads share. None if
+    heads share some of it and not others."""
+    p = variable_of(node)
+    table = functools.partial(Projection, node=node, parameter=names[id(p)], table=True)
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for h in range(x.shape[1]):
+        grad = _probe(x[:, h], node)
+        used = (torch.zeros_like(p) if grad is None else grad.detach()).ne(0).view(len(p), -1)
+        for axis in (0, 1):
+            parts[axis].append(used.any(1 - axis))
+    rows, columns = (torch.stack(heads) for heads in parts)
+    if bool((rows == rows[:1]).all()) and bool((columns == columns[:1]).all()):
+        # Columns for the features of a head, else all of it, as of a table with a row for each of them.
+        if p.ndim > 1 and int(columns[0].sum()) == x.shape[-1]:
+            return table(axis=1, size=columns.shape[1])
+        return table(axis=0, size=len(p), shared=True)
+    apart = [axis for axis, heads in enumerate((rows, columns)) if bool((heads.sum(0) <= 1).all())]
+    return table(axis=apart[0], size=(rows, columns)[apart[0]].shape[1]) if apart else None
+
+
+def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
+    """The same without projections of other modules above those that were found: behind a key that another layer made
+    lies all that came before that layer."""
+    nearest = [
+        dataclasses.replace(
+            p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model))
+        )
+        for p in found.nearest
+    ]
+    return dataclasses.replace(found, nearest=tuple(nearest))
+
+
+def _in_one_module(one: str, other: str, frame: Frame, model: nn.Module) -> bool:
+    """True if two weights are of one module: that of the frame, or another as deep inside the model."""
+    a, b, around = ([*name.split(".")] for name in (one, other, frame.name or "."))
+    shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a[:-1], b[:-1]))]
+    if not frame.name or shared[: len(around)] == around:
+        return True
+    # As deep as the frame's own: two parts of another layer are no more one module than two layers are.
+    inside = model.get_submodule(".".join(shared))
+    return len(shared) >= len(around) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict))
+
+
+def _slice(projection: Projection, rows: Tensor) -> HeadSlice:
+    first, last = int(rows.min()), int(rows.max())
+    part = next((p for p in projection.biases if p.first <= first and last < p.first + p.size), None)
+    return HeadSlice(
+        parameter=projection.parameter,
+        axis=projection.axis,
+        index=rows,
+        bias=None if part is None else part.parameter,
+        bias_shift=0 if part is None else part.shift,
+    )
+
+
+def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
+    whole = frozenset(range(x.shape[-1]))
+    for projection in found.nearest:
+        made = whole
+        if len(found.nearest) > 1:
+            with opened(found.mixers), only(projection, found.nearest):
+                made = _dims(x, projection)
+        for above in projection.above or (None,):
+            if made:
+                yield LogitPath(projections=(projection,) if above is None else (above, projection), dims=made)
+
+
+def _probe(outputs: Tensor, node: Node) -> Tensor | None:
+    """Gradient of a fixed random combination of `outputs` at the output of a node."""
+    return _gradient(outputs, _weights(outputs), node)
+
+
+def _weights(x: Tensor) -> Tensor:
+    """Fixed random numbers of the form of x, from 0.5 to 1.5."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return (torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5).to(x)
+
+
+def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
+    """Gradient of the sum of `weights` times `outputs` at the output of a node."""
+    edge = GradientEdge(node, 0)
+    with no_operators_seen():
+        grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
+    if grad is not None and is_wrapper(grad):
+        raise UnknownRowsError(
+            "its projections are split over processes, which hides their rows; find the sites before the model is split"
+        )
+    return grad
+
+
+def _dims(x: Tensor, projection: Projection) -> frozenset[int]:
+    """The places in a head that a projection reaches: one probe per place, all heads at once."""
+    probes = (_probe(x[..., d], projection.node) for d in range(x.shape[-1]))
+    return frozenset(d for d, grad in enumerate(probes) if len(projection.reached(grad)))
+
+
+def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tensor:
+    """[n r] rows of a projection per head, n = 1 where all heads share them.
+
+    An `inner` projection whose gradient is zero (the first of two matrices, the second being zero at the start, as
+    in a low-rank adapter) belongs to all heads.
+    """
+    if projection.shared:
+        return torch.arange(projection.size)[None]
+    used = features_used(x, 1, projection, by_token=False) if x.shape[1] > 2 else None
+    if used is None:  # by one probe for each head
+        heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
+    else:
+        heads = [projection.numbers(torch.from_numpy(features)) for features in used]
+    sizes = {len(rows) for rows in heads}
+    if sizes == {0} and inner:
+        return torch.arange(projection.size)[None]
+    if sizes == {0}:
+        raise UnknownRowsError(f"{what} does not depend on {projection.parameter} here: its gradient is zero")
+    if len(sizes) > 1:
+        raise UnknownRowsError(
+            f"heads of {what} take unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
+        )
+    index = torch.stack(heads)
+    if bool((index == index[:1]).all()):
+        return index[:1]
+    if index.unique().numel() != index.numel():
+        raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} and not others")
+    return index
+
+
+_AT_ONCE = 64  # slices whose powers of two a float holds; in half precision their gradients may underflow
+
+
+def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool = True) -> np.ndarray | None:
+    """The features [m features] of a projection that each of the m slices of x along a dimension uses, by two gradients
+    for up to 64 slices. None where several slices use a feature, `by_token` at one token, or no gradient arrives.
+
+    Both gradients are of a random combination of the numbers of x. In the second one slice i counts 2ⁱ times as much: a
+    backward pass is linear, and multiplying by a power of two rounds nothing, so where slice i alone uses a feature the
+    second is exactly 2ⁱ times the first.
+    """
+    size, parts = x.shape[dim], list[np.ndarray]()
+    weights = _weights(x)
+    shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
+    for start in range(0, size, _AT_ONCE):
+        n = min(_AT_ONCE, size - start)
+        powers = np.zeros((2, size))
+        powers[0, start : start + n] = 1.0
+        powers[1, start : start + n] = np.exp2(np.arange(n) - n // 2)
+        found = []
+        for own in torch.from_numpy(powers).to(x):
+            grad = _gradient(x, weights * own.view(shape), projection.node)
+            if grad is None:
+                return None
+            features = projection.by_feature(grad).to(widest(grad.device))
+            found.append((features if by_token else features.abs().sum(0, keepdim=True)).cpu().double().numpy())
+        one, other = found
+        reached = (one != 0) | (other != 0)
+        with np.errstate(all="ignore"):
+            mantissa, exponent = np.frexp(other / one)
+        number = np.where(reached, exponent - 1 + n // 2, n)
+        if not (~reached | ((mantissa == 0.5) & (number >= 0) & (number < n))).all():
+            return None
+        used = np.zeros((n + 1, one.shape[1]), dtype=bool)
+        np.put_along_axis(used, number, True, 0)
+        parts.append(used[:n])
+    return np.concatenate(parts)
+
+
+# --- The dimensions of q or k that are heads, found by experiment: slices along them are made of different features
+
+Split = tuple[int, int, int]  # of a dimension: the slowest part, heads, the fastest part
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sides:
+    """The factors of a product of scores that are queries and keys."""
+
+    query: Operand
+    key: Operand
+
+
+def layout_of(sides: Sides, shape: torch.Size, keys: int, frame: Frame, names: dict[int, str]) -> Layout | None:
+    """The layout of scores of this shape, softmax over dimension `keys`; None if the experiment does not show it.
+
+    Heads are the dimensions along which q changes its features, or k where q does not change at all. Of the others
+    the queries are the last along which k does not change; without such a one, the last but one of all.
+    """
+    walks = [_walk(side, frame, names) for side in (sides.query, sides.key)]
+    splits: dict[int, Split] = {}
+    for dim in range(len(shape)):
+        if dim == keys:
+            continue
+        pairs = [(s, w) for s, w in zip((sides.query, sides.key), walks) if shape[dim] == 1 or s.varies(dim)]
+        split = next((_split_of(s, w, dim, keys) for s, w in pairs if w is not None or shape[dim] == 1), None)
+        if split is None and not pairs:
+            split = (shape[dim], 1, 1)
+        if split is None:
+            return None
+        splits[dim] = split
+    return _read(sides, walks[1], splits, keys)
+
+
+def _walk(side: Operand, frame: Frame, names: dict[int, str]) -> Walk | None:
+    """The walk from a factor to its projections, None where there are none."""
+    if side.x.grad_fn is None:
+        return None
+    for f in frame.line():
+        found = walk(side.x.grad_fn, nodes_of(f.inputs), names)
+        if found.nearest:
+            return found
+    return None
+
+
+def _split_of(side: Operand, found: Walk | None, dim: int, keys: int) -> Split | None:
+    assert side.index is not None
+    size = side.index.shape[dim]
+    if size == 1:
+        return (1, 1, 1)
+    assert found is not None
+    index = side.index if dim == keys else side.index.narrow(keys, side.index.shape[keys] - 1, 1)
+    index = _small(index, dim)
+    return split_by_heads(side.vectors()[index.clamp_min(0)], dim, found)
+
+
+def _small(index: Tensor, dim: int) -> Tensor:
+    """The index with one number along every dimension over which it is the same, but for `dim`."""
+    for i, step in enumerate(index.stride()):
+        if step == 0 and i != dim and index.shape[i] > 1:
+            index = index.narrow(i, 0, 1)
+    return index
+
+
+def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int) -> Layout | None:
+    """The layout from how heads are merged into each dimension."""
+    groups = ["b"] * (len(splits) + 1)
+    groups[keys] = "s"
+    heads = [d for d, split in splits.items() if split[1] > 1]
+    others = [d for d in splits if d not in heads]
+    free = [d for d in splits if sides.query.varies(d) and not sides.key.varies(d)]
+    rows = next((d for d in reversed(free) if d in others), None)
+    letter = dict.fromkeys(splits, "b")  # of what a dimension holds besides heads
+    if rows is None:
+        merged = [d for d in free if d in heads and splits[d][1] < splits[d][0] * splits[d][1] * splits[d][2]]
+        channels = [d for d in free if d in heads] if _are_features(sides.key, key, keys) else []
+        if merged:
+            letter[merged[-1]] = "t"
+        elif channels:
+            rows = channels[-1]
+            heads.remove(rows)
+        elif len(others) > 1 or (others and sum(splits[d] == (1, 1, 1) for d in others)):
+            rows = others[-1]
+    for d in heads:
+        before, _, after = splits[d]
+        if before > 1 and after > 1:
+            return None
+        groups[d] = (letter[d] if before > 1 else "") + "h" + (letter[d] if after > 1 else "")
+    if rows is not None:
+        groups[rows] = "t"
+    sizes = tuple(splits[d][1] for d in sorted(heads))
+    return Layout(groups=tuple(groups), sizes=sizes, headless=not heads and len(groups) == 3)
+
+
+def _are_features(side: Operand, found: Walk | None, keys: int) -> bool:
+    """True if the softmax runs over features, as in attention between channels: keys are made of different ones."""
+    split = None if found is None else _split_of(side, found, keys, keys)
+    return split is not None and split[1] > 1
+
+
+def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None:
+    """The parts that a dimension of x consists of, with its heads; (m, 1, 1) if all slices use the same features.
+
+    None where that cannot be said: no feature is reached, or features are shared by some slices and not by others.
+    """
+    size = x.shape[dim]
+    splits: set[Split] = set()
+    reached = size == 1
+    for projection in found.nearest:
+        with opened(found.mixers), only(projection, found.nearest):
+            used = features_used(x, dim, projection)
+        if used is None or not used.any():
+            continue
+        reached = True
+        split = _split(torch.from_numpy(used))
+        if split is None:
+            return None
+        splits.add(split)
+        if split == (size, 1, 1) and projection.convolves:
+            # One that is the same for all heads, as where keys are pooled: they are those of what is pooled.
+            with opened(found.mixers), only(projection, found.nearest):
+                made = [features_used(x, dim, upper) for upper in projection.above]
+            splits |= {
+                split for used in made if used is not None and used.any() and (split := _split(torch.from_numpy(used)))
+            }
+    heads = {split for split in splits if split[1] > 1}
+    if len(heads) > 1 or not reached:
+        return None
+    return heads.pop() if heads else (size, 1, 1)
+
+
+def _split(used: Bool[Tensor, "m features"]) -> Split | None:
+    """The split of m slices by the features that they use."""
+    kinds = used[:, used.any(0)].unique(dim=1)
+    size, n = kinds.shape
+    if n == 1:
+        return (size, 1, 1)
+    if not bool((kinds.sum(1) == 1).all()):
+        return None
+    kind = kinds.long().argmax(1)
+    run = int((kind == kind[0]).long().cumprod(0).sum())
+    if size % (n * run):
+        return None
+    grid = kind.view(-1, n, run)
+    even = bool((grid == grid[:1, :, :1]).all())
+    return (size // (n * run), n, run) if even else None
+
+
+@contextmanager
+def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
+    """While it lasts gradients do not pass the others: what reaches a projection came to it directly."""
+    with ExitStack() as undo:
+        for other in among:
+            if other.node is not one.node:
+                undo.callback(other.node.register_prehook(_nothing).remove)
+        yield
+
+
+@contextmanager
+def opened(nodes: Sequence[Node]) -> Iterator[None]:
+    """While it lasts gradients pass norms as if these multiplied by a constant."""
+    with ExitStack() as undo:
+        for node in nodes:
+            undo.callback(_pass_through(node).remove)
+        yield
+
+
+def _pass_through(node: Node) -> RemovableHandle:
+    if node.name() in WHOLE_NORMS:
+        return node.register_hook(_as_factor)
+    return node.register_prehook(_nothing)
+
+
+def _as_factor(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    first = outputs[0]
+    if first is None or inputs[0] is None:
+        return inputs
+    return (first.reshape(inputs[0].shape), *inputs[1:])
+
+
+def _nothing(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g if g is None else torch.zeros_like(g) for g in grads)

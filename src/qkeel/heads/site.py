@@ -1,0 +1,391 @@
+"""AttentionSite: one attention in a model, its geometry, and the slice of each weight that makes head h."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Literal, final, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor, nn
+
+from qkeel.capture.calls import Layout
+from qkeel.errors import InvalidValueError, ShapeError, check, check_known
+from qkeel.frames import Frame
+from qkeel.frames.markup import join, tag
+from qkeel.functional.updates import repeat_groups
+from qkeel.spec import AttentionSpec
+
+Grid = tuple[int, int, int]
+Kind = Literal["rms", "layer", "l2"]  # of norms that bound a logit
+APPLIED = "_qkeel_applied"  # on a site's module: the remedies in force there, by name
+_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in brackets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadSlice:
+    """The part of a weight that belongs to each head.
+
+    `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); of a
+    parameter with more than two dimensions those of `weight.flatten(1)`, such as an output channel of a convolution.
+    `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads
+    share the whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those of the
+    same numbers, or `bias_shift` further on.
+
+    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
+    block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
+    step reads the index again.
+
+    A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
+    """
+
+    parameter: str
+    axis: int
+    index: Tensor
+    bias: str | None = None
+    bias_shift: int = 0
+    grid: Grid | None = dataclasses.field(init=False)
+    _placed: dict[torch.device, Tensor] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.axis not in (0, 1):
+            raise InvalidValueError(f"expected axis 0 (rows) or 1 (columns) of {self.parameter}, got {self.axis}")
+        if self.index.ndim != 2 or not self.index.numel():
+            raise ShapeError(f"expected the rows of each head, [heads rows], got shape {tuple(self.index.shape)}")
+        if self.index.unique().numel() != self.index.numel() or self.index.min() < 0:
+            raise InvalidValueError(f"expected each row of {self.parameter} in at most one head, none negative")
+        object.__setattr__(self, "grid", _grid(self.index))
+        object.__setattr__(self, "_placed", {})
+
+    @property
+    def n(self) -> int:
+        """The number of heads with a part of their own."""
+        return self.index.shape[0]
+
+    def bias_of(self) -> HeadSlice | None:
+        """The entries of the bias that belong to each head."""
+        if self.bias is None:
+            return None
+        return HeadSlice(parameter=self.bias, axis=0, index=self.index + self.bias_shift)
+
+    def same(self, other: HeadSlice) -> bool:
+        """True if both give the same heads the same rows or columns (of weights that may differ)."""
+        return self.axis == other.axis and torch.equal(self.index, other.index)
+
+    def heads(self, weight: Shaped[Tensor, ...]) -> Shaped[Tensor, "n r m"]:
+        """The weight as [n r m], m = 1 of a vector: a view where the heads are evenly spaced, else a copy."""
+        rows = self.rows_of(weight)
+        return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
+
+    def rows_of(self, weight: Tensor) -> Tensor:
+        """A view of the weight whose rows are what the index numbers; one column of a vector."""
+        if weight.ndim == 1:
+            return weight[:, None]
+        if weight.ndim > 2:
+            # A row's numbers in the order in which they lie in memory: a view whatever the memory format.
+            order = sorted(range(1, weight.ndim), key=lambda i: 0 if self.axis else -weight.stride(i))
+            weight = weight.permute(0, *order).view(len(weight), -1)
+        return weight if self.axis == 0 else weight.mT
+
+    def lines(self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0) -> Shaped[Tensor, " rows"]:
+        """A value per head as one per row, `nobody` where no head owns the row."""
+        n, r = self.index.shape
+        if self.grid == (0, r, 1) and rows == n * r:
+            return per_head.expand(rows) if n == 1 else per_head.repeat_interleave(r)
+        lines = per_head.new_full((rows,), nobody)
+        if self.grid is None:
+            return lines.index_put_((self._index(lines.device),), per_head[:, None])
+        self._view(lines).copy_(per_head[:, None].expand(n, r))
+        return lines
+
+    def expand(self, per_head: Tensor, weight: Tensor) -> Tensor:
+        """A value per head [n] as a tensor that broadcasts against the weight (1 where no head owns the row)."""
+        return across(self.lines(per_head, len(self.rows_of(weight))), self.axis, weight)
+
+    def _view(self, rows: Tensor) -> Tensor:
+        """[n r …] of [rows …], where the heads are evenly spaced."""
+        assert self.grid is not None
+        first, head, row = self.grid
+        n, r = self.index.shape
+        if first + (n - 1) * head + (r - 1) * row >= rows.shape[0]:
+            raise ShapeError(f"{self.parameter} has {rows.shape[0]} rows, too few for {n} heads of {r}")
+        if (first, head, row) == (0, r, 1) and rows.shape[0] == n * r:
+            return rows.view(n, r, *rows.shape[1:])
+        step = rows.stride(0)
+        return rows.as_strided(
+            (n, r, *rows.shape[1:]), (head * step, row * step, *rows.stride()[1:]), rows.storage_offset() + first * step
+        )
+
+    def _index(self, device: torch.device) -> Tensor:
+        """The index on a device; copied there once."""
+        if device not in self._placed:
+            self._placed[device] = self.index.to(device)
+        return self._placed[device]
+
+
+def across(lines: Tensor, axis: int, weight: Tensor) -> Tensor:
+    """One value per row (axis 0) or column (axis 1) so that it broadcasts against the weight."""
+    return lines.view(-1, *[1] * (weight.ndim - 1)) if axis == 0 else lines.view(1, *weight.shape[1:])
+
+
+def _grid(index: Tensor) -> Grid | None:
+    """(first, step per head, step per row) if index[i, j] = first + i·head + j·row with positive steps."""
+    n, r = index.shape
+    first = int(index[0, 0])
+    row = int(index[0, 1]) - first if r > 1 else 1
+    head = int(index[1, 0]) - first if n > 1 else r
+    even = first + head * torch.arange(n)[:, None] + row * torch.arange(r)
+    return (first, head, row) if row > 0 and head > 0 and torch.equal(even, index.cpu().to(even.dtype)) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitTerm:
+    """A product that the logit is a sum of: the matrices on the query's logit path and on the key's, input first.
+
+    Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
+    (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
+
+    Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
+    shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
+    adapter is part of W_base and no path of its own. DoRA divides by a norm of the weights that it keeps out of the
+    graph, so `normed` does not show it.
+    """
+
+    query: tuple[HeadSlice, ...]  #: weights of q, input first
+    key: tuple[HeadSlice, ...]  #: weights of k, input first
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """A rule to read q or k from the output of a submodule of the site's module.
+
+    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those of one dimension are in brackets,
+    slowest first. n are parts next to each other, as in a fused projection, of which there are `parts` and this is
+    `part`: "b t (n h d)" for q, k, v one after the other, "b t (h n d)" for interleaved ones. `then` is what the module
+    does with [b h t d] before the scores; `normed` says that a norm is in it.
+    """
+
+    module: str
+    layout: str = "b t (h d)"
+    part: int = 0
+    parts: int = 1
+    then: Callable[[Tensor], Tensor] | None = None
+    normed: bool = False
+
+    def __post_init__(self) -> None:
+        letters = "".join(self.groups)
+        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(letters)
+        if not known or not re.fullmatch(_LAYOUT, self.layout):
+            raise InvalidValueError(f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}")
+        check(0 <= self.part < self.parts, f"part 0 to {self.parts - 1} of {self.parts}", self.part)
+
+    @property
+    def groups(self) -> list[str]:
+        """The letters of each dimension."""
+        return [group.replace(" ", "") for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)]
+
+    @property
+    def dims(self) -> int:
+        """The number of dimensions of the output."""
+        return len(self.groups)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Description:
+    """A description of a site that can't be seen; see `qkeel.sites.describe`."""
+
+    query: Reading | Callable[..., Tensor]
+    key: Reading | Callable[..., Tensor]
+    causal: bool
+    mask: Callable[..., Tensor | None] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormGain:
+    """A norm on q or k: it leaves the heads it serves no longer than factor · (length · max|offset + g| + ‖b‖).
+
+    A layer norm that is written out is the RMS norm of x less its mean.
+
+    Args:
+        kind: what it divides by.
+        size: how many numbers are normalised as one vector.
+        heads: the heads it serves.
+        parameter: the name of the gain g in the model, None without one.
+        offset: 1 where the gain is 1 + w.
+        index: [n r], the places of each head's numbers in the flattened gain, n = 1 where all heads share them.
+        bias, bias_index: the same of the bias b.
+        factor: what comes after the norm, such as a stretched rotation, on the example that the site was found with.
+    """
+
+    kind: Kind
+    size: int
+    heads: tuple[int, ...]
+    parameter: str | None = None
+    offset: float = 0.0
+    index: Int64[Tensor, "n r"] | None = None
+    bias: str | None = None
+    bias_index: Int64[Tensor, "n r"] | None = None
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_known("kind of norm", self.kind, get_args(Kind))
+
+    @property
+    def length(self) -> float:
+        """Largest L2 norm without the gain."""
+        return 1.0 if self.kind == "l2" else math.sqrt(self.size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionSite:
+    """One attention of a model.
+
+    `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
+    `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
+    heads. `normed`: a norm stands between the weights and the logit, one that is part of the model, not of the spec.
+    `below`: only an Interceptor with dispatch=True sees it. `description` is there for a site described by hand.
+
+    `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
+    `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
+    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
+    """
+
+    name: str  #: of the module in the model
+    module: nn.Module  #: the one that attends
+    spec: AttentionSpec
+    n_heads: int  #: query heads
+    n_kv_heads: int  #: key heads
+    head_dim: int
+    terms: tuple[LogitTerm, ...] = ()
+    why: str = ""
+    normed: bool = False
+    below: bool = False
+    description: Description | None = None
+    query_gains: tuple[NormGain, ...] = ()  #: norms on q's way to the logit
+    key_gains: tuple[NormGain, ...] = ()  #: norms on k's way
+    key_heads: tuple[int, ...] | None = None
+    layout: Layout | None = None
+    unverified: str = ""
+
+    def __repr__(self) -> str:
+        """Short: its name, its heads, and whether the weights behind them are known."""
+        groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} key heads"
+        weights = "known" if self.verified else f"not confirmed: {self.unverified}" if self.terms else "unknown"
+        return f"<AttentionSite {self.name!r}: {self.n_heads} heads of {self.head_dim}{groups}, weights {weights}>"
+
+    @property
+    def verified(self) -> bool:
+        """True if the weights of each head are known, and an experiment confirmed them; those of qkeel's own modules
+        and of sites described by hand are known without one."""
+        return bool(self.terms) and not self.unverified
+
+    def used(self, n: int) -> Int64[Tensor, " h"]:
+        """The head of each query head in a weight with rows for n heads: query heads, key heads, or 1 that all share.
+
+        >>> site = AttentionSite(
+        ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8
+        ... )
+        >>> site.used(2).tolist(), dataclasses.replace(site, key_heads=(0, 1, 0, 1)).used(2).tolist()
+        ([0, 0, 1, 1], [0, 1, 0, 1])
+        """
+        if self.key_heads is not None and n == self.n_kv_heads:
+            return torch.tensor(self.key_heads)
+        return torch.arange(self.n_heads) // (self.n_heads // n)
+
+    def users(self, n: int) -> Int64[Tensor, "n r"]:
+        """The query heads that use each of n heads, the opposite of `used`."""
+        return self.used(n).argsort(stable=True).view(n, -1)
+
+    def per_query_head(self, x: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "h ..."]:
+        """Numbers of the heads of a weight as those of the query heads that use them."""
+        if self.key_heads is not None and len(x) == self.n_kv_heads:
+            return x[self.used(len(x)).to(x.device)]
+        return x if len(x) == self.n_heads else repeat_groups(x, self.n_heads)
+
+    @property
+    def query(self) -> list[HeadSlice]:
+        """Every weight on the query's logit path, each once."""
+        return _unique(s for term in self.terms for s in term.query)
+
+    @property
+    def key(self) -> list[HeadSlice]:
+        """Every weight on the key's logit path, each once."""
+        return _unique(s for term in self.terms for s in term.key)
+
+    @property
+    def reparametrised(self) -> bool:
+        """True if a weight on a logit path is made from another (spectral or weight norm, sigma_reparam)."""
+        return any("parametrizations." in s.parameter for s in (*self.query, *self.key))
+
+
+def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
+    # By name and rows: a fused projection holds q and k in one parameter.
+    found: list[HeadSlice] = []
+    for s in slices:
+        if not any(s.parameter == f.parameter and s.same(f) for f in found):
+            found.append(s)
+    return found
+
+
+def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlice:
+    """The slice of n heads of `size` rows each, one after the other, as in nn.Linear."""
+    if n < 1 or size < 1:
+        raise InvalidValueError(f"expected at least one head and row, got {n} heads of {size} rows")
+    return HeadSlice(parameter=parameter, axis=0, index=torch.arange(n * size).view(n, size), bias=bias)
+
+
+# --- Attention that was seen and not understood, and the list of sites that says so
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Missed:
+    """An attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
+
+    `module` is the name of the module in which it happens, `operation` what its logits could not be followed through,
+    `reason` a clause that says why.
+    """
+
+    module: str
+    operation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model itself'}: {self.reason}"
+
+
+@final
+class Sites(list[AttentionSite]):
+    """The attention sites of a model; `missed` are those that were seen but not understood."""
+
+    def __init__(self, sites: Iterable[AttentionSite] = (), missed: Iterable[Missed] = ()) -> None:
+        super().__init__(sites)
+        self.missed = tuple(dict.fromkeys(missed))
+
+    @property
+    def share(self) -> str:
+        """Returns in words how many of those that were seen are understood.
+
+        >>> Sites([], [Missed(module="attn", operation="relu", reason="…")]).share
+        '0 of 1 attentions'
+        """
+        return share(len(self), len(self.missed))
+
+    def _repr_html_(self) -> str:
+        """One row per site, and a line for each attention that was not understood."""
+        rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
+        names = ("site", "heads", "key heads", "head_dim", "weights")
+        columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
+        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
+
+
+def share(known: int, missed: int) -> str:
+    """Returns in words how many attentions of a model are understood.
+
+    >>> share(4, 2), share(4, 0)
+    ('4 of 6 attentions', '4 attentions')
+    """
+    return f"{known} of {known + missed} attentions" if missed else f"{known} attention{'s' if known != 1 else ''}"

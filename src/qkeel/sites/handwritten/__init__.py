@@ -1,1 +1,0 @@
-"""Attention written out by hand, followed from q kᵀ to its softmax."""

@@ -1,1 +1,0 @@
-"""Observers of attention calls while a model runs, one module per kind of call."""

@@ -1,1 +1,0 @@
-"""The experiment that confirms which weights make each head: operators are repeated with changed weights."""

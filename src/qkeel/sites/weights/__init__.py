@@ -1,1 +1,0 @@
-"""The rows of the weights that make each head."""

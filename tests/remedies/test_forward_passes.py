@@ -1,0 +1,79 @@
+"""How often the model is run for a remedy: twice to find its attention, and at most twice more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qkeel import apply, find_sites
+from qkeel.capture.trace import ModelTrace
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.remedies.apply import REMEDIES
+
+SEARCH, MORE = 2, 2
+
+
+def own() -> nn.Module:
+    return Decoder(DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=3))
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 32, (2, 80), generator=torch.Generator().manual_seed(0))
+
+
+def counted(model: nn.Module, act: Callable[[], object]) -> int:
+    """How many passes of the model an action makes."""
+    passes: list[None] = []
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    try:
+        act()
+    finally:
+        hook.remove()
+    return len(passes)
+
+
+@pytest.mark.parametrize("build", [own, llama])
+def test_attention_is_found_in_two_passes(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    assert counted(model, lambda: find_sites(model, tokens())) == SEARCH
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("build", [own, llama])
+def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn.Module], name: str) -> None:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handles = []
+
+    def applied() -> None:
+        handles.append(apply(name, model, optimizer, example=tokens(), train_length=64))
+
+    assert counted(model, applied) <= SEARCH + MORE
+    handles[0].remove()
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"])
+def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(name: str) -> None:
+    model = llama()
+    with apply(name, model, torch.optim.AdamW(model.parameters()), example=tokens(), train_length=64):
+        gc.collect()
+        assert not [x for x in gc.get_objects() if isinstance(x, ModelTrace)]
