@@ -77,7 +77,8 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         ),
     ),
     (
-        r"largest logit at step (\d+) drops from ([\d,]+) to ([\d,]+), and the held-out loss from ([\d.]+) to ([\d.]+)",
+        r"largest logit at step (\d+) drops from ([\d,]+) to ([\d,]+), "
+        r"and the held-out loss from ([\d.]+) to ([\d.]+)\.",
         lambda: (
             *found(SCRIPT, r"largest logit at step (\d+) \|"),
             *found(SCRIPT, r"\| `--lr 3e-2` \| [^|]+ \| ([\d,]+) \|"),
