@@ -52,8 +52,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         inner = getattr(per_head, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr("qkeel.capture.calls.logit_stats", counted("logit_stats"))
-    monkeypatch.setattr("qkeel.capture.calls.logit_maxima", counted("logit_maxima"))
+    monkeypatch.setattr("qkeel.capture.statistics.find_rows", counted("find_rows"))
+    monkeypatch.setattr("qkeel.capture.statistics.find_extremes", counted("find_extremes"))
     return made
 
 
@@ -229,7 +229,7 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
             optimizer.step()
         weights.append(model.get_parameter("0.q_proj.weight").detach().clone())
         assert not torch.equal(weights[-1], before)
-        assert passes == ([] if impl == "native" else ["logit_maxima"])
+        assert passes == ([] if impl == "native" else ["find_extremes"])
     torch.testing.assert_close(*weights)
 
 
