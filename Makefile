@@ -31,7 +31,7 @@ demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a p
 test: $(VENV)/.dev  ## everything but slow and GPU tests
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
 
-machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, locales, Pythons; writes docs/machines.md; hours
+machines: $(VENV)/.dev  ## quick tests as on other processors, users, paths, locales, Pythons; writes internals/machines.md; hours
 	$(BIN)/python -m tests.machines --jobs $(JOBS)
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
@@ -65,12 +65,12 @@ SEEDS ?= 0 1
 mutation: $(VENV)/.dev  ## mutants of the formulas, specs and step remedies against their direct tests; needs an hour
 	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.mutation --seeds $(SEEDS) --out benchmarks/results/mutation.json
 
-zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/zoo.md
-	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out docs/zoo.md
+zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes internals/zoo.md
+	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out internals/zoo.md
 
-suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes docs/suites.md
+suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes internals/suites.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest==0.3.0 parameterized==0.9.0  # of torch's and transformers' tests
-	$(ONE_THREAD) $(BIN)/python -m tests.suites --out docs/suites.md
+	$(ONE_THREAD) $(BIN)/python -m tests.suites --out internals/suites.md
 
 FOREIGN := .venv-foreign
 
@@ -81,8 +81,8 @@ $(FOREIGN)/.done: constraints-foreign.txt constraints.txt pyproject.toml
 	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
 	touch $@
 
-foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, and attention at random; writes docs/foreign.md
-	$(ONE_THREAD) $(FOREIGN)/bin/python -m tests.foreign.census --cases 2000 --out docs/foreign.md
+foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, and attention at random; writes internals/foreign.md
+	$(ONE_THREAD) $(FOREIGN)/bin/python -m tests.foreign.census --cases 2000 --out internals/foreign.md
 
 # A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
 GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)
@@ -122,16 +122,16 @@ bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
-claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes claims/results.json and docs/claims.md
+claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes claims/results.json, research/claims.md and docs/what-we-found.md
 	$(ONE_THREAD) $(BIN)/python -m claims --jobs $(JOBS)
 
 ladder: $(VENV)/.dev  ## runs of 0.13M to 124M parameters, as far as they are not done (some 20 core-hours); stop it and start it at will
 	$(ONE_THREAD) nice -n 19 $(BIN)/python -m ladder.run
 	$(BIN)/python -m ladder
 
-roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
+roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of internals/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline
-	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json docs/images/roofline.svg
+	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json internals/images/roofline.svg
 
 assets:  ## rebuild the vendored chart library (needs Node); its result is committed
 	cd assets && npm ci --no-audit --no-fund && npm run build

@@ -4,13 +4,15 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
+FOLDERS = ("docs", "docs/tutorials", "docs/guides", "research", "internals")
+
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", "docs/*.md", "docs/how-to/*.md"]
+    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", *(f"{folder}/*.md" for folder in FOLDERS)]
 ).pytest()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The frameworks of others warn of what is theirs to change."""
     for item in items:
-        if item.path.name == "frameworks.md":
+        if item.path.name == "watch.md":
             item.add_marker(pytest.mark.filterwarnings("ignore"))

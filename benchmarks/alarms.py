@@ -4,7 +4,7 @@
     python -m benchmarks.alarms [--toy]
 
 Studies that hold `qk_norm` runs to compare losses with are used for alarms, all of them for forecasts. Without a study,
-the time of one update late in a long run. See docs/alarms.md.
+the time of one update late in a long run. See research/alarms.md.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def cost(layers: int = 80, heads: int = 64, last: int = 50, records: int = 100_0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables of docs/alarms.md."""
+    """Print the tables of research/alarms.md."""
     flags = {"studies": {"nargs": "*", "type": Path, "metavar": "STUDY"}}
     bench = Bench("alarms", __doc__, arguments, rounds=None, flags=flags)
     studies = bench.options.studies

@@ -1,4 +1,4 @@
-"""The page docs/autopilot-results.md, from the lines that benchmarks.autopilot wrote; it adds nothing to them."""
+"""The page research/autopilot.md, from the lines that benchmarks.autopilot wrote; it adds nothing to them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ Run = dict[str, str]
 _HEAD = """# The second test of the autopilot
 
 Written from the lines of the runs by the command below; a test compares. What the autopilot does when:
-[autopilot](autopilot.md).
+[autopilot](../docs/guides/autopilot.md).
 
 ```sh
 {command}
 ```
-
-Terms used here: collapse, remedy ([glossary](glossary.md)).
 
 {what}
 

@@ -50,7 +50,7 @@ CASES = ((64, 0, "dim"), (64, 1, "dim"), (96, 0, "dim"), (64, 0, "head_dim"), (6
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The table of docs/retrofit.md."""
+    """The table of docs/tutorials/retrofit.md."""
     toy = Bench("retrofit", __doc__, arguments, rounds=None).toy
     print("| width, seed, gain | naive | gains | and balanced | and 40 steps on q, k | and 100 |\n" + "|---" * 6 + "|")
     for width, seed, gain in ((16, 0, "dim"),) if toy else CASES:

@@ -15,6 +15,7 @@ from typing import Any
 from claims.claim import OF_ALL_RATES, Cell
 from claims.judge import HERE, PAGE, page
 from claims.measures import MEASURES
+from claims.site_page import SITE, site_page
 from claims.studies import CORPORA, STUDIES
 from claims.table import EVERY
 from qkeel.errors import DataError, QkeelError, RunDirectoryError
@@ -116,6 +117,13 @@ def run(name: str, options: argparse.Namespace, before: Mapping[str, Any]) -> di
     return joined(name, before, now, first) if first else now
 
 
+def write_pages(place: Path, results: Mapping[str, Any]) -> None:
+    """Writes the full page, and that of the site where the full one has its usual place."""
+    write_text(place, page(results))
+    if place == PAGE:
+        write_text(SITE, site_page(results))
+
+
 def columns(name: str) -> list[str]:
     """The columns that the claims of a study read."""
     cells = [
@@ -138,12 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.only:
             results[name] = run(name, options, results.get(name, {}))
             write_json(options.results, results)
-            write_text(options.page, page(results))
+            write_pages(options.page, results)
             print(f"{name}: {len(results[name]['rows'])} rows")
     except QkeelError as error:
         print(f"python -m claims: {error}", file=sys.stderr)
         return 1
-    write_text(options.page, page(results))
+    write_pages(options.page, results)
     return 0
 
 

@@ -117,7 +117,7 @@ def at_length(form: str, posthoc: str, column: str, times: float = 1.0) -> Cell:
     return Cell({"form": form, "posthoc": posthoc}, column, times)
 
 
-OURS = "a question of ours"
+OURS = "our own question"
 HENRY = "Henry et al., Query-Key Normalization for Transformers, 2020"
 DEHGHANI = "Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters, 2023"
 WORTSMAN = "Wortsman et al., Small-scale proxies for large-scale Transformer training instabilities, 2023"

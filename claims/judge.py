@@ -16,7 +16,7 @@ from qkeel.metrics import common_level, exact_interval, largest_stable_lr, lr_se
 
 Results = Mapping[str, Mapping[str, Any]]  # by study: command, identity, rows
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "claims.md"
+PAGE = HERE.parent / "research" / "claims.md"
 ERROR = 0.05  # share of the page's verdicts that may be wrong in the mean
 # Four looks at growing numbers of seeds is the most that a row of this page had before this rule; the fifth, at twice
 # the seeds, is the last. Rows that had fewer are treated alike.
@@ -136,13 +136,13 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def counted(judged: Sequence[Judged]) -> str:
-    """The verdicts on claims of the sources, and those on questions of ours, apart."""
+    """The verdicts on published claims, and those on our own questions."""
     theirs, ours = ([one for one in judged if one.claim.ours == mine] for mine in (False, True))
-    return f"Of {len(theirs)} claims of the sources: {tally(theirs)}. Of {len(ours)} questions of ours: {tally(ours)}."
+    return f"Of {len(theirs)} published claims: {tally(theirs)}. Of our own {len(ours)} questions: {tally(ours)}."
 
 
 def page(results: Results) -> str:
-    """The text of docs/claims.md: the claims and what was found, where it comes from, and earlier findings."""
+    """The text of research/claims.md: the claims and what was found, where it comes from, and earlier findings."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
     lines = [counted([place[id(claim)] for claim in CLAIMS]), ""]

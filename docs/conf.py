@@ -28,7 +28,12 @@ html_search_scorer = str(Path(__file__).parent / "_static" / "search_order.js")
 html_css_files = ["site.css"]
 pygments_dark_style = "github-dark"  # the theme's own underlines the names of modules, as if they were links
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "_templates", "_made/*-fields.md", "_made/table-columns.md"]
+exclude_patterns = ["_build", "_templates", "notebooks", "_made/*-fields.md", "_made/table-columns.md"]
+
+# Plain words need no tooltip.
+PLAIN = {"alarm", "form", "gain", "kept", "record", "role", "run", "sample", "bound", "policy", "layout", "study"}
+PLAIN |= {"threshold", "missed"}
+TERMS = {term: text for term, text in made_pages.terms().items() if term not in PLAIN}
 
 default_role = "code"  # one backtick in docstrings, as in Markdown
 autodoc_typehints = "signature"
@@ -67,6 +72,40 @@ def read(app: Any, name: str, source: list[str]) -> None:
     source[0] = made_pages.changed(name, source[0])
 
 
+def tooltips(app: Any, doctree: nodes.document, page: str) -> None:
+    """Called with each page when its links are known: the first use of a glossary term shows its definition."""
+    if page in ("index", "metrics") or page.startswith(("reference/", "_made/", "genindex")):
+        return
+    pattern = re.compile(
+        r"(?<![\w-])(" + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True)) + r")(?![\w-])"
+    )
+    seen: set[str] = set()
+    for text in list(doctree.findall(nodes.Text)):
+        inside = text.parent
+        if not isinstance(inside, (nodes.paragraph, nodes.emphasis, nodes.strong)) or _linked(inside):
+            continue
+        parts: list[nodes.Node] = []
+        rest = str(text)
+        while (found := next((m for m in pattern.finditer(rest) if m[1] not in seen), None)) is not None:
+            seen.add(found[1])
+            parts += [
+                nodes.Text(rest[: found.start()]),
+                nodes.abbreviation(found[1], found[1], explanation=TERMS[found[1]]),
+            ]
+            rest = rest[found.end() :]
+        if parts:
+            inside.replace(text, [*parts, nodes.Text(rest)])
+
+
+def _linked(node: nodes.Node | None) -> bool:
+    """Whether a node is part of a link, a heading or a caption."""
+    while node is not None:
+        if isinstance(node, (nodes.reference, nodes.title, nodes.caption, nodes.term)):
+            return True
+        node = node.parent
+    return False
+
+
 def formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
     """Writes a formula as MathML, which needs neither a network nor a script."""
     display = "block" if isinstance(node, nodes.math_block) else "inline"
@@ -86,5 +125,6 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", untyped, priority=400)
     app.connect("autodoc-process-docstring", escaped)
     app.connect("source-read", read)
+    app.connect("doctree-resolved", tooltips)
     app.connect("html-page-context", pruned, priority=900)
     app.connect("build-finished", finished)

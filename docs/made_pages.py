@@ -1,8 +1,7 @@
-"""Pages of the site that are made when it is built: commands, notebooks, and the laboratory notebook in parts."""
+"""Pages of the site that are made when it is built: the commands and the tables of recorded numbers."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -14,30 +13,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
-PART = 40_000  # characters of the laboratory notebook on one page: about 110 kB of HTML
-
-RESULTS = ("results/", "recommend", "autopilot-results")  # pages of results, which programs write
-
-# What to do next, for pages that programs write and for those on results. Every other page says it in its last line.
-NEXT = {
-    "LOG": "[What the lab found](claims.md) has the verdicts alone.",
-    "zoo": "[Where attention is](sites.md) says how it is found, and what to do where it is not.",
-    "foreign": "[Your own attention](how-to/own-attention.md) says what to do where a model is not understood.",
-    "compatibility": "[Remedies](remedies.md) has each of them with an example.",
-    "claims": "[Choose a remedy](how-to/choose-a-remedy.md), then [ask your own question](lab-tutorial.md).",
-    "processes": "[Watch in every setup](how-to/watch.md), and where the numbers go: [trackers and tables](sinks.md).",
-    "gpu": "[Which kernel runs](choice.md), and [benchmarks](benchmarks.md).",
-    "machines": "[Trust](trust.md): what is promised of files and kills. [CPU kernels](native.md): their options.",
-    "autopilot": "[A script at ten times its rate](autopilot-tutorial.md) shows one at work.",
-    "autopilot-tutorial": "[What it does when](autopilot.md), or [choose](how-to/choose-a-remedy.md) yourself.",
-    "recipes": "[Studies on many machines](clusters.md) spreads the runs.",
-    "security": "[Trust](trust.md) says how each promise about files is tried.",
-}
-
-
-def from_made(text: str) -> str:
-    """Rewrites links relative to docs/ for a page that lies in docs/_made/."""
-    return re.sub(r"(\]\()(?!https?:|#|mailto:)", r"\1../", text)
+# What to do next, for pages that programs write. Every other page says it in its last line.
+NEXT = {"compatibility": "[Remedies](remedies.md) has each of them with an example."}
 
 
 def command_pages() -> dict[str, str]:
@@ -49,39 +26,14 @@ def command_pages() -> dict[str, str]:
         output_format="markdown"
     )
     sections = re.split(r"^(?=## qkeel )", text, flags=re.M)[1:]
-    studies = "".join(one for one in sections if one.startswith("## qkeel study\n"))
-    others = "".join(sorted(one for one in sections if not one.startswith("## qkeel study\n")))
-    intro = "`qkeel COMMAND --help` prints the same; `--help-all` shows the options that few need too. "
-    studies = studies.replace("## qkeel study\n", "", 1).replace("\n### ", "\n## ")
-    return {
-        "commands": f"# The commands\n\n{intro}Those of studies are on [a page of their own](studies.md).\n\n{others}",
-        "studies": f"# The commands of studies\n\n{intro}\n\n{studies}",
-    }
-
-
-def notebook_page(path: Path) -> str:
-    """A notebook as Markdown: its cells, and under each what it put out."""
-    parts = []
-    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            parts.append(from_made(source))
-            continue
-        parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
-            data = output.get("data", {})
-            if "text/html" in data:
-                parts.append(
-                    f"```{{raw}} html\n<div class='table-wrapper container'>{''.join(data['text/html'])}</div>\n```"
-                )
-            else:
-                parts.append("```text\n" + "".join(output.get("text") or data["text/plain"]).rstrip() + "\n```")
-    where = f"This page is the notebook `docs/notebooks/{path.name}` with its output; the tests run it."
-    return "\n\n".join([parts[0], where, *parts[1:]]) + "\n"
+    last = "## qkeel study\n"  # its studies are sections of their own, so it comes after the short ones
+    ordered = sorted(sections, key=lambda one: (one.startswith(last), one))
+    intro = "`qkeel COMMAND --help` prints the same; `--help-all` adds the options that few people need."
+    return {"commands": f"# Command line\n\n{intro}\n\n{''.join(ordered)}"}
 
 
 def own_texts(cls: type) -> dict[str, str]:
-    """The texts at the fields that a class of ours adds or changes: behind `#:`, or in quotes on the next line."""
+    """The texts at the fields that a class of qkeel's adds or changes: behind `#:`, or in quotes on the next line."""
     if not cls.__module__.startswith("qkeel"):
         return {}
     source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
@@ -125,17 +77,6 @@ def pruned(tree: str) -> str:
     return first
 
 
-def log_parts() -> list[str]:
-    """The laboratory notebook, cut between entries: the newest part first, each short enough for one page."""
-    head, *entries = re.split(r"^(?=## )", (HERE / "LOG.md").read_text(encoding="utf-8"), flags=re.M)
-    parts = [head]
-    for entry in entries:
-        if len(parts[-1]) + len(entry) > PART:
-            parts.append(f"---\nnosearch: true\n---\n\n# Notebook, part {len(parts) + 1}\n\n")
-        parts[-1] += entry
-    return parts
-
-
 def field_tables() -> dict[str, str]:
     """Tables of recorded numbers, for docs/file-formats.md."""
     from qkeel.records import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS
@@ -149,30 +90,35 @@ def field_tables() -> dict[str, str]:
     return {"step-fields": table(STEP_FIELDS), "head-fields": table(HEAD_FIELDS), "table-columns": table(TABLE_COLUMNS)}
 
 
+def terms() -> dict[str, str]:
+    """The terms of the glossary with their definitions, for tooltips."""
+    text = (HERE / "metrics.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2].partition("\n**Next:**")[0]
+    found = {}
+    for term, meaning in re.findall(r"^([^\n:][^\n]*)\n: ([^\n]*)", text, flags=re.M):
+        found |= dict.fromkeys(re.sub(r" \(.*?\)", "", term).split(", "), meaning)
+    return found
+
+
 def write_pages() -> None:
     """Writes all of them into docs/_made/, which git ignores."""
     MADE.mkdir(exist_ok=True)
-    pages = command_pages() | field_tables()
-    pages |= {path.stem: notebook_page(path) for path in sorted((HERE / "notebooks").glob("*.ipynb"))}
-    pages |= {f"LOG-{i}": from_made(text) for i, text in enumerate(log_parts()[1:], 2)}
     for old in MADE.glob("*.md"):
         old.unlink()
-    for name, text in pages.items():
+    for name, text in (command_pages() | field_tables()).items():
         (MADE / f"{name}.md").write_text(text, encoding="utf-8")
 
 
+def _download(name: str, link: re.Match[str]) -> str:
+    """A link of a page as a download, where it leads out of docs/."""
+    place = (HERE / name).parent / link[2]
+    return link[0] if place.resolve().is_relative_to(HERE) else f"{{download}}`{link[1]} <{link[2]}>`"
+
+
 def changed(name: str, text: str) -> str:
-    """What is read of a page instead of its file: the first part of the notebook, and what to do next."""
-    if name == "index":  # a pattern that fits no page yet is a warning, which ends the build
-        kept = [
-            line for line in text.splitlines() if not re.fullmatch(r"[\w/-]+\*", line) or any(HERE.glob(f"{line}.md"))
-        ]
-        text = "\n".join(kept) + "\n"
-    if name == "LOG":
-        first, *more = log_parts()
-        names = "\n".join(f"_made/LOG-{i}" for i in range(2, len(more) + 2))
-        contents = f"\n```{{toctree}}\n:maxdepth: 1\n:caption: Earlier entries\n\n{names}\n```\n"
-        text = first + (contents if more else "")
-    home = "../" if name.startswith("results/") else ""
-    after = NEXT.get(name, f"[What the lab found]({home}claims.md)." if name.startswith(RESULTS) else "")
+    """What is read of a page instead of its file: links to files that are not on the site become downloads, and what to
+    do next is added where a program writes the page."""
+    text = re.sub(
+        r"\[([^]`\n]+)\]\(((?:\.\./)+[A-Za-z][^)#\s]*\.md)(?:#[^)]*)?\)", lambda link: _download(name, link), text
+    )
+    after = NEXT.get(name, "")
     return f"{text}\n\n**Next:** {after}\n" if after and "**Next:**" not in text else text

@@ -81,7 +81,7 @@ PAGES = (
     Picture(
         "autopilot",
         "The same script with an autopilot",
-        "The interventions on the course of the logits, each with its reason and its effect.",
+        "The actions of the autopilot on the curve of the logits, each with its reason and its effect.",
         (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
@@ -275,10 +275,9 @@ def page() -> str:
     """The text of docs/gallery.md."""
     head = (
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` makes this page. "
-        "Pictures follow the scheme of the site, light or dark.\n\nTerms used here: remedy, study, "
-        "alarm ([glossary](glossary.md)).\n\n"
+        "Pictures follow the scheme of the site, light or dark.\n\n"
     )
-    end = "\n**Next:** make one of your own script: [watch your script](watch-tutorial.md).\n"
+    end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"
     return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end
 
 

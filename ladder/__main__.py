@@ -1,4 +1,4 @@
-"""`python -m ladder`: writes docs/ladder.md from the plan, the predictions and the rows that are there."""
+"""`python -m ladder`: writes research/ladder.md from the plan, the predictions and the rows that are there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ladder.rows import RESULTS, Row, read, values
 from qkeel.metrics import largest_stable_lr
 from qkeel.records import read_json, write_text
 
-PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
+PAGE = Path(__file__).parents[1] / "research" / "ladder.md"
 _HEAD = """# The ladder: does it hold at 124 million?
 
 Everything on the page of [claims](claims.md) comes from 131,000 parameters. This page asks the same of 1, 10 and 124
@@ -24,8 +24,6 @@ are not done say so.
 
 **What was known when the plan was written:** every result of the claims, the laws and their audit, all of them at
 widths 16 to 256. No run of the ladder. Its seeds, from 5000 on, were in no study.
-
-Terms used here: collapse, remedy, paired gain ([glossary](glossary.md)).
 
 ## Plan
 
@@ -135,7 +133,7 @@ def stable_table(rows: Sequence[Row], rung: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """The text of docs/ladder.md."""
+    """The text of research/ladder.md."""
     arms = ", ".join(f"`{remedy}`" for remedy in ARMS.values())
     lines = [_HEAD + "\n".join(plan_table()), _STATEMENT.format(arms=arms), "## Predictions and results", ""]
     for rung in RUNGS:

@@ -1,6 +1,6 @@
 """The frozen law of logit growth, judged on runs that it was not fitted on.
 
-    python -m predictions.drift_verdict    writes the tables and pictures of docs/results/drift-law.md
+    python -m predictions.drift_verdict    writes the tables and pictures of research/results/drift-law.md
 
 Until drift-test.csv is there, the page has the prediction alone. What refutes the law: its intervals cover less than
 85 % of the held-out runs, or its error is not shown to be smaller than that of both rivals.
@@ -23,7 +23,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.studies import find_study
 from qkeel.metrics import PairedEffect, paired_effect
 
-PAGE = Path(__file__).parents[1] / "docs" / "results" / "drift-law.md"
+PAGE = Path(__file__).parents[1] / "research" / "results" / "drift-law.md"
 PICTURE = PAGE.parents[1] / "images" / "drift-law.svg"
 BEGIN, END = "<!-- written by predictions: {} -->", "<!-- end of {} -->"
 RIVALS = ("power law", "Wortsman's quadratic")

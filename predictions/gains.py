@@ -1,7 +1,7 @@
 """The law of gains: how much a remedy lowers the loss of a run, fitted, frozen, and tested on sizes that it never saw.
 
     python -m predictions.gains freeze    from gain-fit.csv: writes the remedies of the table that the package carries
-    python -m predictions.gains           writes the tables of docs/results/gains.md
+    python -m predictions.gains           writes the tables of research/results/gains.md
 
 A gain is the held-out loss of one run without the remedy less that of the run of its seed with it. Form and intervals
 are chosen as those of the law of logits are, in `predictions.drift_law`. Nothing that is frozen reads the table of the
@@ -28,7 +28,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.metrics import paired_effect
 from qkeel.records import read_json
 
-PAGE = Path(__file__).parents[1] / "docs" / "results" / "gains.md"
+PAGE = Path(__file__).parents[1] / "research" / "results" / "gains.md"
 GAIN_FIT, GAIN_TEST = FIT.with_name("gain-fit.csv"), FIT.with_name("gain-test.csv")
 COST_TABLE = FIT.with_name("cpu-2026-11-21.json")
 # The forms of a remedy's gain, in the letters of the law of logits; Σ lr is part of none.
@@ -69,7 +69,7 @@ def gains(rows: Sequence[Row], remedy: str) -> Points:
 def cost(remedy: str) -> dict[str, Any]:
     """Returns the ratio of processor time to that without the remedy, median and span, of what, and where it stands."""
     if remedy not in COSTS:
-        return {**CLIP, "source": "docs/benchmarks.md, the optimizer step"}
+        return {**CLIP, "source": "internals/benchmarks.md, the optimizer step"}
     of, name, case = COSTS[remedy]
     table = next(rows for title, rows in read_json(COST_TABLE)["tables"].items() if title.startswith(name))
     ratios = {row["case"]: row["ratio"] for row in table}

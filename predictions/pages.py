@@ -14,7 +14,7 @@ from predictions.table import tables_of
 from qkeel.metrics import PairedEffect
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs" / "results"
+DOCS = HERE.parent / "research" / "results"
 Rows = Sequence[Mapping[str, Any]]
 Table = tuple[Mapping[str, Any], Rows]  # what is said about rows, and the rows
 Size = tuple[str, int]

@@ -2,7 +2,7 @@
 
 A condition is what a processor, a compiler, a user or a system may be otherwise. What it could decide is run under it:
 tests that round, train or compile under those of the processor, tests of files, commands and processes under those of
-the system. The table of outcomes replaces the rows of the conditions that were run in docs/machines.md.
+the system. The table of outcomes replaces the rows of the conditions that were run in internals/machines.md.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def main() -> int:
     )
     reader.add_argument("--tests", nargs="+", help="paths in place of the usual ones; the table then names them")
     reader.add_argument("--jobs", type=int, default=2)
-    reader.add_argument("--out", type=Path, default=ROOT / "docs" / "machines.md")
+    reader.add_argument("--out", type=Path, default=ROOT / "internals" / "machines.md")
     options = reader.parse_args()
     _adopt_orphans()
     failures = 0

@@ -1,6 +1,6 @@
 // The order of what a search finds: pages whose title has the words of the query first, guides before records and generated pages.
 const searched = (new URLSearchParams(window.location.search).get("q") || "").toLowerCase().match(/[\w.]+/g) || [];
-const rooms = [[/^(questions$|how-to\/)|tutorial$/, 10], [/^(reference\/generated|results|adding|benchmarks|foreign|zoo)/, -15]];
+const rooms = [[/^(guides|tutorials)\/|^quickstart$/, 10], [/^(reference\/generated|contributing|migrating)/, -15]];
 
 var Scorer = {
   score: ([page, title, anchor, description, score, file, kind]) => {

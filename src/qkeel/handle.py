@@ -33,7 +33,7 @@ class Handle:
     def __repr__(self) -> str:
         """Short: what kind of change, and whether it is in force."""
         of = f" of {self.about}" if self.about else ""
-        return f"<{type(self).__name__}{of}: {'in force, remove() undoes it' if self.active else 'removed'}>"
+        return f"<{type(self).__name__}{of}: {'active, remove() undoes it' if self.active else 'removed'}>"
 
     @property
     def active(self) -> bool:

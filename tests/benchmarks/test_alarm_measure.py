@@ -1,4 +1,4 @@
-"""What docs/alarms.md counts: a gap that lasts, and coarser logs."""
+"""What research/alarms.md counts: a gap that lasts, and coarser logs."""
 
 from __future__ import annotations
 

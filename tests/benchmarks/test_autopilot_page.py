@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_page_is_written_from_the_committed_runs() -> None:
     written, results = (
-        (ROOT / "docs" / "autopilot-results.md").read_text(encoding="utf-8"),
+        (ROOT / "research" / "autopilot.md").read_text(encoding="utf-8"),
         ROOT / "benchmarks" / "results",
     )
     assert page([results / "autopilot-2026-11-22.csv"]) == written

@@ -1,4 +1,4 @@
-"""The figures of docs/theory.md can be made."""
+"""The figures of research/theory.md can be made."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from claims.__main__ import columns, configured, joined, main, whole_seeds
 from claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
 from claims.judge import HERE, PAGE, counted, differences, judge, page
 from claims.measures import MEASURES
+from claims.site_page import SITE, short, site_page
 from claims.studies import CORPORA, STUDIES
 from claims.table import CLAIMS, EVERY
 
@@ -31,177 +32,177 @@ KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
 # What other documents say, and the claim and verdict that it follows from; figures in braces are those of the effect.
 SENTENCES: tuple[tuple[str, str, str, str], ...] = (
     (
-        "README.md",
+        "docs/what-we-found.md",
         "ends {mean:.3f} nats ahead of no remedy",
         "QK-norm trains better at a high learning rate (LR 0.1)",
         "reproduced",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "(0.01) it costs {mean:.3f} nats at this size, which is not decided",
         "QK-norm costs nothing at a healthy rate (LR 0.01)",
         "undecided",
     ),
     (
-        "docs/how-to/choose-a-remedy.md",
+        "docs/guides/choose-a-remedy.md",
         "and QK-norm {mean:.3f}",
         "QK-norm costs nothing at a healthy rate (LR 0.01)",
         "undecided",
     ),
-    ("README.md", "QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1", "reproduced"),
+    ("docs/what-we-found.md", "QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1", "reproduced"),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "It allows 3 times the rate or more",
         'QK-norm allows 3 times the rate or more ("up to 3× in some cases")',
         "reproduced",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "as a power of the summed learning rate, not exponentially",
         "Logits grow exponentially in steps, rather than as a power of Σlr (R², LR 0.1)",
         "contradicted",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "Within 150 steps the loss does not diverge",
         "… and the loss diverges, to that of initialisation or worse (LR 0.1, within 150 steps)",
         "contradicted",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "A softcap does not hold the logits that enter it",
         "Softcapping holds the logits that enter the cap under 100 (LR 0.1)",
         "contradicted",
     ),
     (
-        "README.md",
+        "docs/what-we-found.md",
         "Mixing text and images makes logits grow at a high rate",
         "Mixing text and images makes logits grow (against text alone, LR 0.1)",
         "reproduced",
     ),
     (
-        "docs/remedies-steps.md",
+        "docs/remedies.md",
         "did not help Kimi; here it is among the best",
         "Lowering only the rate of q and k does not help (LR 0.1)",
         "contradicted",
     ),
     (
-        "docs/theory.md",
+        "research/theory.md",
         "So shift invariance is not the cause",
         "Softmax's shift invariance makes logits grow: without it (sigmoid) they stay under 100 (LR 0.1)",
         "contradicted",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "Text gives images less than an even share of its attention, not more.",
         "Images dominate attention: text gives them more than an even share (LR 0.01)",
         "contradicted",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "Longer queries or keys of images, against a model of text alone under the same probe, are not shown",
         "Mixing makes image queries longer than text queries (against a model of text alone, LR 0.01)",
         "contradicted",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "dropout does not lower the loss",
         "Dropout with QK-norm trains better than QK-norm alone (LR 0.1)",
         "contradicted",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "norms after the branches gain {mean:.2f} nats",
         "Norms after the branches do not change the loss where the plain order trains (both with QK-norm, LR 0.1)",
         "contradicted",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "The recipe of 34B is better than that of 7B.",
         "The recipe of Chameleon 34B (norms after the branches and z-loss) trains better than that of 7B (LR 0.1)",
         "reproduced",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "that a z-loss gains 0.01 or more is not decided",
         "A z-loss with QK-norm trains better than QK-norm alone (LR 0.1)",
         "undecided",
     ),
     (
-        "docs/multimodal.md",
+        "research/multimodal.md",
         "Behind norms before attention they lower it, to {times:.2f} times.",
         "… behind norms before attention too (LR 0.01)",
         "contradicted",
     ),
     (
-        "docs/precision.md",
-        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean, "
-        "but by seed they range too widely to decide",
+        "research/precision.md",
+        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean, but "
+        "by seed they range too widely to decide",
         "Without a remedy fp16 overflows: steps are skipped (LR 0.3)",
         "undecided",
     ),
     (
-        "docs/precision.md",
+        "research/precision.md",
         "that QK-norm spares them is not shown",
         "QK-norm spares fp16 skipped steps (LR 0.3)",
         "undecided",
     ),
     (
-        "docs/translation.md",
+        "research/translation.md",
         "with {n} seeds, judged by intervals ([claims](claims.md)), the first paper's form gains {mean:.2f} nats",
         "… and at a high rate (LR 0.1)",
         "reproduced",
     ),
     (
-        "docs/translation.md",
+        "research/translation.md",
         "at LR 0.01 it is not decided whether either norm gains",
         "RMS QK-norm translates better (by loss, 1,000 pairs, LR 0.01)",
         "undecided",
     ),
     (
-        "docs/vision.md",
+        "research/vision.md",
         "it does not rise again, as that of the published 8B model did",
         "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
         "contradicted",
     ),
     (
-        "docs/precision.md",
+        "research/precision.md",
         "nor with {n} seeds against float32",
         "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",
         "undecided",
     ),
     (
-        "docs/vision.md",
+        "research/vision.md",
         "With {n} seeds on the default path ([claims](claims.md)) LayerNorm on q and k gains {points:.0f} points at LR",
         "LayerNorm on q and k trains a vision transformer better at a high rate (accuracy, LR 0.1)",
         "reproduced",
     ),
     (
-        "docs/how-to/choose-a-remedy.md",
+        "docs/guides/choose-a-remedy.md",
         "at a low rate LALR ended {mean:.3f} nats behind no remedy at all",
         "LALR is free at a low rate (LR 0.01)",
         "contradicted",
     ),
     (
-        "docs/extrapolation.md",
+        "research/extrapolation.md",
         "ReRoPE (window 16) keeps at least 95 %",
         "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
         "reproduced",
     ),
     (
-        "docs/extrapolation.md",
+        "research/extrapolation.md",
         "KNA and CosA keep more of their accuracy than the plain model",
         "KeyNorm keeps more of its accuracy at 8 times the training length",
         "reproduced",
     ),
     (
-        "docs/extrapolation.md",
+        "research/extrapolation.md",
         "as it is beats Baseline under PI and under ABF",
         "… and of one under ABF",
         "reproduced",
     ),
     (
-        "docs/extrapolation.md",
+        "research/extrapolation.md",
         "Long texts do not bring plain models a share of unseen angles that is larger than under KNA by a point.",
         "Plain models fail since long texts bring more unseen angles than under KeyNorm (share of pairs)",
         "contradicted",
@@ -216,12 +217,22 @@ def results() -> dict[str, Any]:
 
 def test_the_page_says_what_the_committed_results_say() -> None:
     assert page(results()) == PAGE.read_text(encoding="utf-8"), "run make claims"
+    assert site_page(results()) == SITE.read_text(encoding="utf-8"), "run make claims"
+
+
+def test_a_short_source_is_names_and_year() -> None:
+    assert short("Henry et al., Query-Key Normalization for Transformers, 2020") == "Henry et al. 2020"
+    assert short("an introduction to QK-norm, 2025") == "an introduction to QK-norm 2025"
+    assert (
+        short("our own question; the norm: Henry et al., Query-Key Normalization, 2020")
+        == "our own question; Henry et al. 2020"
+    )
 
 
 def test_sentences_of_other_documents_follow_from_verdicts() -> None:
     """Who changes a verdict finds here what else says so."""
     judged = judge(results())
-    assert counted(judged[: len(CLAIMS)]) in text_of("README.md")
+    assert counted(judged[: len(CLAIMS)]) in text_of("docs/what-we-found.md")
     for file, sentence, claim, verdict in SENTENCES:
         (found,) = [one for one in judged if one.claim.text == claim]
         assert found.verdict.strip("*") == verdict, f"{file} says: {sentence}"
@@ -243,7 +254,7 @@ def test_the_range_of_the_cost_of_qk_norm_in_the_readme_is_that_of_the_tables_of
                 gains.setdefault((width, depth), []).append(pair[0] - pair[1])
     means = [float(np.mean(own)) for own in gains.values()]
     said = f"it ranges from a cost of {-min(means):.3f} to a gain of {max(means):.3f}"
-    assert f"over thirteen sizes {said}" in text_of("README.md")
+    assert f"over thirteen sizes {said}" in text_of("docs/what-we-found.md")
     assert len(means) == 13
 
 

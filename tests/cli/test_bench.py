@@ -91,7 +91,7 @@ def test_what_ends_the_command_ends_the_measuring_process_too(sent: signal.Signa
         it.send_signal(sent)
         _, errors = it.communicate(timeout=300)  # the measuring process has the same pipes, so they end with it
     assert it.returncode == (130 if sent is signal.SIGINT else -signal.SIGKILL)
-    assert sent is signal.SIGKILL or errors.startswith("interrupted. Go on with: qkeel bench --device")
+    assert sent is signal.SIGKILL or errors.startswith("interrupted. Resume with: qkeel bench --device")
     assert "Traceback" not in errors
     # A process that ends closes its pipes first, so some of them may be there for a moment longer.
     for _ in range(600):

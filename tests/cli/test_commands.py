@@ -410,7 +410,7 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         done = process.end(300)
     assert done.returncode == 130
-    assert done.stderr == f"interrupted. Go on with: qkeel run {' '.join(long)}\n"
+    assert done.stderr == f"interrupted. Resume with: qkeel run {' '.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
     assert RunDirectory(place).checkpoint.exists()
 
@@ -463,7 +463,7 @@ def test_an_interrupted_study_keeps_what_is_done(
     monkeypatch.setattr(sys, "argv", ["qkeel", "study", "lr", "--again"])
     grid = ["--lrs", "0.1", "--seeds", "0", "--remedies", "none", "qk_norm", "--jobs", "1"]
     assert main(["study", "lr", *grid, *TINY, "--out", str(tmp_path / "s")]) == 130
-    assert "Go on with: qkeel study lr --again" in capsys.readouterr().err
+    assert "Resume with: qkeel study lr --again" in capsys.readouterr().err
     table = (tmp_path / "s" / "table.csv").read_text().splitlines()
     assert table[1].endswith(",done")
     assert table[2].endswith(",missing")

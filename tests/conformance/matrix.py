@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from unittest.mock import patch
 
 import torch
@@ -47,7 +48,17 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 }
 HEADER = """# What works with what
 
-Each cell is asked of the code by a test. An empty cell is a refusal: the error says why, and the way out.
+Tests ask the code for every cell. An empty cell is not supported: the error says why, and what to do instead.
+
+## Devices
+
+| device | status |
+|---|---|
+| CPU | tested; compiled kernels on x86-64 (AVX2, AVX-512), PyTorch elsewhere; ARM64 compiles and was not run |
+| CUDA GPU | PyTorch's operators and Triton kernels, checked in Triton's interpreter; **no GPU has run them yet** |
+| several processes | gloo is tested; NCCL is not ([processes](guides/watch.md#under-torchrun)) |
+
+`make gpu` checks and times everything on a GPU in ten minutes ([GPU](../internals/gpu.md)).
 """
 
 
@@ -111,6 +122,20 @@ def foreign_refusal(name: str, kind: str) -> str:
     except QkeelError as error:
         return str(error)
     return ""
+
+
+def _once(found: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Each reason of (remedy, kind, reason) once, in the words of the first without its place, with all it concerns."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for name, kind, text in found:
+        if text:
+            plain = re.sub(r"^\w+(?: \(\w+\))? at [^:]*: ", "", text)
+            reasons.setdefault(plain, {}).setdefault(name, []).append(kind)
+    joined = {
+        text: "; ".join(f"`{name}` on {', '.join(kinds)}" for name, kinds in names.items())
+        for text, names in reasons.items()
+    }
+    return [f"- {names}: {text}" for text, names in joined.items()]
 
 
 def _of_optimizers() -> list[str]:
@@ -179,10 +204,9 @@ def matrix() -> str:
     """The whole page."""
     foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
     steps = {name: ["" if optimizer_refusal(name, o) else "✓" for o in OPTIMIZERS] for name in REMEDIES}
-    why = [f"- `{name}` on {kind}: {text}" for name in REMEDIES for kind in KINDS if (text := refusal_of(name, kind))]
+    why = _once((name, kind, refusal_of(name, kind)) for name in REMEDIES for kind in KINDS)
     why += [f"- {names}: {text}" for text, names in _grouped().items()]
-    why += [f"- `{name}` on {kind}: {said}" for name in REMEDIES for kind in FOREIGN
-            if (said := foreign_refusal(name, kind))]  # fmt: skip
+    why += _once((name, kind, foreign_refusal(name, kind)) for name in REMEDIES for kind in FOREIGN)
     why += _of_optimizers()
     parts = [
         HEADER,

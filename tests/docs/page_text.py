@@ -11,10 +11,10 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "recipes/README.md")]
-PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))
-# Results and the notebook: written by programs, or dated.
-EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu", "machines"}
-EVIDENCE |= {"autopilot", "autopilot-results", "autopilot-tutorial", "recommend"}
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))  # of the site
+OFF_SITE = sorted(page for folder in ("research", "internals") for page in (ROOT / folder).rglob("*.md"))
+# Pages that programs write, or that quote what they print.
+MADE_BY_PROGRAMS = {"compatibility", "what-we-found"}
 
 
 def loaded(name: str) -> ModuleType:
@@ -27,9 +27,9 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
-def is_evidence(page: Path) -> bool:
-    """Whether a page records results: `docs/results/`, and those of EVIDENCE."""
-    return page.stem in EVIDENCE or page.parent.name == "results"
+def is_made(page: Path) -> bool:
+    """Whether a program writes the page."""
+    return page.stem in MADE_BY_PROGRAMS
 
 
 def text(page: Path) -> str:

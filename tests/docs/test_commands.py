@@ -5,11 +5,17 @@ import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tests.docs.page_text import PAGES as PAGES_OF_SITE
 from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
+PAGES += [
+    page
+    for folder in ("docs", "research", "internals")
+    for page in sorted((ROOT / folder).rglob("*.md"))
+    if "_made" not in page.parts
+]
 
 
 def _commands() -> list[tuple[str, str]]:
@@ -17,7 +23,7 @@ def _commands() -> list[tuple[str, str]]:
     for page in PAGES:
         for block in re.findall(r"```(?:sh|console|bash)\n(.*?)```", page.read_text(), flags=re.S):
             for line in block.replace("\\\n", " ").splitlines():
-                text = line.split("#")[0].strip().removeprefix("$ ").strip()
+                text = re.split("#| > ", line)[0].strip().removeprefix("$ ").strip()
                 if text.startswith("qkeel "):
                     found.append((page.name, text))
     return found
@@ -44,6 +50,8 @@ def test_make_targets_named_in_the_readme_exist() -> None:
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     listed = [line.strip() for line in index.split("```{toctree}", 1)[1].splitlines()]
-    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")]:
+    for page in PAGES_OF_SITE:
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
-        assert name == "index" or any(fnmatch(name, pattern) for pattern in listed), name
+        assert name == "index" or name.startswith("reference/") or any(fnmatch(name, pattern) for pattern in listed), (
+            name
+        )

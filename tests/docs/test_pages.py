@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 from spellchecker import SpellChecker
 from tests.docs import page_text
-from tests.docs.page_text import DOCS, OUTSIDE, PAGES, ROOT, is_evidence, loaded
+from tests.docs.page_text import DOCS, OFF_SITE, OUTSIDE, PAGES, ROOT, is_made, loaded
 
-TUTORIALS = [page for page in PAGES if page.stem.endswith("-tutorial") or page.parent.name == "how-to"]
-WORDS_IN_A_SENTENCE = 20.0  # in the mean, in tutorials and guides
-WORDS_ELSEWHERE = 28.0
+WORDS_ON_THE_SITE = 45_000
 
 
 def _made() -> set[Path]:
     """The pages that a build makes and that others may link to."""
-    names = {"commands", "studies", *(path.stem for path in (DOCS / "notebooks").glob("*.ipynb"))}
+    names = {"commands"}
     return {DOCS / "_made" / f"{name}.md" for name in names}
 
 
 def test_every_link_and_anchor_leads_somewhere() -> None:
     wrong, made = [], _made()
-    for page in [*PAGES, *OUTSIDE]:
+    for page in [*PAGES, *OFF_SITE, *OUTSIDE]:
         for target in page_text.links(page):
             if re.match(r"https?:|mailto:", target):
                 continue
@@ -47,7 +45,6 @@ def test_what_made_pages_link_to_exists() -> None:
         assert (DOCS / f"{name}.md").exists(), name
         for target in re.findall(r"\]\(([^)#\s]+)", text):
             assert (DOCS / target).exists(), f"{name}: {target}"
-    assert max(map(len, pages.log_parts())) < 1.5 * pages.PART  # no single entry is longer than a page
 
 
 def test_words_are_spelled_right() -> None:
@@ -56,7 +53,7 @@ def test_words_are_spelled_right() -> None:
     speller.word_frequency.load_words((DOCS / "words.txt").read_text(encoding="utf-8").split())
     wrong = []
     for page in [*PAGES, *OUTSIDE]:
-        if not is_evidence(page):
+        if not is_made(page):
             bad = speller.unknown(page_text.words(page))
             bad = {word for word in bad if not (word.endswith("'s") and word[:-2] in speller)}
             wrong += [f"{page.relative_to(ROOT)}: {' '.join(sorted(bad))}"] if bad else []
@@ -70,21 +67,48 @@ def test_each_page_says_what_to_do_next_and_names_its_sources() -> None:
         name = str(page.relative_to(DOCS).with_suffix(""))
         assert "**Next:**" in pages.changed(name, text), f"{page.name} does not say what to do next"
         assert not re.search(r"\bsource \d{3}\b", text), f"{page.name}: author, title and year, not a number"
-        links = is_evidence(page) or page.stem in {"index", "glossary", "nouns", "recipes", "security"}
-        assert links or "glossary" in text, f"{page.name} does not link its terms to the glossary"
 
 
-def test_the_glossary_has_each_term_once_in_order_and_all_that_pages_name() -> None:
-    found: list[str] = []
-    for section in (DOCS / "glossary.md").read_text(encoding="utf-8").split("\n## ")[1:]:
-        terms = [term.lower() for term in re.findall(r"^([^\n:][^\n]*)\n: ", section, flags=re.M)]
-        assert terms == sorted(terms, key=lambda term: term.replace("τ", "tau").replace("µ", "mu"))
-        found += [part.strip() for term in terms for part in re.sub(r" \(.*?\)|, of a site", "", term).split(",")]
-    assert len({*found}) == len(found)
-    for page in PAGES:
-        for named in re.findall(r"Terms used here: (.*?) \(\[glossary", page.read_text(encoding="utf-8"), flags=re.S):
-            terms = re.sub(r"\s*\(.*?\)", "", " ".join(named.lower().split())).split(", ")
-            assert {*terms} <= {*found}, page.name
+def test_the_glossary_has_each_term_once_in_order_and_tooltips_read_it() -> None:
+    section = (DOCS / "metrics.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2]
+    terms = [term.lower() for term in re.findall(r"^([^\n:][^\n]*)\n: ", section, flags=re.M)]
+    assert terms == sorted(terms, key=lambda term: term.replace("τ", "tau"))
+    assert len({*terms}) == len(terms) > 40
+    assert len(loaded("made_pages").terms()) >= len(terms)
+
+
+def test_the_site_is_short() -> None:
+    """Without code, tables' marks and what docstrings make."""
+    assert sum(len(re.findall(r"[^\W_][\w'’.-]*", page_text.text(page))) for page in PAGES) <= WORDS_ON_THE_SITE
+
+
+def dialect() -> list[tuple[re.Pattern[str], str]]:
+    """The words of docs/dialect.txt that native readers stumble over, and what to write instead."""
+    lines = (DOCS / "dialect.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.partition(" -> ") for line in lines if line and not line.startswith("#")]
+    return [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I), better) for pattern, _, better in rows]
+
+
+def test_pages_have_no_words_of_the_dialect() -> None:
+    wrong = []
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
+        text = re.sub(page_text.NO_WORDS, " ", page_text.text(page))
+        for pattern, better in dialect():
+            for found in pattern.finditer(text):
+                around = " ".join(text[max(0, found.start() - 40) : found.end() + 30].split())
+                wrong.append(f"{page.relative_to(ROOT)}: “{found[0]}” in “{around}”; {better}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_help_of_commands_has_no_words_of_the_dialect() -> None:
+    text = loaded("made_pages").command_pages()["commands"]
+    wrong = [f"“{found[0]}”; {better}" for pattern, better in dialect() for found in pattern.finditer(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_list_of_the_dialect_finds_what_it_names() -> None:
+    found = {pattern.search(text) is not None for pattern, _ in dialect() for text in ["a run goes on as it stands"]}
+    assert found == {True, False}
 
 
 def _text(notebook: dict[str, Any]) -> list[list[str]]:

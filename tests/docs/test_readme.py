@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.claims.test_claims import SENTENCES
 from tests.docs.page_text import loaded
 
 from qkeel.cli.app import main
 from qkeel.lab import make_plan
 from qkeel.lab.execution.study_record import study_of
-from qkeel.spec import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,7 +27,7 @@ PICTURE: dict[str, Any] = json.loads((IMAGES / "demo.json").read_text(encoding="
 
 
 def said(page: str) -> str:
-    return " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 def found(page: str, pattern: str) -> tuple[str, ...]:
@@ -40,7 +38,7 @@ def found(page: str, pattern: str) -> tuple[str, ...]:
 
 def architectures() -> str:
     rows = re.findall(
-        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "docs/zoo.md").read_text(encoding="utf-8"), re.M
+        r"^\| (?!-|architecture|model\b|class\b)", (ROOT / "internals/zoo.md").read_text(encoding="utf-8"), re.M
     )
     return str(len(rows))
 
@@ -55,62 +53,64 @@ RATIO = r"\| (?P<low>[\d.]+) / ([\d.]+) / ([\d.]+)"
 
 
 def ratio(row: str) -> tuple[str, ...]:
-    low, middle, high = found("benchmarks.md", rf"\| {row} {RATIO}")
+    low, middle, high = found("internals/benchmarks.md", rf"\| {row} {RATIO}")
     return middle, low, high
 
 
+SCRIPT, RETROFIT = "docs/tutorials/your-script.md", "docs/tutorials/retrofit.md"
 # What README says, by the words around its figures, and where each figure comes from.
 FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"trains (\d+) tiny models", lambda: (str(len(make_plan("demo").runs)),)),
     (r"on (\d) idle cores", lambda: tuple(re.findall(r"^JOBS \?= (\d)", (ROOT / "Makefile").read_text(), re.M))),
     (r"Python ≥ ([\d.]+)", lambda: requires(r'requires-python = ">=([\d.]+)"')),
-    (r"(\d+) presets", lambda: (str(len(PRESETS)),)),
     (
         r"watching (\d) attention layers of GPT",
-        lambda: found("watch-tutorial.md", r"watching (\d) attention layers of GPT"),
+        lambda: found(SCRIPT, r"watching (\d) attention layers of GPT"),
     ),
     (
         r"alarm at step (14), blocks.0.attn, head 0: max logit (83.65) passes 1e3 at step (43) "
         r"\(90 % interval (23) to (101)\)",
         lambda: found(
-            "watch-tutorial.md",
+            SCRIPT,
             r"alarm at step (\d+), blocks.0.attn, head 0: max logit ([\d.]+) passes 1e3 at step (\d+) "
             r"\(90 % interval (\d+) to (\d+)\)",
         ),
     ),
     (
-        r"largest logit at step (\d+) is ([\d,]+) instead of ([\d,]+)",
+        r"largest logit at step (\d+) drops from ([\d,]+) to ([\d,]+), "
+        r"and the held-out loss from ([\d.]+) to ([\d.]+)\.",
         lambda: (
-            *found("watch-tutorial.md", r"largest logit at step (\d+) \|"),
-            *found("watch-tutorial.md", r"with that line \| none \| ([\d,]+) \|"),
-            *found("watch-tutorial.md", r"\| `--lr 3e-2` \| [^|]+ \| ([\d,]+) \|"),
+            *found(SCRIPT, r"largest logit at step (\d+) \|"),
+            *found(SCRIPT, r"\| `--lr 3e-2` \| [^|]+ \| ([\d,]+) \|"),
+            *found(SCRIPT, r"with that `--apply` \| [^|]+ \| ([\d,]+) \|"),
+            *found(SCRIPT, r"\| `--lr 3e-2` \|[^|]+\|[^|]+\|[^|]+\| ([\d.]+) \|"),
+            *found(SCRIPT, r"with that `--apply` \|[^|]+\|[^|]+\|[^|]+\| ([\d.]+) \|"),
         ),
     ),
-    (r"scale of (\d) ln n", lambda: found("remedies-forward.md", r"\(why (\d) ln n")),
     (
-        r"Of (\d+) claims of the sources: (\d+) reproduced, (\d+) contradicted, (\d+) undecided. "
-        r"Of (\d+) questions of ours: (\d+) reproduced, (\d+) contradicted, (\d+) undecided",
+        r"naive insertion: KL ([\d.]+), loss \+([\d.]+) q, k balanced: KL ([\d.]+), loss \+([\d.]+)",
+        lambda: (
+            *found(RETROFIT, r"naive insertion: KL ([\d.]+), loss \+([\d.]+)"),
+            *found(RETROFIT, r"q, k balanced: KL ([\d.]+), loss \+([\d.]+)"),
+        ),
+    ),
+    (
+        r"KL divergence is (\d+) times smaller",
+        lambda: (
+            str(
+                round(
+                    float(found(RETROFIT, r"naive insertion: KL ([\d.]+)")[0])
+                    / float(found(RETROFIT, r"q, k balanced: KL ([\d.]+)")[0])
+                )
+            ),
+        ),
+    ),
+    (
+        r"Of (\d+) published claims: (\d+) reproduced, (\d+) contradicted, (\d+) undecided",
         lambda: found(
-            "claims.md",
-            r"Of (\d+) claims of the sources: (\d+) reproduced, (\d+) contradicted, (\d+) undecided. "
-            r"Of (\d+) questions of ours: (\d+) reproduced, (\d+) contradicted, (\d+) undecided",
+            "docs/what-we-found.md",
+            r"Of (\d+) published claims: (\d+) reproduced, (\d+) contradicted, (\d+) undecided",
         ),
-    ),
-    (r"The models have ([\d,]+) parameters", lambda: found("claims.md", r"said: ([\d,]+) parameters")),
-    (
-        r"At a learning rate of ([\d.]+), eight times",
-        lambda: found("claims.md", r"\*\*Read losses at LR ([\d.]+) with care"),
-    ),
-    (
-        r"never trained ends ([\d.]+) ahead",
-        lambda: found("claims.md", r"it ended ([\d.]+) nats \(0.085 to 0.173\) \*better\* than without a remedy"),
-    ),
-    (r"a margin of ([\d.]+); over thirteen", lambda: found("claims.md", r"\| ([\d.]+) nats \| a run that")),
-    # A test in tests/claims computes these from the tables of gains.
-    (r"ranges from a cost of (0.023) to a gain of (0.081)", lambda: ("0.023", "0.081")),
-    (
-        r"at (1), (10) and (124) million",
-        lambda: found("ladder.md", r"the same of (\d+), (\d+) and (\d+) million"),
     ),
     (
         r"every tenth step \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
@@ -121,40 +121,36 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: ratio("training step, certified maximum at every step"),
     ),
     (
-        r"\| ([\d.]+) compiled, ([\d.]+) with torch's operations",
+        r"\| ([\d.]+) compiled, ([\d.]+) with PyTorch's operations",
         lambda: (
-            *found("benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
-            *found("benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
+            *found("internals/benchmarks.md", r"AdamW, fused \+ lalr, compiled C\+\+ \| \*\*([\d.]+)\*\*"),
+            *found("internals/benchmarks.md", r"AdamW, fused \+ lalr, torch's operations \| ([\d.]+)"),
         ),
     ),
     (
-        r"on a CPU \| ([\d.]+) to ([\d.]+) of those with its SDPA",
-        lambda: found("transformers.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) of those"),
+        r"steps on a CPU \| ([\d.]+) to ([\d.]+) of those with its SDPA",
+        lambda: found("docs/guides/build-attention.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) of those"),
     ),
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),
-    (r"(\d+) other packages", lambda: found("foreign.md", r"targets of (\d+) packages")),
+    (r"(\d+) other packages", lambda: found("internals/foreign.md", r"targets of (\d+) packages")),
     (
-        r"right about (\d+) of (\d+) attentions; of the other (\d+)",
+        r"(\d+) of (\d+) attentions identified correctly, the other (\d+)",
         lambda: (
-            *found("foreign.md", r"attentions: (\d+) right"),
-            *found("foreign.md", r"Their (\d+) attentions"),
-            *found("foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) told"),
+            *found("internals/foreign.md", r"attentions: (\d+) right"),
+            *found("internals/foreign.md", r"Their (\d+) attentions"),
+            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) told"),
         ),
     ),
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),
 )
-# Digits that are no figures: names, citations, orders of magnitude in a sentence that cites none.
-NAMES = (r"#\d+", r"FSDP\d", r"AVX2", r"gpt-oss", r"10³–10⁵", r"\[(\d+) other packages\]")
+# Digits that are no figures: headings, names, orders of magnitude in a sentence that cites none.
+NAMES = (r"## \d\.", r"FSDP\d", r"AVX2", r"Qwen3", r"10³–10⁵", r"\[(\d+) other packages\]")
 
 
 def prose() -> str:
-    """README without code, targets of links, and the sources in the last column of the remedies' table."""
-    text = re.sub(r"^```(?:python|sh)\n.*?^```", "", README, flags=re.S | re.M)
-    text = re.sub(r"<img[^>]*>|<source[^>]*>|\]\([^)]*\)", "", text)
-    head, _, rest = text.partition("## Which remedy?")
-    table, _, rest = rest.partition("Formulas, sources, costs")
-    table = re.sub(r"\|[^|\n]*\|$", "|", re.sub(r"\\\|", "/", table), flags=re.M)
-    return " ".join((head + table + rest).split())
+    """README without code and targets of links."""
+    text = re.sub(r"^```(?:python|sh)\n.*?^```|<!--.*?-->", "", README, flags=re.S | re.M)
+    return " ".join(re.sub(r"<img[^>]*>|<source[^>]*>|\]\([^)]*\)", "", text).split())
 
 
 @pytest.mark.parametrize(("pattern", "source"), FIGURES, ids=[pattern for pattern, _ in FIGURES])
@@ -165,13 +161,10 @@ def test_a_figure_is_that_of_its_source(pattern: str, source: Callable[[], tuple
 
 
 def test_every_figure_has_a_source() -> None:
-    """What is left of README's digits without those that the table above and the claims' sentences account for."""
+    """What is left of README's digits without those that the table above accounts for."""
     text = prose()
     for pattern in (*(pattern for pattern, _ in FIGURES), *NAMES):
         text = re.sub(pattern, "", text)
-    for file, sentence, _, _ in SENTENCES:
-        if file == "README.md":
-            text = re.sub(re.escape(sentence).replace(r"\{mean:\.3f\}", r"[\d.]+"), "", text)
     text = re.sub(r"`[^`]*`", "", re.sub(r"```text.*?```", "", text))
     assert not re.findall(r"[^ ]*\d[^ ]*", text), "figures without a source: add them to FIGURES"
 
@@ -181,8 +174,8 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_code_prints_what_stands_below_it() -> None:
-    code = blocks("python")[0]
-    shown = blocks("text")[1]
+    code = blocks("python")[1]
+    shown = blocks("text")[2]
     put_out = io.StringIO()
     with contextlib.redirect_stdout(put_out):
         exec(code, {})
@@ -235,3 +228,46 @@ def test_the_text_of_the_picture_has_the_numbers_of_its_run_and_the_comparison_i
     assert 0 < gain["low"] < gain["mean"] < gain["high"]
     assert gain["seeds"] == len(PICTURE["study"]["seeds"])
     assert "nats better" in alt
+
+
+# What the page of what was found says beside its claims, and where each figure comes from.
+CLAIMS = "research/claims.md"
+FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
+    (r"for models of ([\d,]+) parameters", lambda: found(CLAIMS, r"micro: ([\d,]+) parameters")),
+    (
+        r"At a rate of ([\d.]+), eight times",
+        lambda: found(CLAIMS, r"\*\*Read losses at LR ([\d.]+) with care"),
+    ),
+    (
+        r"also ends ([\d.]+) nats ahead",
+        lambda: found(
+            "research/claims.md", r"it ended ([\d.]+) nats \(0.085 to 0.173\) \*better\* than without a remedy"
+        ),
+    ),
+    (r"a margin of ([\d.]+); over thirteen", lambda: found(CLAIMS, r"\| ([\d.]+) nats \| a run that")),
+    # A test in tests/claims computes these from the tables of gains.
+    (r"ranges from a cost of (0.023) to a gain of (0.081)", lambda: ("0.023", "0.081")),
+    (
+        r"at (1), (10) and (124) million",
+        lambda: found("research/ladder.md", r"the same of (\d+), (\d+) and (\d+) million"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("pattern", "source"), FOUND, ids=[pattern for pattern, _ in FOUND])
+def test_a_figure_of_what_was_found_is_that_of_its_source(pattern: str, source: Callable[[], tuple[str, ...]]) -> None:
+    assert found("docs/what-we-found.md", pattern) == source()
+
+
+def test_the_tables_of_what_was_found_are_those_of_the_studies_pages() -> None:
+    page = (ROOT / "docs/what-we-found.md").read_text(encoding="utf-8")
+    sections = [part for part in page.split("\n## ") if "[Details](../" in part or "[details](../" in part]
+    assert len(sections) >= 7
+    for part in sections:
+        (source,) = re.findall(r"\[[Dd]etails\]\(\.\./(research/[\w-]+\.md)\)", part)
+        known = set(re.findall(r"[\d.,]*\d", (ROOT / source).read_text(encoding="utf-8")))
+        rows = [line.partition(" | ")[2] for line in part.splitlines() if line.startswith("|") and "---" not in line][
+            1:
+        ]
+        for number in re.findall(r"(?<![\w.])[\d.,]*\d(?![\w−])", " ".join(rows)):
+            assert number in known, f"{part.splitlines()[0]}: {number} is not in {source}"

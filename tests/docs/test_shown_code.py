@@ -30,8 +30,9 @@ from qkeel.spec import METHODS
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*tutorial*.md")),
-    *sorted((ROOT / "docs/how-to").glob("*.md")),
+    ROOT / "docs/quickstart.md",
+    *sorted((ROOT / "docs/tutorials").glob("*.md")),
+    *sorted((ROOT / "docs/guides").glob("*.md")),
 ]
 # Names of other programs and libraries, and of files of the reader's own: nothing here can say whether they are right.
 OTHERS = {

@@ -1,6 +1,6 @@
 """Every target in a forked process of its own, and the page of what was found.
 
-python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--out docs/foreign.md]
+python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--out FILE]
 """
 
 from __future__ import annotations

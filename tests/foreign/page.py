@@ -1,4 +1,4 @@
-"""docs/foreign.md: what is asked of each target, and the table of answers."""
+"""internals/foreign.md: what is asked of each target, and the table of answers."""
 
 from __future__ import annotations
 

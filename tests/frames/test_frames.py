@@ -132,7 +132,10 @@ def test_figures_show_what_was_recorded(run: Path) -> None:
     steps = np.arange(100, 1100, 100)
     grows = History(steps=steps, values={}, heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))})
     assert grows.plot("forecast").get_title().startswith("passes 1e4 at step 5,000")
-    for exponent, title in ((0.1, "does not pass 1e4 by step 10,000 if it goes on as now"), (2, "is over 1e4 already")):
+    for exponent, title in (
+        (0.1, "does not pass 1e4 by step 10,000 if it continues as now"),
+        (2, "is over 1e4 already"),
+    ):
         values = (2.0 * steps**exponent)[:, None, None]
         assert History(steps=steps, values={}, heads={"max_logit": values}).plot("forecast").get_title() == title
     assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
@@ -159,9 +162,9 @@ def test_what_is_shown_is_short() -> None:
     assert shown[3] == "<AttentionSite 'blocks.0': 2 heads of 4, weights known>"
     monitor.close()
     assert repr(monitor).endswith(", closed>")
-    assert repr(Handle(lambda: None)) == "<Handle: in force, remove() undoes it>"
+    assert repr(Handle(lambda: None)) == "<Handle: active, remove() undoes it>"
     model = small()
     handle = qkeel.apply("lalr", model, torch.optim.AdamW(model.parameters()), example=batch(0))
-    assert repr(handle) == "<Handle of lalr: in force, remove() undoes it>"
+    assert repr(handle) == "<Handle of lalr: active, remove() undoes it>"
     handle.remove()
     assert repr(handle) == "<Handle of lalr: removed>"

@@ -1,4 +1,4 @@
-"""What docs/theory.md says, simulated."""
+"""What research/theory.md says, simulated."""
 
 from __future__ import annotations
 

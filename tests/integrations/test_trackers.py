@@ -118,7 +118,7 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
 def test_every_sink_takes_samples_alarms_and_an_end_and_has_its_row_in_the_docs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sinks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "trackers.md").read_text(encoding="utf-8")
     assert f"\n| `{name}:" in page
     if name in OUTSIDE:  # each has a test of its own, with a stand-in of the library
         return

@@ -134,7 +134,7 @@ def test_a_conflict_says_which_site_and_which_remedy_is_in_force() -> None:
     model = decoder()
     optimizer = adamw(model)
     apply("lalr", model, optimizer)
-    with pytest.raises(RefusedError, match=r"qk_norm at blocks.0.attention, where lalr is in force: a norm on q and k"):
+    with pytest.raises(RefusedError, match=r"qk_norm at blocks.0.attention, where lalr is active: a norm on q and k"):
         apply("qk_norm", model, optimizer)
 
 

@@ -59,7 +59,7 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec: s
     assert "next pass" in repr(handle)
     train(shown, first, 0, 4)
     train(own, second, 0, 4)
-    assert "in force" in repr(handle)
+    assert "active, " in repr(handle)
     assert equal(shown, own)
     assert monitor is None or monitor.active
     handle.remove()
@@ -81,7 +81,7 @@ def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec: str) ->
         train(own, second, 0, 2)
         qkeel.apply(spec, shown, first, example=batch(1))
         handle = qkeel.apply(spec, own, second)
-        assert "in force" in repr(handle)
+        assert "active, " in repr(handle)
         train(shown, first, 2, 5)
         train(own, second, 2, 5)
         assert equal(shown, own)

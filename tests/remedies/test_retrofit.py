@@ -374,7 +374,7 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
     logits = model(batches[0]).logits
     assert (loaded.eval()(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
     handle = qkeel.apply("final_softcap:module=lm_head", model, example=batches[0])
-    with handle, pytest.raises(RefusedError, match="final_softcap is in force"):
+    with handle, pytest.raises(RefusedError, match="final_softcap is active"):
         qkeel.export(model, "qwen3", tmp_path / "c")
     with pytest.raises(RefusedError, match="over all heads"):
         qkeel.export(model, "olmo2", tmp_path / "c")

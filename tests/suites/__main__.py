@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds of one family in one mode")
-    parser.add_argument("--out", type=Path, default=Path("docs/suites.md"))
+    parser.add_argument("--out", type=Path, default=Path("internals/suites.md"))
     given = parser.parse_args(arguments)
     wanted = given.only or ["transformers", "samples", "optimizers"]
     lines, wrong = [_INTRODUCTION, _versions(), ""], 0

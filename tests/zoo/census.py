@@ -1,6 +1,6 @@
 """All architectures of both tables, one forked process each, and the page of what was found.
 
-python -m tests.zoo.census [--jobs 2] [--tables causal,others] [--only llama,gpt2] [--out docs/zoo.md]
+python -m tests.zoo.census [--jobs 2] [--tables causal,others] [--only llama,gpt2] [--out internals/zoo.md]
 """
 
 from __future__ import annotations

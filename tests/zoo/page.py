@@ -1,4 +1,4 @@
-"""docs/zoo.md: what counts as a pass, and the two tables."""
+"""internals/zoo.md: what counts as a pass, and the two tables."""
 
 from __future__ import annotations
 

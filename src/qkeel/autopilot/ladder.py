@@ -14,7 +14,7 @@ from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.alarms.rules import Approach, Ceiling, EntropyCollapse, Growth, Outlook
 from qkeel.options import Count, Positive, settle
 
-# What makes it act: the alarms whose quality docs/alarms.md measures, but none of the notices, which healthy runs have.
+# What makes it act: the alarms whose quality research/alarms.md measures, and no notices, which healthy runs have too.
 RULES: tuple[Rule, ...] = (
     Outlook(),
     Growth(),

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         print("error: " + _about_commas(_before_dashes(arguments), " ".join(said.split())), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
-        print(f"interrupted. Go on with: {command_line()}", file=sys.stderr)
+        print(f"interrupted. Resume with: {command_line()}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `qkeel presets | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

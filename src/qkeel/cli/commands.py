@@ -13,7 +13,7 @@ HELP_ALL = "--help-all"  # as --help, with the options that few need
 COMMANDS = {
     "run": (
         "run:run",
-        "Train once, recording the logits of every head; the same command goes on after an interruption.",
+        "Train once, recording the logits of every head; the same command resumes it after an interruption.",
     ),
     "study precision": (
         "studies.study_precision:study_precision",
@@ -51,7 +51,7 @@ COMMANDS = {
         "convert:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
-    "explain": ("names:explain_command", "Print the formula that a preset or remedy puts in force, and its source."),
+    "explain": ("names:explain_command", "Print the formula of a preset or a remedy, and its source."),
     "presets": ("names:list_presets", "List the published attention recipes."),
     "remedies": ("names:list_remedies", "List the remedies."),
     "completion": ("app:completion", "Print the script that completes commands and options in bash, zsh or fish."),

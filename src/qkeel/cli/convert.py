@@ -21,7 +21,7 @@ def convert(
 ) -> int:
     """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
 
-    The norms are put in by qkeel.retrofit(model, "qk_norm", batches) and saved by save_pretrained. Nothing is run or
+    The norms come from qkeel.retrofit(model, "qk_norm", batches) and saved by save_pretrained. Nothing is run or
     unpickled; what the architecture cannot compute is refused with the reason.
 
     Args:

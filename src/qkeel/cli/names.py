@@ -23,7 +23,7 @@ def list_remedies() -> int:
 
 
 def explain_command(name: str, /) -> int:
-    """Print the formula that a preset or remedy puts in force, and its source.
+    """Print the formula of a preset or a remedy, and its source.
 
     Args:
         name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.

@@ -31,7 +31,7 @@ def run(
     fail_on_collapse: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     flags: Annotated[RunFlags, Parameter(name="*")] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
-    """Train once, recording the logits of every head; the same command goes on after an interruption.
+    """Train once, recording the logits of every head; the same command resumes it after an interruption.
 
     Args:
         recipe: TOML file of settings; flags go over it.

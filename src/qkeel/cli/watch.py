@@ -76,7 +76,7 @@ def watch(
         when: The steps to measure.
         out: Directory of the run; where it holds something, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
-        live: Serve the page of the run while it goes on, on this port of this machine or on a free one.
+        live: Serve the page of the run while it trains, on this port of this machine or on a free one.
         query_mask: Keyword argument of the model's forward that says which rows count, like attention_mask.
         apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script stays as it is.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.

@@ -68,7 +68,7 @@ def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
     return half and gradient and _cpu_capability() == "AVX2"
 
 
-# `qkeel bench --size full` measures the times that the reasons give; docs/choice.md has their table. The first
+# `qkeel bench --size full` measures the times that the reasons give; internals/choice.md has their table. The first
 # preference that holds counts.
 PREFERENCES: tuple[Preference, ...] = (
     Preference(

@@ -28,6 +28,9 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
     Args:
         differences: one finite number a seed. level: coverage that is asked for, between 0 and 1.
 
+    Raises:
+        InvalidValueError: a difference is not finite, or the level is not between 0 and 1.
+
     Source: Hartigan 1969, Using subsample values as typical values.
 
     >>> exact_interval([1.0, 2.0, 4.0], level=0.75)
@@ -102,6 +105,9 @@ def common_level(decided: Callable[[float], int], rows: int, error: float, looks
     Args:
         decided: how many rows intervals at a level decide. rows: how many there are. error: between 0 and 1. looks: how
             often rows are looked at, at most, while seeds are added.
+
+    Raises:
+        InvalidValueError: a number is outside of its range.
 
     Source: Benjamini & Hochberg 1995; for intervals Benjamini & Yekutieli 2005, False coverage rate.
     """

@@ -26,6 +26,7 @@ class Status(StrEnum):
 class Health:
     """A verdict, the sentence that gives its number and its threshold, and the rows of a table: layer by layer.
 
+    `status` is the verdict as a word, and `columns` are the titles of the table.
     `largest` is the largest attention logit (nats) that was seen, or that weights allow; NaN where neither is known.
     """
 

@@ -502,7 +502,7 @@ def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
         for other in _applied(site).values():
             refusal = other.holds(site)
             if refusal is not None:
-                raise RefusedError(f"{remedy.name} at {where(site)}, where {other.name} is in force: {refusal}")
+                raise RefusedError(f"{remedy.name} at {where(site)}, where {other.name} is active: {refusal}")
 
 
 def _applied(site: AttentionSite) -> dict[str, Remedy]:

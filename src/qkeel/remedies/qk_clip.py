@@ -32,7 +32,7 @@ from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled
-_OFF = "qk_clip failed while it read logits and clips no more: {}. Training goes on without it"
+_OFF = "qk_clip failed while it read logits and clips no more: {}. Training continues without it"
 
 
 @final

@@ -47,7 +47,7 @@ class Fix:
 
 
 _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
-_WHY = "  (the forward pass stays as it is, so a checkpoint can go on; in a new training try qk_norm first)"
+_WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new training try qk_norm first)"
 
 
 @final

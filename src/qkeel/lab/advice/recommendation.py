@@ -102,7 +102,7 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     """Returns what logits to expect of a configuration, and which remedy, from runs that were measured.
 
     ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes; the fit, its test on sizes that it never
-    saw, and the coverage of its intervals are in docs/results/drift-law.md; those of gains in docs/results/gains.md.
+    saw, and the coverage of its intervals are in research/results/drift-law.md; gains in research/results/gains.md.
 
     Args:
         source: a configuration, or a path: of a config.json of transformers or the folder with it, of a recipe, or of

@@ -99,7 +99,7 @@ def study(
     jobs: int = 1,
     contexts: LongContexts | None = None,
 ) -> StudyResult:
-    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, killed ones go on.
+    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, killed ones resume.
 
     >>> base = RunConfig(steps=1, eval_sequences=1)
     >>> len(study("lr", remedies=["none"], lrs=[0.01], seeds=[0], out="a", base=base).table)

@@ -51,11 +51,11 @@ def note(text: str) -> Note:
     """Describes the remedy of a run, with its source.
 
     >>> note("autopilot").source
-    'docs/autopilot.md'
+    'docs/guides/autopilot.md'
     """
     if not _is_autopilot(text):
         return remedies.note(text)
-    return Note("watches the run and applies qk_clip and lalr to the heads that need it", "docs/autopilot.md")
+    return Note("watches the run and applies qk_clip and lalr to the heads that need it", "docs/guides/autopilot.md")
 
 
 def rules(text: str) -> list[str]:

@@ -136,7 +136,7 @@ def request(base: RunConfig, default: Grid, given: Given) -> Request:
 
 STUDY = Study(
     help="A model of 3 layers (6 of GAU) of width 64 learns for 300 steps of 16 texts at rate 0.01 unless flags say "
-    "otherwise. Finished runs are kept, killed ones go on; the directory takes more forms, seeds, methods and lengths "
+    "otherwise. Finished runs are kept, killed ones resume; the directory takes more forms, seeds, methods and lengths "
     "later.",
     grid=DEFAULT,
     runs=runs,

@@ -16,7 +16,7 @@ DEFAULT = Grid(
 # Source: Anson & Aitchison 2025, arXiv 2511.21377, section 4: remedies on MHA and MLA under Muon.
 STUDY = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 and 0.3. "
-    "Finished runs are kept, killed ones go on, and the directory takes more of everything later.",
+    "Finished runs are kept, killed ones resume, and the directory takes more of everything later.",
     grid=DEFAULT,
     runs=parts,
     options=(

@@ -57,8 +57,8 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 STUDY = Study(
     help="By default text alone and text mixed with handwritten digits; none, qk_norm, swin_norm and what held "
-    "Chameleon 7B and 34B; rates 0.01 and 0.1. Finished runs are kept, killed ones go on, and the directory takes more "
-    "later.",
+    "Chameleon 7B and 34B; rates 0.01 and 0.1. Finished runs are kept, killed ones resume, and the directory takes "
+    "more later.",
     grid=DEFAULT,
     runs=runs,
     base=BASE,

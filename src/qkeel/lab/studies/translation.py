@@ -19,7 +19,7 @@ BASE = RunConfig(
 )
 STUDY = Study(
     help="By default none, the norm of the first paper, qk_norm and lalr:tau=0.1 at 0.003, 0.01, 0.03 and 0.1, on 1000 "
-    "pairs of 48 bytes. Finished runs are kept, killed ones go on, and the directory takes more later.",
+    "pairs of 48 bytes. Finished runs are kept, killed ones resume, and the directory takes more later.",
     grid=DEFAULT,
     runs=parts,
     base=BASE,

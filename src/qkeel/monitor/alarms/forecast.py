@@ -21,7 +21,7 @@ WINDOW = 10.0  # the fit looks at the last decade of the clock: before, in a lon
 VAGUE = 10.0  # times the low end of an interval; beyond it a forecast says only what will not happen so soon
 FARTHEST = 50.0  # in ln clock; further than any training goes
 # The interval is measured, not derived: residuals of one run are no independent draws, and what bends the curve
-# later is not in them. Calibrated on the tuning seeds of docs/alarms.md; its coverage is measured on others.
+# later is not in them. Calibrated on the tuning seeds of research/alarms.md; its coverage is measured on others.
 _SLACK = (0.1, 0.12)
 _SLACK_PER_DISTANCE = (0.45, 0.55)
 
@@ -115,7 +115,7 @@ def forecast(
         rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
 
     Source: EXPERIMENTS of this project (logits of small runs drift as a power of steps); the clock and the interval
-    are this project's, measured in docs/alarms.md.
+    are this project's, measured in research/alarms.md.
     """
     followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)

@@ -139,7 +139,7 @@ class History:
         elif len(self) < LEAST_POINTS:
             title = f"{len(self)} records are too few for a forecast; it takes {LEAST_POINTS}"
         elif found is None or farthest < found.step < np.inf:
-            title = f"does not pass 1e4 by step {farthest:,.0f} if it goes on as now"
+            title = f"does not pass 1e4 by step {farthest:,.0f} if it continues as now"
         else:
             title = str(found)
             figures.draw_forecast(ax, found.threshold, (now, value), (found.low, found.step, found.high), farthest)

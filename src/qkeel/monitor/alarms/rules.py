@@ -1,7 +1,7 @@
 """Alarm rules on logits and entropy.
 
 A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises it,
-and how often without a reason, is measured in docs/alarms.md. Thresholds are in thresholds.py.
+and how often without a reason, is measured in research/alarms.md. Thresholds are in thresholds.py.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Growth(Rule):
 
     By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm.
     The forecast is of the largest logit of the run, whichever head has it: its course is smoother than a single
-    head's, and its intervals hold (docs/alarms.md). The alarm names the head that has it now.
+    head's, and its intervals hold (research/alarms.md). The alarm names the head that has it now.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
     factor: float = thresholds.GROWTH_FACTOR
     horizon: float = thresholds.HORIZON
-    source: str = "docs/alarms.md: chosen on the tuning seeds there, measured on others"
+    source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
         now = self._ahead(history)
@@ -75,7 +75,7 @@ class Growth(Rule):
 class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (docs/alarms.md).
+    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md).
     """
 
     threshold: float
@@ -120,7 +120,7 @@ class Outlook(Rule):
     threshold: float = thresholds.OUTLOOK
     floor: float = thresholds.OUTLOOK_FLOOR
     factor: float = thresholds.OUTLOOK_FACTOR
-    source: str = "docs/alarms.md: chosen on the tuning seeds there, measured on others"
+    source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
         planned, top = history.planned, largest(history, "max_logit")
@@ -144,11 +144,11 @@ class EntropyCollapse(Rule):
     """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
 
     Of a layer, not of a head: healthy models have heads that attend to one key. Half of what counts as collapsed for a
-    whole model: one layer gets to 0.1 in runs that end hardly behind (docs/alarms.md).
+    whole model: one layer gets to 0.1 in runs that end hardly behind (research/alarms.md).
     """
 
     threshold: float = thresholds.ENTROPY
-    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: docs/alarms.md, tuning seeds"
+    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: research/alarms.md, tuning seeds"
 
     def check(self, history: History) -> Alarm | None:
         means = _layer_means(history)

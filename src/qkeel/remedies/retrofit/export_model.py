@@ -87,7 +87,7 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     strange = in_force(plain) - _HARMLESS
     if strange:
         raise RefusedError(
-            f"{', '.join(sorted(strange))} is in force on this model, and the files of {to} would not say so; remove() "
+            f"{', '.join(sorted(strange))} is active on this model, and the files of {to} would not say so; remove() "
             "its handle, or fold() what can be folded, first"
         )
     tied = bool(config.get("tie_word_embeddings"))  # the head is then made by who loads the embedding

@@ -143,7 +143,7 @@ def without_result(study: StudyData) -> Markup:
 
 
 WAITING = {
-    RunStatus.STARTED: ("unfinished", "They are still running or were stopped; the same command goes on with them."),
+    RunStatus.STARTED: ("unfinished", "They are still running or were stopped; the same command resumes them."),
     RunStatus.MISSING: ("missing", "They are planned, but have no directory yet; the same command runs them."),
 }
 
