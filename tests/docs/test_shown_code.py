@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
@@ -69,7 +70,15 @@ def spans(page: Path) -> list[str]:
     return list(dict.fromkeys(code.replace(r"\|", "|") for code in re.findall(r"`([^`\n]+)`", text)))
 
 
-SHOWN = [(str(page.relative_to(ROOT)), code) for page in PAGES for code in spans(page)]
+# README is checked span by span. Elsewhere those spans are that name a command, a call or a flag of qkeel: what other
+# code a guide quotes, such as module names of a foreign model, nothing here can know.
+OF_QKEEL = re.compile(r"(qkeel[ .\w]|--[a-z]|make [a-z]|pip install |watch\(|apply\(|find_sites\().*")
+SHOWN = [
+    (str(page.relative_to(ROOT)), code)
+    for page in PAGES
+    for code in spans(page)
+    if page == PAGES[0] or OF_QKEEL.match(code)
+]
 
 
 class Model(nn.Module):
@@ -248,10 +257,42 @@ def known_flags() -> str:
     return done.stdout + script
 
 
+@functools.cache
+def known_parameters() -> str:
+    """The text of the commands and of the configurations whose fields are flags."""
+    folders = (ROOT / "src/qkeel/cli", ROOT / "src/qkeel/lab")
+    return "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+
+
 def is_flag(code: str) -> bool:
-    """Whether flags, with values or not, are those of the watcher or of the example script."""
+    """Whether flags, with values or not, are those of a command or of the example script."""
     flags = FLAGS.findall(code)
-    return code.startswith("--") and bool(flags) and all(re.search(rf"{flag}\b(?!-)", known_flags()) for flag in flags)
+    if not code.startswith("--") or not flags:
+        return False
+    return all(
+        re.search(rf"{flag}\b(?!-)", known_flags())
+        or re.search(rf"\b{flag[2:].replace('-', '_')}\b *[:=]|\"{flag}\"", known_parameters())
+        for flag in flags
+    )
+
+
+def is_call(code: str) -> bool:
+    """Whether a call names a function of qkeel and keywords that it takes; its other arguments are the reader's own."""
+    try:
+        call = ast.parse(code.replace("…", "x"), mode="eval").body
+    except SyntaxError:
+        return False
+    while isinstance(call, ast.Attribute):
+        call = call.value
+    if not isinstance(call, ast.Call):
+        return False
+    function: Any = Namespace()["qkeel"]
+    for name in ast.unparse(call.func).removeprefix("qkeel.").split("."):
+        function = getattr(function, name) if hasattr(function, name) else importlib.import_module(f"qkeel.{name}")
+    taken = inspect.signature(function).parameters.values()
+    names = {one.name for one in taken}
+    options = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken)
+    return all(one.arg in names or options for one in call.keywords)
 
 
 def is_target(code: str) -> bool:
@@ -287,6 +328,9 @@ def test_what_a_page_names_is_there_and_its_calls_run(page: str, code: str, tmp_
         assert is_known(code), (
             f"{page}: `{code}` is nothing that qkeel knows; add what it is to OTHERS if it is another's"
         )
+        return
+    if page != "README.md":
+        assert is_call(code) or is_command(code), f"{page}: `{code}` names no call of qkeel with such keywords"
         return
     if "(…)" in code:
         assert is_named(code.replace("(…)", ""))
