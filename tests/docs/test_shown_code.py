@@ -22,6 +22,7 @@ from torch import nn
 import qkeel
 from qkeel.autopilot import autopilot
 from qkeel.cli.app import make_app
+from qkeel.cli.commands import commands
 from qkeel.monitor.monitor import Monitor
 from qkeel.records import HEAD_FIELDS
 from qkeel.registry import parse
@@ -72,7 +73,7 @@ def spans(page: Path) -> list[str]:
 
 # README is checked span by span. Elsewhere those spans are that name a command, a call or a flag of qkeel: what other
 # code a guide quotes, such as module names of a foreign model, nothing here can know.
-OF_QKEEL = re.compile(r"(qkeel[ .\w]|--[a-z]|make [a-z]|pip install |watch\(|apply\(|find_sites\().*")
+OF_QKEEL = re.compile(r"(qkeel[ .\w]|--[a-z]|make [a-z]|pip install \"?qkeel|watch\(|apply\(|find_sites\().*")
 SHOWN = [
     (str(page.relative_to(ROOT)), code)
     for page in PAGES
@@ -165,8 +166,8 @@ def is_command(code: str) -> bool:
     if not start:
         return False
     rest = ["x" if word.isupper() and len(word) > 1 else word for word in words[start:]]
-    if rest in (["watch"], ["study"], []):
-        return True
+    if rest in (["study"], []) or (len(rest) == 1 and rest[0] in commands()) or (rest[-1:] and is_flag(rest[-1])):
+        return True  # named, without what it takes
     make_app(rest).parse_args(rest, exit_on_error=False, print_error=False)
     return True
 
@@ -282,8 +283,8 @@ def is_call(code: str) -> bool:
         call = ast.parse(code.replace("…", "x"), mode="eval").body
     except SyntaxError:
         return False
-    while isinstance(call, ast.Attribute):
-        call = call.value
+    while isinstance(call, ast.Attribute) or (isinstance(call, ast.Call) and "(" in ast.unparse(call.func)):
+        call = call.value if isinstance(call, ast.Attribute) else call.func
     if not isinstance(call, ast.Call):
         return False
     function: Any = Namespace()["qkeel"]
