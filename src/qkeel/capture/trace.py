@@ -145,10 +145,12 @@ class ModelTrace:
         by, as [b g s d].
         """
         names = names_of(self.model)
-        return {
-            name: _value_slices(first.sighting, self.values.get(name), names)
-            for name, (first, *_) in self.calls.items()
-        }
+        # A view that is made here belongs to the graph of the pass, whatever mode the caller is in.
+        with torch.inference_mode(False), torch.enable_grad():
+            return {
+                name: _value_slices(first.sighting, self.values.get(name), names)
+                for name, (first, *_) in self.calls.items()
+            }
 
 
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
