@@ -195,9 +195,12 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None
         for line in sorted(set(lines.values())):
             fresh = make()
             optimizer = torch.optim.AdamW(fresh.parameters())
-            exec(line, {"qkeel": qkeel, "model": fresh, "optimizer": optimizer, "batch": x})
-            fresh(x).square().mean().backward()
-            optimizer.step()
+            with watch(fresh, optimizer, rules=[]):  # the script is watched when a line is pasted into it
+                fresh(x).square().mean().backward()
+                optimizer.step()
+                exec(line, {"qkeel": qkeel, "model": fresh, "optimizer": optimizer, "batch": x})
+                fresh(x).square().mean().backward()
+                optimizer.step()
         if kind == "Qwen3's norms":  # its gains are known, so the line names them
             assert "endswith(('q_norm', 'k_norm'))" in lines["gain growth"]
 

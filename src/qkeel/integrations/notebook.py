@@ -30,8 +30,8 @@ class NotebookSink(Sink):
 
     def _library(self) -> Any:
         with needed("the notebook sink", "ipython"):
-            import IPython.display  # pyright: ignore[reportMissingImports]
-        return IPython.display
+            from IPython import display  # pyright: ignore[reportMissingImports]
+        return display
 
     def open(self, about: Mapping[str, object]) -> None:
         """Make the place in the cell's output."""
