@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import forked
+from tests.cli import answers
 
 import qkeel
 from qkeel.cli.app import main, make_app
@@ -252,8 +253,8 @@ def test_the_script_of_a_shell_has_every_command_and_its_options(shell: str, cap
     script = capsys.readouterr().out
     for command in commands():
         assert command.split()[-1] in script, command
-    for option in ("--remedy", "-l remedy", "--every-head", "-l every-head"):
-        assert (option in script) == ((shell == "fish") == option.startswith("-l")), option
+    for option in ("remedy", "every-head"):
+        assert (f"-l {option}" if shell == "fish" else f"--{option}") in script, option
     assert script.endswith('\n_cyclopts_qkeel "$@"\n') == (shell == "zsh")
 
 

@@ -76,7 +76,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
 }
 # Other studies are made as the first is, other readers read as the second.
 QUICK = ("study lr", "report", "watch", "merge")
-NO_PATHS = ("explain", "presets", "remedies", "bench", "completion")
+NO_PATHS = ("explain", "presets", "remedies", "bench", "completion", "check", "figures")
 
 
 SCRIPT = """

@@ -167,7 +167,7 @@ def test_a_remedy_that_cannot_be_applied_ends_the_script_in_one_sentence(tmp_pat
     assert "Traceback" not in result.stderr
     unknown = watched(["python", "train.py"], tmp_path, "--apply", "qknorm", start=forked.python)
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert "Did you mean 'qk_norm'?" in unknown.stderr
+    assert "Did you mean 'qk_norm'" in unknown.stderr
     both = watched(["python", "train.py"], tmp_path, "--apply", "qk_norm", "--autopilot", start=forked.python)
     assert both.returncode == 2
     assert "expected --apply or --autopilot, got both" in both.stderr
@@ -328,7 +328,7 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
     script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))\nraise SystemExit(9)")
     assert here(["--", "train.py"], monkeypatch, tmp_path) == 9
     directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
-    assert len(directory.metrics()) == 1
+    assert [one["step"] for one in directory.metrics()] == [0, 2]  # every second of the first steps
     assert directory.status is RunStatus.STARTED
 
 

@@ -323,6 +323,7 @@ NOT_NEUTRAL = {
     "log_n": "a factor that is 1 at one length only",
     "sigmoid": "no sigmoid is a softmax",
     "softpick": "it has no parameter",
+    "frozen_qk": "it has no parameter",
     "swin_norm": "the norms stand elsewhere",
     "peri_norm": "a norm fixes the size of the branches",
 }

@@ -180,5 +180,5 @@ def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "PIL", None)
     (tmp_path / "a.png").write_bytes(b"")
     source = listed(tmp_path / "all.jsonl", {"path": "a.png", "text": "a"})
-    with pytest.raises(MissingLibraryError, match=r"pip install 'qkeel\[images\]'"):
+    with pytest.raises(MissingLibraryError, match=r"pip install 'qkeel\[data\]'"):
         load_pictures(source, 8)

@@ -200,6 +200,7 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         patch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+        patch.setattr(os, "unlink", lambda *args, **kwargs: None)
         with pytest.raises(Crash):
             run(tiny(), tmp_path / "r")
     assert list((tmp_path / "r").glob(".config.json.*"))

@@ -47,7 +47,6 @@ def test_no_digit_of_a_float_is_lost(x: float) -> None:
         ("a:x=1e+2+b", [("a", {"x": 100.0}), ("b", {})]),
         ("a:x=1E+2,y=2+b:z=3", [("a", {"x": 100.0, "y": 2}), ("b", {"z": 3})]),
         (" a:x=1 , y=2 + b ", [("a", {"x": 1, "y": 2}), ("b", {})]),
-        ("log_n:", [("log_n", {})]),
     ],
 )
 def test_spec_strings_by_hand(text: str, expected: list[tuple[str, dict[str, object]]]) -> None:

@@ -234,7 +234,10 @@ def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(t
     assert (rows.smallest == -torch.inf).all()
 
 
-def test_a_foreign_model_is_watched_by_one_kernel_a_layer(through_triton: list[Any]) -> None:
+def test_a_foreign_model_is_watched_by_one_kernel_a_layer(
+    through_triton: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "0")  # the kernels of a CPU are no GPU's
     model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.0), torch.randn(2, 9, 32)
     found = []

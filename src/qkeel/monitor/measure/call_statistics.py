@@ -16,6 +16,7 @@ from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.found import Found, FoundExtremes, FoundStats
 from qkeel.kernels.stats.logsumexp import sample_rate
 from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes, find_plain_rows, sampled_stats
+from qkeel.kernels.triton import available
 from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.spec import AttentionCall
@@ -50,7 +51,7 @@ class CallStatistics:
 
     def _few(self, call: AttentionCall) -> Found | None:
         """Largest logits and entropies; None where only the pass for everything finds them."""
-        if call.q.is_cpu:
+        if not available.usable(call.q.device):
             return None
         rate = sample_rate(str(self._wanted))
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
