@@ -5,7 +5,7 @@ positions and sinks. Every error says what was expected for which name, and what
 with the nearest one.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # pyright: ignore[reportAssignmentType]
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
     if isinstance(value, str) and value.encode("utf-8", "replace").decode("utf-8") != value:
         raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename what it names")
     for bound in bounds:
-        check_bound(value, bound, name)
+        check_bound(value, bound, name)  # pyright: ignore[reportArgumentType]
     return value
 
 

@@ -69,8 +69,8 @@ def figures(
     if not 0.5 <= width <= 50:
         raise InvalidValueError(f"expected a width from 0.5 to 50 inches, got {width:g}")
     with needed("figures", "'qkeel[plot]'"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+        from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     (given,) = as_paths(path)
     drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(collect(given, baseline))
     written = []
@@ -119,7 +119,7 @@ def _layers(
 ) -> None:
     """Lines [n layers] by depth, with their names at their ends where there is room for them."""
     shades = np.linspace(0.05, 0.85, max(2, len(names)))
-    from matplotlib import colormaps
+    from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
     finite = lines[np.isfinite(lines)]
     for line, name, shade in zip(lines.T, names, shades, strict=False):
@@ -138,7 +138,7 @@ def _layers(
 
 def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> None:
     """The last record as a map, symmetric and logarithmic on both sides of zero where both signs are there."""
-    from matplotlib import colors
+    from matplotlib import colors  # pyright: ignore[reportMissingImports]
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     both = low < 0 < high

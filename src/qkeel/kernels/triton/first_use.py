@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from qkeel.functional.norms import rms_norm
-from qkeel.functional.rope import rotate
+from qkeel.functional.rope import Pairing, rotate
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
 from qkeel.kernels.triton import adam_lines, heads, norm_rope, norm_rope_two, sampled, statistics
@@ -77,7 +77,8 @@ def _norm_and_rope(draw: _Drawn) -> Pairs:
     """Norm and rotation of half and of interleaved pairs, of one tensor and of two, forward and backward."""
     angles = draw(1, 1, 5, 16, dtype=torch.float32)
     table = angles.cos(), angles.sin()
-    for step, pairing in ((1, "half"), (2, "interleaved")):
+    ways: tuple[tuple[int, Pairing], ...] = ((1, "half"), (2, "interleaved"))
+    for step, pairing in ways:
         q, k, gain = (x.requires_grad_() for x in (draw(2, 3, 5, 40), draw(2, 1, 5, 40), draw(40)))
         above = draw(2, 3, 5, 40), draw(2, 1, 5, 40)
         expected = [rotate((rms_norm(x.float(), _EPS) * gain.float()), *table, pairing) for x in (q, k)]
