@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -16,13 +17,19 @@ from qkeel.errors import RefusedError
 from qkeel.kernels import flex
 from qkeel.kernels.choose import explain_choice
 from qkeel.kernels.flex import Flex, visible
-from qkeel.spec import ALiBi, AttentionSpec, SlidingWindow, Softcap
+from qkeel.spec import ALiBi, AttentionSpec, SlidingWindow, Softcap, cap
 from qkeel.spec.call import make_call
 
 pytestmark = [  # of torch about its own form on a CPU
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention compiles the cap, and torch.compile takes no function whose annotations are checked at run time."""
+    monkeypatch.setattr(cap, "softcap", inspect.unwrap(cap.softcap))
 
 
 @pytest.fixture
