@@ -118,7 +118,8 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
         stats = {site: _only(row) for site, row in zip(_names(layers), top)}
 
         def run() -> None:
-            tap._stats["train"].stats.update(stats)
+            for site, one in stats.items():
+                tap._stats["train"].add(site, one, None)
             for hook in (*before, *after):
                 hook(clipped, (), {})
 

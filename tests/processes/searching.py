@@ -131,7 +131,11 @@ def late_processes() -> None:
             searched(model, torch.zeros(2, 4, dtype=torch.long) if dist.rank() == 0 else Floats())
         distributed.barrier()
         with pytest.raises(QkeelError, match="call different things"):
-            searched(model) if dist.rank() == 0 else qkeel.apply("qk_lr", model, torch.optim.SGD(model.parameters()))
+            if dist.rank() == 0:
+                searched(model)
+            else:
+                example = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
+                qkeel.apply("qk_lr", model, torch.optim.SGD(model.parameters()), example=example)
     distributed.barrier()
     assert all(site.verified for site in searched(model))
 

@@ -443,7 +443,10 @@ def _passed(
     model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
     """A pass below torch's functions, or without that where it fails; its error, and why the one below them failed."""
-    given = copied(args), copied(kwargs)
+    try:
+        given = copied(args), copied(kwargs)
+    except Exception as error:  # what is no tensor may refuse to be copied
+        raise _failed(model, f"{type(error).__name__}: {error}") from error
     reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep)
     below = _failure(reading, undo)
     if below is None or read == "plain norms":
