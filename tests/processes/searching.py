@@ -30,6 +30,11 @@ def searched(model: nn.Module, example: Tensor | None = None) -> Sites:
     return qkeel.find_sites(model, input_ids=tokens, use_cache=False)
 
 
+def remedied(model: nn.Module) -> None:
+    example = {"input_ids": wrapped.batch(0)[:2]}
+    qkeel.apply("qk_lr", model, torch.optim.SGD(model.parameters()), example=example)
+
+
 @contextmanager
 def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[list[int]]:
     """Process 1 fails in the call of this number of a module, and in all later ones; yields the number of calls."""
@@ -131,11 +136,7 @@ def late_processes() -> None:
             searched(model, torch.zeros(2, 4, dtype=torch.long) if dist.rank() == 0 else Floats())
         distributed.barrier()
         with pytest.raises(QkeelError, match="call different things"):
-            if dist.rank() == 0:
-                searched(model)
-            else:
-                example = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
-                qkeel.apply("qk_lr", model, torch.optim.SGD(model.parameters()), example=example)
+            searched(model) if dist.rank() == 0 else remedied(model)
     distributed.barrier()
     assert all(site.verified for site in searched(model))
 
