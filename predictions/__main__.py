@@ -1,4 +1,4 @@
-"""`python -m predictions`: writes the pages of research/results from the committed tables; `keep` makes a table of rows."""
+"""`python -m predictions`: writes the pages of research/results from committed tables; `keep` makes a table of rows."""
 
 from __future__ import annotations
 

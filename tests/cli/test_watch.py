@@ -510,3 +510,24 @@ def test_the_trainer_of_transformers_is_watched_and_trains_to_the_same_bits(tmp_
     directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
     assert len(directory.metrics()) == 3
     assert json.dumps(directory.config()["sites"]).count("transformer.h.") == 2
+
+
+def test_a_model_that_the_script_watches_itself_gets_the_remedies_and_a_line_says_who_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    body = """
+import qkeel
+net = Net()
+monitor = qkeel.watch(net, rules=[])
+train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+print("OUT", float(net(batch(9)).detach().abs().sum()))
+"""
+    outputs = []
+    for words in ([], ["--apply", "softcap:cap=0.01"]):
+        script(tmp_path, body)
+        assert here([*words, "--", "python", "train.py"], monkeypatch, tmp_path) == 0
+        seen = capsys.readouterr()
+        assert seen.err.count("Net is watched by the script itself, so this command does not measure it") == 1
+        assert "nothing was measured: the script watches its models itself" in seen.err
+        outputs.append(float(seen.out.rpartition("OUT ")[2].split()[0]))
+    assert outputs[0] != outputs[1]

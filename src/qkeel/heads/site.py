@@ -22,7 +22,7 @@ from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
 Kind = Literal["rms", "layer", "l2"]  # of norms that bound a logit
-APPLIED = "_qkeel_applied"  # on a site's module: the remedies in force there, by name
+APPLIED = "_qkeel_applied"  # on a site's module: the remedies that are applied there, by name
 _LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in brackets
 
 

@@ -36,9 +36,15 @@ class ModelFinder(Handle):
     Optimizers and models are held weakly. In processes that the program starts nothing is looked for.
     """
 
-    def __init__(self, start: Callable[[nn.Module, Optimizer], Monitor]) -> None:
+    def __init__(
+        self,
+        start: Callable[[nn.Module, Optimizer], Monitor],
+        of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+    ) -> None:
+        """Takes what starts a watch, and what is called once for a model that the script watches itself."""
         self.optimizers = 0  # made so far
-        self._start = start
+        self._start, self._of_script = start, of_script
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
         self._pid = os.getpid()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._watches: list[_Watch] = []
@@ -57,8 +63,12 @@ class ModelFinder(Handle):
         for chain in chains(optimizer):
             old = next((w for w in self._watches if any(w.model() is module for module in chain)), None)
             if old is None:
-                if not any(map(watched, chain)):  # by the script itself
+                own = next(filter(watched, chain), None)
+                if own is None:
                     self._begin(chain, optimizer)
+                elif own not in self._seen:
+                    self._seen.add(own)
+                    self._of_script(own, optimizer)
             elif not self._steps[optimizer] and self._over(old):
                 old.end()
                 self._watches.remove(old)

@@ -54,7 +54,7 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 class MessageSink(Sink):
     """Prints the directory of the run, what alarms say, and at the end the last numbers.
 
-    Alarms of one cause are one story: the first grave one says what to do, those after it only how it goes on; of
+    Alarms of one cause are one story: the first grave one says what to do, those after it only how it continues; of
     several at one step the gravest speaks.
     """
 

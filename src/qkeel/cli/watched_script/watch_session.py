@@ -64,8 +64,9 @@ class WatchSession:
     def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
         self.plan, self.writer = plan, writer
         self._runs: list[_Run] = []
-        self._applied: list[AtNextPass] = []  # in force until the process ends
-        self._finder = ModelFinder(self._start)
+        self._applied: list[AtNextPass] = []  # kept until the process ends
+        self._by_script = False  # the script watches a model itself
+        self._finder = ModelFinder(self._start, self._of_script)
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
@@ -88,6 +89,13 @@ class WatchSession:
             _Run(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), pilot=pilot, done=done)
         )
         return monitor
+
+    def _of_script(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """A model that the script watches itself gets no second monitor, and the remedies of --apply all the same."""
+        self._by_script = True
+        self.writer(f"{type(model).__name__} is watched by the script itself, so this command does not measure it")
+        if self.plan.fix.applied:
+            self._apply(model, optimizer)
 
     def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply when the model is first called; a script that they cannot be applied to ends,
@@ -154,6 +162,8 @@ class WatchSession:
                 "the script made no torch.optim.Optimizer in this process. If it starts processes that train, start "
                 "them with torchrun instead; elsewhere call qkeel.watch(model) in it"
             )
+        if not self._runs and self._by_script:
+            return "the script watches its models itself"
         if not self._runs:
             return "no nn.Module was found that holds the parameters of the script's optimizers"
         models = ", ".join(dict.fromkeys(run.model for run in self._runs))
