@@ -53,13 +53,41 @@ with contextlib.suppress(locale.Error):
     locale.setlocale(locale.LC_ALL, "")
 
 
+def _arithmetic() -> dict[str, object]:
+    """What decides how torch and qkeel compute in this process: two runs of a test agree only where it agrees."""
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "the number of threads": torch.get_num_threads(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "denormal numbers": bool((torch.tensor([1e-39]) * 0.5 > 0).item()),
+        "compiled kernels": _compiled_kernels(),
+    }
+
+
+def _compiled_kernels() -> tuple[str, ...]:
+    """The sources of compiled kernels that this process computes with, of those that are compiled before the tests."""
+    if os.environ.get("QKEEL_NATIVE") == "0":
+        return ()
+    from qkeel.kernels import compiled_attention, compiled_decode
+    from qkeel.kernels.native import adamw, logit_pass, norm_rope, stacked_ops
+
+    kernels = (compiled_attention, compiled_decode, adamw, logit_pass, norm_rope, stacked_ops)
+    sources = [*(module.OPERATORS for module in kernels), compiled_attention.BACKWARD]
+    return tuple(source.name for source in sources if source.ready())
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Each test starts from the same seed and must leave the default dtype and grad mode as it found them."""
+    """Each test starts from the same seed and must leave what decides the arithmetic as it found it."""
     torch.manual_seed(0)
+    before = _arithmetic()
     yield
-    assert torch.get_default_dtype() is torch.float32, "a test left another default dtype behind"
-    assert torch.is_grad_enabled(), "a test left gradients switched off"
+    after = _arithmetic()
+    changed = [f"{name} ({before[name]} before, {after[name]} now)" for name in before if before[name] != after[name]]
+    assert not changed, f"a test left behind: {', '.join(changed)}"
 
 
 @pytest.hookimpl(trylast=True)
