@@ -74,8 +74,8 @@ def _compiled_kernels() -> tuple[str, ...]:
     from qkeel.kernels import compiled_attention, compiled_decode
     from qkeel.kernels.native import adamw, logit_pass, norm_rope, stacked_ops
 
-    kernels = (compiled_attention, compiled_decode, adamw, logit_pass, norm_rope, stacked_ops)
-    sources = [*(module.OPERATORS for module in kernels), compiled_attention.BACKWARD]
+    sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_decode.OPERATORS]
+    sources += [adamw.OPERATORS, logit_pass.OPERATORS, norm_rope.OPERATORS, stacked_ops.OPERATORS]
     return tuple(source.name for source in sources if source.ready())
 
 
