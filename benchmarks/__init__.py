@@ -3,7 +3,7 @@
 import os
 import sys
 
-from qkeel.cli.bench import steady
+from qkeel.cli.inspect import steady
 
 
 def settle(threads: int = 1) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.measure import Bench
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.model.optimizers import learning_rate
+from qkeel.lab.model import learning_rate
 from qkeel.metrics import collapsed
 from qkeel.monitor import (
     DEFAULT,
@@ -35,7 +35,7 @@ from qkeel.monitor import (
     Severity,
     replay,
 )
-from qkeel.monitor.alarms.forecast import forecast
+from qkeel.monitor.history import forecast
 from qkeel.records import RunDirectory, RunStatus, read_json
 
 GAP = 0.1  # nats of held-out loss behind qk_norm; a slow but healthy remedy (lalr at small rates) is up to 0.06 behind

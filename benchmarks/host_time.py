@@ -259,14 +259,14 @@ def per_layer(
 
 # The parts of a step that is watched, by the file and the function that begins them.
 PARTS = {
-    "a pass begins": ("patching/forward_passes.py", "_enter"),
-    "a pass ends": ("patching/forward_passes.py", "_leave"),
+    "a pass begins": ("patching/forward.py", "_enter"),
+    "a pass ends": ("patching/forward.py", "_leave"),
     "functions of torch inside attention, with their own time": ("see/intercept.py", "__torch_function__"),
     "statistics of calls": ("sites/tap.py", "_plain"),
     "statistics of rows, for all sites": ("calls/logit_statistics.py", "_reduce"),
     "hidden states": ("measure/hidden_norms.py", "_take"),
     "weights and gradients": ("measure/step_numbers.py", "read_weights"),
-    "the step ends": ("monitor/step_end.py", "after"),
+    "the step ends": ("monitor/monitor.py", "after"),
     "to the host": ("processes/transfer.py", "alone"),
     "from there": ("processes/transfer.py", "result"),
     "record, rules and sinks": ("record/journal.py", "add"),

@@ -1,6 +1,6 @@
 """The harness of every benchmark: its command line, its rounds, the tables it prints and the results it writes.
 
-The timing is that of `qkeel bench` (`qkeel.cli.bench`).
+The timing is that of `qkeel bench` (`qkeel.cli.inspect`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import qkeel
-from qkeel.cli.bench import Row, interleave, processor_ms
+from qkeel.cli.inspect import Row, interleave, processor_ms
 
 __all__ = ["Bench", "Case", "Cases", "Row", "about", "between", "by_native", "restored", "take_turns"]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.measure import Bench, Case, Cases
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels.native import norm_rope
+from qkeel.kernels.native import operators
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]
@@ -26,7 +26,7 @@ Own = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]  # x, gain, and 
 Shape = tuple[int, int, int, int, int]
 To = tuple[str, torch.dtype]
 COMPILED: dict[str, Own] = {
-    "qkeel, compiled C++": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, False)
+    "qkeel, compiled C++": lambda x, gain, table: operators.norm_rope(x, gain, table, 1, 1e-6, False)
 }
 
 
@@ -97,7 +97,7 @@ def token_cases() -> Cases:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
-    bench = Bench("native", __doc__, arguments, rounds=25, needs=[norm_rope.ready], peer="inductor")
+    bench = Bench("native", __doc__, arguments, rounds=25, needs=[operators.norm_rope_ready], peer="inductor")
     for shape in [(2, 16, 2, 1, 64)] if bench.toy else SHAPES:
         for kind, cases in pass_cases(Passes(shape, bench.compiled)).items():
             title = f"norm + rope, {kind}, batch tokens heads key-heads dim = {shape}"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import qkeel
 from benchmarks.measure import Bench
-from qkeel.remedies.retrofit import Fitting
-from qkeel.remedies.retrofit.predictions import Reference
+from qkeel.remedies.retrofit import RetrofitConfig
+from qkeel.remedies.retrofit.replay import Reference
 
 VOCABULARY, LENGTH = 16, 24
 
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         cells = [f"{naive:.3f}"]
         for steps, balance in ((0, False), (0, True), *(((2, True),) if toy else ((40, True), (100, True)))):
             start = time.perf_counter()
-            how = Fitting(distil=steps, balance=balance, lr=3e-3)
+            how = RetrofitConfig(distil=steps, balance=balance, lr=3e-3)
             with qkeel.retrofit(model, f"qk_norm:gain={gain}", batches, fitting=how):
                 kl = reference.gap().kl
             cells.append(f"{kl:.4f} ({naive / kl:.0f}x, {time.perf_counter() - start:.0f} s)")

@@ -9,12 +9,11 @@ import dataclasses
 import itertools
 
 from benchmarks.measure import Bench, Case, Cases
+from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model.build_model import resolve
-from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import train_step
+from qkeel.lab.model import resolve
+from qkeel.lab.stack_arithmetic import choose_arithmetic
+from qkeel.lab.training import TrainingBackend, train_step
 
 REMEDIES = (
     "none",
@@ -35,7 +34,7 @@ def configs(remedy: str, count: int) -> list[RunConfig]:
     return [resolve(dataclasses.replace(base, seed=s, optim=dataclasses.replace(base.optim, lr=lr))) for s, lr in grid]
 
 
-def steps_of(arithmetic: Arithmetic) -> Case:
+def steps_of(arithmetic: TrainingBackend) -> Case:
     """A case: the next step of a stack."""
     counter = itertools.count()
     return lambda: train_step(arithmetic, [next(counter)] * len(arithmetic.runs))
@@ -44,7 +43,7 @@ def steps_of(arithmetic: Arithmetic) -> Case:
 def step_cases(remedy: str, sizes: tuple[int, ...]) -> Cases:
     """Returns as many steps as there are runs in the largest stack, by one run alone and by stacks of several sizes."""
     most = max(sizes)
-    alone = steps_of(Arithmetic([RunState(configs(remedy, 1)[0])]))
+    alone = steps_of(TrainingBackend([RunState(configs(remedy, 1)[0])]))
     cases: Cases = {"alone": lambda: [alone() for _ in range(most)]}
     for size in sizes:
         one = steps_of(choose_arithmetic([RunState(c) for c in configs(remedy, size)]))
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench.table(f"{remedy}: {max(sizes)} steps of one run", step_cases(remedy, sizes))
     n = 2 if bench.toy else 8
     stack = choose_arithmetic([RunState(c) for c in configs("none", n)])
-    single = Arithmetic([RunState(configs("none", 1)[0])])
+    single = TrainingBackend([RunState(configs("none", 1)[0])])
     for name, alone, stacked in (("probe", single.probe, stack.probe), ("evaluate", single.evaluate, stack.evaluate)):
         cases: Cases = {"alone": lambda alone=alone: [alone() for _ in range(n)], f"stack of {n}": stacked}
         bench.table(f"none: {name} of {n} runs", cases, warmup=1)

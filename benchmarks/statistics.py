@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native, restored
-from qkeel.functional.statistics.class_stats import TokenClasses
+from qkeel.functional.class_statistics import TokenClasses
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_change, logit_maxima, logit_stats
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_change, logit_maxima, logit_stats
 from qkeel.spec.call import make_call
 
 BASE, BRACKET = "SDPA forward + backward", "bracket from the logsumexp"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Bench, Case, Cases, by_native, restored
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.nn import Attention
 from qkeel.remedies import apply
 

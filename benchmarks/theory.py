@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import qkeel
 from benchmarks.measure import Bench
-from qkeel.functional.normalizers import entropy
-from qkeel.functional.theory import softmax_jacobian_norm
+from qkeel.functional.bounds import softmax_jacobian_norm
+from qkeel.functional.logits import entropy
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data.corpus import Corpus, batch, heldout, load
+from qkeel.lab.text import Corpus, batch, heldout, load
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Rope, preset, presets
 

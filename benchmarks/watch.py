@@ -18,14 +18,13 @@ import qkeel
 from benchmarks.measure import Bench, Cases, take_turns
 from benchmarks.modules import Bare
 from qkeel import find_sites
-from qkeel.capture.bracket import BracketMode
 from qkeel.handle import Handle
 from qkeel.kernels.compiled_attention import ready
-from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
+from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
 from qkeel.nn import Attention, Decoder, DecoderConfig
-from qkeel.patching.guard import unguarded
-from qkeel.sites.tap import Tap
+from qkeel.patching.modes import unguarded
+from qkeel.sites.tap import BracketMode, Tap
 from qkeel.spec.call import make_call
 
 VOCABULARY = 512

@@ -20,10 +20,10 @@ from claims.studies import CORPORA, STUDIES
 from claims.table import EVERY
 from qkeel.errors import DataError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, RunConfig, make_plan, run_plan
-from qkeel.lab.data.corpus import load
+from qkeel.lab.checkpoint import computed_with
 from qkeel.lab.plan import Plan
 from qkeel.lab.studies import find_study
-from qkeel.lab.training.environment import computed_with
+from qkeel.lab.text import load
 from qkeel.records import RunDirectory, read_json, write_json, write_text
 
 

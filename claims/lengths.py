@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from claims.claim import SU, Cell, Claim, at_length
 from claims.studies import METHODS
-from qkeel.report.study.length_findings import ACCURACY
+from qkeel.report.study.other_findings import ACCURACY
 
 KEPT, LONG = "kept_nonrepeat", "accuracy_nonrepeat"
 YARN, NTK, REROPE = METHODS["yarn"], METHODS["ntk"], METHODS["rerope"]

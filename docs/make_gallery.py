@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-    from qkeel.frames.frame import Foreign
+    from qkeel.frames.tables import Foreign
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images" / "gallery"

@@ -28,7 +28,7 @@ from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.train_runs import run
 from qkeel.metrics import exact_interval
 from qkeel.records import read_json, write_json
-from qkeel.records.made_on import made_on
+from qkeel.records.run_directory import made_on
 
 DRAW, FILE = RESULTS / "drawn-settings.json", "drawn"
 SEED, SETTINGS, SEEDS = 20261123, 40, (6000, 6001)

@@ -21,10 +21,10 @@ from ladder.plan import CORPUS, RUNGS, Point, units
 from ladder.predict import predictions
 from ladder.rows import RESULTS, Row, append, number, point, read
 from qkeel.errors import DataError
-from qkeel.lab.data.corpus import load
+from qkeel.lab.text import load
 from qkeel.lab.train_runs import Watcher, train_runs
 from qkeel.records import RunDirectory, write_json
-from qkeel.records.made_on import made_on
+from qkeel.records.run_directory import made_on
 
 
 class Stop:

@@ -11,7 +11,7 @@ from predictions.pages import DOCS, edge_page, transfer_page, write
 from predictions.table import PLACES, tables_of
 from predictions.table import write as write_rows
 from qkeel.lab import RunConfig
-from qkeel.lab.training.environment import computed_with
+from qkeel.lab.checkpoint import computed_with
 
 PAGES = {"edge": edge_page, "transfer": transfer_page}
 # What was left out of the plan.

@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from qkeel.lab.checkpoint import identity
 from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import Grid, PlannedRun, product
 from qkeel.lab.studies import find_study
-from qkeel.lab.studies.drift import variant
+from qkeel.lab.studies.grids import variant
 from qkeel.lab.train_runs import train_runs
-from qkeel.lab.training.environment import identity
 from qkeel.records import RunDirectory
 
 KEY = ("remedy", "width", "depth", "heads", "head_dim", "batch", "context", "schedule", "steps", "lr", "seed")

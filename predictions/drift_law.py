@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.lab.advice.law import FIRST_STEP, band, monomials, sizes, summed_rates
-from qkeel.lab.advice.measured import EVIDENCE
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.recommendation import EVIDENCE, FIRST_STEP, band, monomials, sizes, summed_rates
 from qkeel.records import read_json
 
 HERE = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -17,9 +17,8 @@ import numpy as np
 from benchmarks.charts import COLOURS, Axes, picture, span
 
 from predictions.drift_law import FIT, TEST, Points, Row, read_rows, recipe, size_of
-from qkeel.lab.advice.law import Expected, expected_logit, summed_rates
-from qkeel.lab.advice.measured import evidence
 from qkeel.lab.config import RunConfig
+from qkeel.lab.recommendation import Expected, evidence, expected_logit, summed_rates
 from qkeel.lab.studies import find_study
 from qkeel.metrics import PairedEffect, paired_effect
 

@@ -22,9 +22,8 @@ import numpy as np
 from predictions.drift import GAINS
 from predictions.drift_law import FIT, HEAD, LEVEL, Points, Row, choose, fit, read_rows
 from predictions.drift_verdict import COVERED, written
-from qkeel.lab.advice.law import band, predict
-from qkeel.lab.advice.measured import EVIDENCE, evidence
 from qkeel.lab.config import RunConfig
+from qkeel.lab.recommendation import EVIDENCE, band, evidence, predict
 from qkeel.metrics import paired_effect
 from qkeel.records import read_json
 

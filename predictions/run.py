@@ -18,10 +18,10 @@ from claims.studies import CORPORA
 
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
-from qkeel.lab.data.corpus import load
+from qkeel.lab.checkpoint import computed_with
 from qkeel.lab.plan import ONE_OF_EACH
-from qkeel.lab.studies import edge_of_chaos, find_study, size_transfer
-from qkeel.lab.training.environment import computed_with
+from qkeel.lab.studies import find_study, grids
+from qkeel.lab.text import load
 from qkeel.records import read_json
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ class Unit:
 def edge_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[Unit]:
     """The units of the edge of chaos, seeds outermost: what is done when the time is over is balanced."""
     return [
-        Unit("edge", remedy, edge_of_chaos.LRS, (seed,), "standard", 2, width, steps)
+        Unit("edge", remedy, grids.EDGE_LRS, (seed,), "standard", 2, width, steps)
         for seed in seeds
         for remedy in ONE_OF_EACH
         for width in sorted(widths, reverse=True)
@@ -68,7 +68,7 @@ def edge_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[
 def tuning_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[Unit]:
     """The units that rates are chosen by, the widest first."""
     return [
-        Unit("transfer", remedy, size_transfer.LRS, tuple(seeds), *how, width, steps)
+        Unit("transfer", remedy, grids.TRANSFER_LRS, tuple(seeds), *how, width, steps)
         for width in sorted(widths, reverse=True)
         for how, known in SIZES.items()
         if width in known
@@ -154,7 +154,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("study", choices=["edge", "transfer"])
     parser.add_argument("--out", type=Path, required=True, help="file of rows, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", help="seeds [those of the study]")
-    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=size_transfer.GRID.tuning_seeds)
+    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=grids.TRANSFER_GRID.tuning_seeds)
     parser.add_argument("--widths", type=int, nargs="*", help="widths [those of the study]")
     parser.add_argument("--steps", type=int, default=RunConfig().steps)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")

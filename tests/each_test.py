@@ -26,8 +26,8 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
 # Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
 # Compile tests run in processes of their own, which do not load this file.
 # Not what the operators are given to refuse.
-KERNELS = ("choose", "chunked", "compiled_attention", "encode", "prepare", "sdpa", "stats", "windowed")
-CHECKED = ["qkeel.functional", "qkeel.nn.mla_absorbed", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
+KERNELS = ("choose", "compiled_attention", "contract", "encode", "statistics", "torch_kernels")
+CHECKED = ["qkeel.functional", "qkeel.nn.mla", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
 install_import_hook(CHECKED, "each_test.checked")
 
 import torch  # noqa: E402
@@ -71,11 +71,17 @@ def _compiled_kernels() -> tuple[str, ...]:
     """The sources of compiled kernels that this process computes with, of those that are compiled before the tests."""
     if os.environ.get("QKEEL_NATIVE") == "0":
         return ()
-    from qkeel.kernels import compiled_attention, compiled_decode
-    from qkeel.kernels.native import adamw, logit_pass, norm_rope, stacked_ops
+    from qkeel.kernels import compiled_attention
+    from qkeel.kernels import compiled_attention as compiled_decode
+    from qkeel.kernels.native import logit_pass, operators
 
-    sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_decode.OPERATORS]
-    sources += [adamw.OPERATORS, logit_pass.OPERATORS, norm_rope.OPERATORS, stacked_ops.OPERATORS]
+    sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_decode.DECODE_OPERATORS]
+    sources += [
+        operators.ADAMW_OPERATORS,
+        logit_pass.OPERATORS,
+        operators.NORM_ROPE_OPERATORS,
+        operators.STACKED_OPERATORS,
+    ]
     return tuple(source.name for source in sources if source.ready())
 
 

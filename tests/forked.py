@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _IMPORTED_ONCE = (
-    "qkeel.lab.execution.execute",
+    "qkeel.lab.execute",
     "qkeel.remedies",
     "qkeel.monitor.monitor",
     "pytest",

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from qkeel.kernels.native.trusted_files import cache_folder
+from qkeel.kernels.native.build import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (

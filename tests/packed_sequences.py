@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
-from qkeel.spec.band_call import band_call
-from qkeel.spec.call import make_call
+from qkeel.spec.call import band_call, make_call
 
 H, G, D = 4, 2, 8
 SCALE = 0.4

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
-from qkeel.options import build
-from qkeel.registry import Term, lookup, parse
+from qkeel.options import Term, build, lookup, parse
 
 
 @pytest.mark.parametrize(

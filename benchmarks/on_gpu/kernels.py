@@ -26,13 +26,14 @@ from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels import prepare
-from qkeel.kernels.flex import Flex
-from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.triton import adam_lines, available, norm_rope, norm_rope_two
-from qkeel.kernels.triton import sampled as sampled_kernels
+from qkeel.kernels import contract
+from qkeel.kernels.native.operators import AdamOptions, AdamTensors
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket
+from qkeel.kernels.torch_kernels import Flex
+from qkeel.kernels.triton import adamw, available, norm_rope
+from qkeel.kernels.triton import norm_rope as norm_rope_two
 from qkeel.kernels.triton import statistics as row_kernels
+from qkeel.kernels.triton import statistics as sampled_kernels
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
@@ -128,7 +129,7 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         "largest and smallest logit alone": lambda: sampled_kernels.extremes(*bare[:2], scale, causal=True),
         **{f"entropy of 1/{rate} of the rows alone": sampled_entropy(bare[:2], scale, rate) for rate in (16, 32)},
         "the same, largest logit from its logsumexp": largest,
-        "extremes and entropy of 1/32, without a logsumexp": lambda: prepare.sampled_numbers(call, 32),
+        "extremes and entropy of 1/32, without a logsumexp": lambda: contract.sampled_numbers(call, 32),
     }
     if compiled:
         forward["FlexAttention"] = lambda: Flex()(call)
@@ -185,8 +186,8 @@ def adam_cases(sizes: Sizes, device: str) -> Cases:
     options = AdamOptions(**usual, decay=0.1, decoupled=True)
     return {
         "AdamW, fused": lambda: torch._fused_adamw_(*lists, **usual, weight_decay=0.1, amsgrad=False),
-        "a rate per line, Triton": lambda: adam_lines.adam_lines(tensors, options),
-        "squares alone, Triton": lambda: adam_lines.sum_lines(weights, tensors.squares, tensors.axes),
+        "a rate per line, Triton": lambda: adamw.adam_lines(tensors, options),
+        "squares alone, Triton": lambda: adamw.sum_lines(weights, tensors.squares, tensors.axes),
     }
 
 

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.measure import Bench, Case
 from qkeel.kernels.triton import available
-from qkeel.patching.private_operators import kernel_choice
+from qkeel.patching.modes import kernel_choice
 
 MODEL_OF_100M, MODEL_OF_1B = "a watched model of 100M weights", "a watched model of 1B weights"
 COMPILED_MODEL = "a watched model of 100M weights, compiled"

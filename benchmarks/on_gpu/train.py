@@ -25,9 +25,9 @@ import torch
 from benchmarks.measure import about
 from qkeel.errors import QkeelError
 from qkeel.lab import DataConfig, LongContexts, ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.lengths.longer_texts import measure
+from qkeel.lab.lengths import measure
 from qkeel.records import RunDirectory, RunStatus
-from qkeel.records.strict_toml import read_toml
+from qkeel.records.parse import read_toml
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = ("mha-100m-512", "gau-100m-512")

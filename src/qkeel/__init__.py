@@ -17,8 +17,8 @@ from qkeel.version import VERSION
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import check, explain_model
-    from qkeel.autopilot.begin import autopilot
-    from qkeel.monitor.record.loaded_run import load
+    from qkeel.autopilot.autopilot import autopilot
+    from qkeel.monitor.sinks import load
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -38,7 +38,7 @@ _HOMES = {
     "export": "qkeel.remedies.retrofit",
     "find_sites": "qkeel.sites",
     "fold": "qkeel.remedies.retrofit",
-    "load": "qkeel.monitor.record.loaded_run",
+    "load": "qkeel.monitor.sinks",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
     "retrofit": "qkeel.remedies.retrofit",

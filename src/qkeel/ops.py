@@ -7,22 +7,17 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from qkeel.functional.statistics.logit_stats import LogitBracket, LogitStats
-from qkeel.functional.statistics.rows import KernelRows
+from qkeel.functional.statistics import KernelRows, LogitBracket, LogitStats
 from qkeel.kernels.choose import KERNELS as KERNELS
 from qkeel.kernels.choose import choose
 from qkeel.kernels.compiled_attention import Native
-from qkeel.kernels.flex import Flex
-from qkeel.kernels.prepare import average
-from qkeel.kernels.sdpa import Sdpa
-from qkeel.kernels.stats.logsumexp import Price, attend_with_logsumexp, bracket, exact_bracket, no_logsumexp
-from qkeel.kernels.stats.per_head import logit_stats
-from qkeel.registry import lookup
+from qkeel.kernels.contract import average
+from qkeel.kernels.statistics import Price, attend_with_logsumexp, bracket, exact_bracket, logit_stats, no_logsumexp
+from qkeel.kernels.torch_kernels import Flex, Sdpa
+from qkeel.options import lookup
 from qkeel.spec.attention import AttentionSpec
-from qkeel.spec.band_call import CuSeqlens, band_call
-from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.shapes import GivenMask, GivenPosK, GivenPosQ, Keys, Logits, Outputs, Queries, Values
-from qkeel.spec.slot import Params
+from qkeel.spec.call import AttentionCall, CuSeqlens, band_call, make_call
+from qkeel.spec.slot import GivenMask, GivenPosK, GivenPosQ, Keys, Logits, Outputs, Params, Queries, Values
 
 # What `stats` may say besides True.
 PRICES: dict[str, Price] = {price: price for price in get_args(Price)}

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
-from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
-from qkeel.spec.slot import Params
+from qkeel.spec.slot import Keys, Logits, Outputs, Params, Queries, Values
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

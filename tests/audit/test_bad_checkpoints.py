@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from audit.models import save
 from qkeel.audit import Geometry
-from qkeel.audit.scan.scan import scan
+from qkeel.audit.scan import scan
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, UnknownNameError
-from qkeel.stored import open_checkpoint
+from qkeel.safetensors_io import open_checkpoint
 
 
 def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import qkeel
 from audit.explained import MODELS, RECIPES, ByHand, batch_for
 from qkeel.audit import Explanation
-from qkeel.audit.explain.recipe import compress
+from qkeel.audit.explain_responses import compress
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 
 # Per model and attention: norm of q (kind, over, eps, gain, bias, order), rotation (dims, pairing, base), scale, cap,

@@ -10,9 +10,9 @@ import pytest
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.lab import run
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model.run_remedies import canonical
-from qkeel.lab.stack.what_runs_share import why_not_stacked
-from qkeel.lab.training.run_record import Watcher
+from qkeel.lab.model import canonical
+from qkeel.lab.run_record import Watcher
+from qkeel.lab.stack_models import why_not_stacked
 
 BASE = RunConfig(steps=16, eval_sequences=1, probe_sequences=1, log_every=2, checkpoint_every=0, device="cpu")
 CONFIG = dataclasses.replace(

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tests.autopilot.runs import EAGER, run
 
-from qkeel.autopilot import Action, Decision, Effect, Ladder, Records, Refused, SiteFacts, policy, replay
-from qkeel.autopilot.deliberation import Deliberation
+from qkeel.autopilot import Action, Decision, DecisionEffect, Ladder, Records, Refused, SiteFacts, policy, replay
+from qkeel.autopilot.actuator import PolicyRunner
 from qkeel.autopilot.policy import in_force
 from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
 from qkeel.monitor import History, PlannedRates
-from qkeel.monitor.alarms.recording import Recording
+from qkeel.monitor.alarms import Recording
 
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
 WIDE = Ladder(calm=4, allow_new_parameters=True, ask_for_rate=True)
@@ -26,7 +26,7 @@ def decided(
     logits: Any, chosen: Any = WIDE, *, sites: Any = SITES, refused: Any = (), entropy: Any = None, lr: Any = None
 ) -> list[Decision]:
     """The decisions on logits [n layers heads], a record a step."""
-    log, recording = Deliberation(chosen, sites), Recording([s.name for s in sites])
+    log, recording = PolicyRunner(chosen, sites), Recording([s.name for s in sites])
     log.refused += list(refused)
     for step, record in enumerate(logits):
         heads = {"max_logit": np.asarray(record, dtype=float)}
@@ -124,7 +124,7 @@ def test_the_same_records_lead_to_the_same_decisions_whoever_asks() -> None:
     for seed in range(12):
         logits, entropy, lr = random_records(seed)
         planned = PlannedRates.of(np.append(lr[1:], [0.1] * 20)) if seed % 2 else None
-        log, recording = Deliberation(WIDE, SITES), Recording(["a", "b"], planned=planned)
+        log, recording = PolicyRunner(WIDE, SITES), Recording(["a", "b"], planned=planned)
         asked = []
         for step in range(len(logits)):
             recording.append({"step": step, "lr": lr[step]}, {"max_logit": logits[step], "entropy": entropy[step]})
@@ -153,7 +153,7 @@ def test_a_replay_of_a_recorded_run_is_what_the_autopilot_did(tmp_path: Path) ->
     within.pilot.remove()
     found = replay(tmp_path / "run", EAGER)
     assert [d for d in found if isinstance(d, Decision)] == own
-    assert [str(e) for e in found if isinstance(e, Effect)] == [
+    assert [str(e) for e in found if isinstance(e, DecisionEffect)] == [
         e["text"] for e in within.pilot.events if e["event"] == "effect"
     ]
     assert {d.action for d in own} >= {Action.CLIP}

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import theory
 
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data.corpus import load
+from qkeel.lab.text import load
 from qkeel.spec import AttentionSpec, Rope
 
 

@@ -22,8 +22,8 @@ from synthetic_watch import Seen, make_watch
 
 import qkeel.report
 from qkeel.records import append_line
-from qkeel.report.live import serve
-from qkeel.report.precision_page import precision_page
+from qkeel.report.render import serve
+from qkeel.report.study.page import precision_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VIRTUAL = ("--virtual-time-budget=1500", "--enable-logging=stderr", "--v=0")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from qkeel.cli.explain import made
-from qkeel.cli.names import ANSWERS
+from qkeel.cli.inspect import made
+from qkeel.cli.report import ANSWERS
 
 
 def answers() -> str:
-    """The file that qkeel.cli.names reads."""
+    """The file that qkeel.cli.report reads."""
     return json.dumps(made(), indent=1, ensure_ascii=False) + "\n"
 
 

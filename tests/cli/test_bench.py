@@ -16,7 +16,7 @@ import benchmarks
 import pytest
 
 from qkeel.cli.app import main
-from qkeel.cli.bench import (
+from qkeel.cli.inspect import (
     HEAD_DIMS,
     SIZES,
     TOKENS,

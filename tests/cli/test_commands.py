@@ -20,10 +20,10 @@ import qkeel
 from qkeel.cli.app import main, make_app
 from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
 from qkeel.cli.console import number, ranking, spent
-from qkeel.cli.names import ANSWERS
+from qkeel.cli.report import ANSWERS
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
-from qkeel.records.rundir import locked
+from qkeel.records.run_directory import locked
 from qkeel.remedies import REMEDIES
 
 TINY = shlex.split(
@@ -374,12 +374,12 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
 
 
 def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    from qkeel.lab.training import step
+    from qkeel.lab import training
 
     def broken(run: object, step: int) -> None:
         raise RuntimeError("the machine is on fire")
 
-    monkeypatch.setattr(step, "set_rate", broken)
+    monkeypatch.setattr(training, "set_rate", broken)
     assert main(["run", *TINY, "--out", str(tmp_path / "r")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: the run failed: RuntimeError: the machine is on fire; see ")
@@ -425,12 +425,12 @@ def test_the_processes_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
         while len(list(tmp_path.glob("s/runs/*/metrics.jsonl"))) < 2:
             assert process.poll() is None
             time.sleep(0.05)
-        workers = children(process.pid)
+        executors = children(process.pid)
         process.send_signal(signal.SIGKILL)
         process.end()
-    assert len(workers) >= 2
+    assert len(executors) >= 2
     deadline = time.monotonic() + 300
-    while any(map(runs, workers)):
+    while any(map(runs, executors)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -450,9 +450,9 @@ def runs(pid: int) -> bool:
 def test_an_interrupted_study_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    from qkeel.lab.execution import workers
+    from qkeel.lab import executors
 
-    real, calls = workers.train_runs, []
+    real, calls = executors.train_runs, []
 
     def interrupted(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -460,7 +460,7 @@ def test_an_interrupted_study_keeps_what_is_done(
             raise KeyboardInterrupt
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "train_runs", interrupted)
+    monkeypatch.setattr(executors, "train_runs", interrupted)
     monkeypatch.setattr(sys, "argv", ["qkeel", "study", "lr", "--again"])
     grid = ["--lrs", "0.1", "--seeds", "0", "--remedies", "none", "qk_norm", "--jobs", "1"]
     assert main(["study", "lr", *grid, *TINY, "--out", str(tmp_path / "s")]) == 130

@@ -368,16 +368,16 @@ print(urllib.request.urlopen(pathlib.Path("url").read_text()).read().decode())
 
 
 def test_the_page_is_served_while_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.cli.watched_script import messages
+    from qkeel.cli import watched_program
 
     said: list[str] = []
 
-    def note(writer: messages.MessageWriter, line: str) -> None:
+    def note(writer: watched_program.MessageWriter, line: str) -> None:
         said.append(line)
         if line.startswith("live page "):
             (tmp_path / "url").write_text(line.removeprefix("live page "))
 
-    monkeypatch.setattr(messages.MessageWriter, "__call__", note)
+    monkeypatch.setattr(watched_program.MessageWriter, "__call__", note)
     script(tmp_path, LIVE)
     with pytest.MonkeyPatch.context() as patch:
         pages: list[str] = []
@@ -425,7 +425,7 @@ if world > 1:
     model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 if rank == 1 and "fault" in sys.argv:
-    from qkeel.monitor.measure.step_numbers import StepNumbers
+    from qkeel.monitor.measure import StepNumbers
 
     passes = []
     real = StepNumbers.before

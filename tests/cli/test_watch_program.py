@@ -12,7 +12,7 @@ import pytest
 from tests import forked
 
 from qkeel.cli.app import main
-from qkeel.cli.watched_script.run_program import Program, parse, under_torchrun
+from qkeel.cli.watched_program import Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 
 from .scripts import run, script, watched

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import qkeel
-from qkeel.cli.watched_script.find_models import ModelFinder, chains
+from qkeel.cli.watched_program import ModelFinder, chains
 from qkeel.monitor.monitor import Monitor
 
 from .scripts import MODEL

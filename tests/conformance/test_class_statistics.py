@@ -10,9 +10,9 @@ from tests.quick import one_in
 from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, scores_stats
-from qkeel.functional.statistics.class_stats import TENSORS, ClassStats, TokenClasses, merge_classes
-from qkeel.kernels.stats import per_head
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.functional.class_statistics import TENSORS, ClassStats, TokenClasses, merge_classes
+from qkeel.kernels import statistics
+from qkeel.kernels.statistics import logit_stats
 from qkeel.reference import attend_call
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import with_query_mask
@@ -110,8 +110,8 @@ def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count() -> Non
 
 
 def test_cutting_the_rows_into_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_head, "BLOCK", 60)
-    monkeypatch.setattr(per_head, "ROWS", 2)
+    monkeypatch.setattr(statistics, "BLOCK", 60)
+    monkeypatch.setattr(statistics, "ROWS", 2)
     for i, (case, call) in enumerate(calls(SPECS["qwen3"], torch.float64, SOME, seed=7)):
         split = classed(call, i, alike=i % 2 == 0)
         assert_same(logit_stats(split).classes, recomputed(split), case)

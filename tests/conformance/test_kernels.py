@@ -15,13 +15,13 @@ from torch import Tensor
 
 from qkeel import reference
 from qkeel.errors import RefusedError
-from qkeel.kernels import chunked, sdpa
+from qkeel.kernels import torch_kernels
 from qkeel.kernels.contract import Kernel
 from qkeel.ops import KERNELS, attention, run
 from qkeel.spec import AttentionCall, preset
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import GainNorm
-from qkeel.spec.position.rope_scaling import Stretch
+from qkeel.spec.rope import Stretch
 from qkeel.spec.slot import Slot
 
 from .cases import GEOMETRIES, MASKS, SOME, SPECS, calls, pairs, share, truth_of, widened
@@ -138,8 +138,8 @@ def check_gradients(name: str, dtype: torch.dtype, share: float) -> None:
 @every_kernel
 @pytest.mark.parametrize("name", one_in(["qwen3", "cosa_logn", "gemma2", "capped_sink", "softpick", "squared_relu"], 3))
 def test_cutting_the_rows_into_blocks_changes_nothing(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "BLOCK", 40)
-    monkeypatch.setattr(sdpa, "MASK_BLOCK", 40)
+    monkeypatch.setattr(torch_kernels, "BLOCK", 40)
+    monkeypatch.setattr(torch_kernels, "MASK_BLOCK", 40)
     for case, call in calls(SPECS[name], torch.float64, SOME, seed=4):
         if kernel in differentiating(call):
             ours, theirs = gradients(call, KERNELS[kernel]), gradients(call, oracle)

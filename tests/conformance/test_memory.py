@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkeel import attention, preset, reference
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.kernels.statistics import logit_stats
 from qkeel.spec import AttentionSpec, LeakyReRope, ReRope, Sink, Softcap, Softpick
 from qkeel.spec.call import make_call
 

@@ -11,13 +11,13 @@ from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel import attention, reference
-from qkeel.kernels.native import ready
+from qkeel.kernels.native import norm_rope_ready
 from qkeel.spec import AttentionSpec, NoNorm, Rope
 from qkeel.spec import norm as norms
-from qkeel.spec.norm import Gain, GainNorm, Norm
+from qkeel.spec.norm import GainKind, GainNorm, Norm
 
 CLASSES = [x for x in vars(norms).values() if isinstance(x, type) and issubclass(x, GainNorm) and x is not GainNorm]
-GAINS: tuple[Gain, ...] = get_args(Gain)
+GAINS: tuple[GainKind, ...] = get_args(GainKind)
 
 
 def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +60,7 @@ def test_every_gain_starts_at_the_norm_without_one(kind: type[GainNorm]) -> None
 @pytest.mark.parametrize("kind", CLASSES)
 def test_kernels_agree_with_the_oracle_about_a_norm(kind: type[GainNorm], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "1")
-    ready()  # the compiled kernels as well, where they can be compiled: a class that names a wrong kind shows
+    norm_rope_ready()  # the compiled kernels as well, where they can be compiled: a class that names a wrong kind shows
     q, k, v = qkv(torch.float32)
     for gain, on, impl in itertools.product(GAINS, ("qk", "k", "qkv"), ("auto", "chunked")):
         spec = AttentionSpec(norm=kind(on=on, gain=gain), position=Rope())  # type: ignore[arg-type]

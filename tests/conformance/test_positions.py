@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qkeel import preset, reference
 from qkeel.errors import RefusedError
-from qkeel.functional.distances import xpos_decay
-from qkeel.functional.rope_frequencies import yarn
+from qkeel.functional.bounds import xpos_decay
+from qkeel.functional.rope import yarn
 from qkeel.nn import GAU, Attention
-from qkeel.nn.spec_module import SpecModule
+from qkeel.nn.attention import SpecModule
 from qkeel.spec import METHODS, POSITIONS, AttentionSpec, layer_specs
 
 FORMS = [f"{form}{log}" for form in ("baseline", "qna", "kna", "cosa") for log in ("", "_logn")]

@@ -25,7 +25,7 @@ from qkeel.handle import Handle
 from qkeel.nn import GAU, MLA, MLP, Attention, Block, GAUBlock
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, parse
-from qkeel.remedies.attention.change_spec import ChangeSpec
+from qkeel.remedies.change_spec import ChangeSpec
 from qkeel.sites import find_sites
 
 from .matrix import KINDS, refusal_of

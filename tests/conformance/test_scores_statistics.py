@@ -10,8 +10,8 @@ from tests.quick import one_in
 
 from qkeel.capture import calls as scores
 from qkeel.capture.calls import ScoresCall, scores_maxima, scores_stats
-from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.functional.statistics import TENSORS, LogitStats
+from qkeel.kernels.statistics import logit_stats
 from qkeel.reference import attend_call
 from qkeel.spec import AttentionCall, NoCap
 from qkeel.spec.call import with_query_mask

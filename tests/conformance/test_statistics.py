@@ -10,9 +10,9 @@ from tests.quick import one_in, quick
 from torch import Tensor
 
 from qkeel import attention, preset
-from qkeel.functional.statistics.logit_stats import POSITION_BINS, TENSORS, LogitStats, merge
-from qkeel.kernels.stats import per_head
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.functional.statistics import POSITION_BINS, TENSORS, LogitStats, merge
+from qkeel.kernels import statistics
+from qkeel.kernels.statistics import logit_maxima, logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.ops import run
 from qkeel.reference import Attended, attend_call
@@ -150,8 +150,8 @@ def test_statistics_of_low_precision_tensors_are_computed_in_float32(dtype: torc
 
 @pytest.mark.parametrize("name", one_in(["qwen3", "gemma2", "capped_log_n", "softpick", "squared_relu", "sigmoid"], 3))
 def test_cutting_the_rows_into_blocks_changes_no_statistic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_head, "BLOCK", 40)
-    monkeypatch.setattr(per_head, "ROWS", 1)
+    monkeypatch.setattr(statistics, "BLOCK", 40)
+    monkeypatch.setattr(statistics, "ROWS", 1)
     for case, call in calls(SPECS[name], torch.float64, ALL, seed=7):
         assert_same(logit_stats(call), recomputed(call), 1e-11, case)
 

@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
-from qkeel.capture import bracket, trace
-from qkeel.functional.statistics.rows import KernelRows
-from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain
-from qkeel.kernels.stats import logsumexp, per_head
+from qkeel.capture import trace
+from qkeel.functional.statistics import KernelRows
+from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
+from qkeel.kernels import statistics
 from qkeel.kernels.triton import available
-from qkeel.monitor.measure import call_statistics
-from qkeel.monitor.measure.gain_bounds import GainBounds
-from qkeel.monitor.measure.weight_norms import WeightNorms
-from qkeel.patching.private_operators import flash_on_cpu
-from qkeel.sites import find
+from qkeel.monitor import measure
+from qkeel.monitor.weight_norms import GainBounds, WeightNorms
+from qkeel.patching.modes import flash_on_cpu
+from qkeel.sites import find, tap
 from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)
@@ -49,7 +48,7 @@ LARGE: dict[str, tuple[str, dict[str, int], int]] = {
 }
 
 
-class Fused(bracket.BracketMode):
+class Fused(tap.BracketMode):
     """SDPA as a GPU computes it: by one operator."""
 
     def saw(self, *_: object) -> None:
@@ -65,10 +64,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     return counts
 
 
-def rows_found(call: AttentionCall) -> available.Rows:
+def rows_found(call: AttentionCall) -> available.RowNumbers:
     """As many numbers as the kernel over q and k makes, in one launch."""
     one = call.q[..., 0].neg()
-    return available.Rows(one, one, one, one)
+    return available.RowNumbers(one, one, one, one)
 
 
 def heads_found(rows: KernelRows, counted: object) -> available.HeadNumbers:
@@ -147,7 +146,7 @@ def in_layer(x: Any, layer: int) -> Any:
         return x.replace(".0.", f".{layer}.")
     if isinstance(x, tuple):
         return tuple(in_layer(part, layer) for part in x)
-    if not isinstance(x, (AttentionSite, LogitTerm, HeadSlice, NormGain)):
+    if not isinstance(x, (AttentionSite, QKProduct, HeadSlice, NormGain)):
         return x
     fields = {f.name: in_layer(getattr(x, f.name), layer) for f in dataclasses.fields(x) if f.init}
     return type(x)(**fields)
@@ -167,11 +166,11 @@ def launched(model: nn.Module, sites: Sequence[AttentionSite]) -> int:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     # The fused operator of a GPU that hands out its logsumexp, in one launch.
-    bracket.is_plain = lambda x: True  # type: ignore[assignment]
-    bracket._GPU, logsumexp.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
-    logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
+    tap.is_plain = lambda x: True  # type: ignore[assignment]
+    tap._GPU, statistics.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
+    statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     available.takes_heads, available.head_table = lambda views, write=False: True, Heads  # type: ignore[assignment]
-    call_statistics.row_statistics, per_head.head_numbers = rows_found, heads_found
+    measure.row_statistics, statistics.head_numbers = rows_found, heads_found
     trace.verified = lambda model, seen, *recorded: (
         seen
     )  # its experiment works on storages, which stand-ins have none of

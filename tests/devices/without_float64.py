@@ -20,7 +20,7 @@ import qkeel
 from qkeel.capture import trace
 from qkeel.functional import norms
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run, run_plan
-from qkeel.lab.model import build_model
+from qkeel.lab import model as build_model
 from qkeel.lab.studies import STUDIES, find_study
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES

@@ -33,6 +33,7 @@ ROOMS = (
 )
 # Rooms without a list of names: what a module of theirs defines. Aliases of annotations have no page.
 FORMULAS = sorted(path.stem for path in (PAGES.parents[1] / "src" / "qkeel" / "functional").glob("[a-z]*.py"))
+FORMULAS = [stem for stem in FORMULAS if "statistics" not in stem]  # their public names are those of qkeel.monitor
 # Tables of names, which their functions list; and an alias of Any in annotations.
 TABLES = {"Foreign", "ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
 # Functions of qkeel.functional that are no published or derived formula, and those defined in their first sentence.

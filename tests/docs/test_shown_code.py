@@ -24,8 +24,8 @@ from qkeel.autopilot import autopilot
 from qkeel.cli.app import make_app
 from qkeel.cli.commands import commands
 from qkeel.monitor.monitor import Monitor
+from qkeel.options import parse
 from qkeel.records import HEAD_FIELDS
-from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, canonical
 from qkeel.spec import METHODS
 
@@ -242,7 +242,7 @@ def is_literal(code: str) -> bool:
     if not re.fullmatch(r'"\w+"', code):
         return False
     name = code.strip('"')
-    return name in importlib.import_module("qkeel.monitor.record.sinks").SINKS or is_remedy(name)
+    return name in importlib.import_module("qkeel.monitor.sinks").SINKS or is_remedy(name)
 
 
 def is_file(code: str) -> bool:

@@ -21,7 +21,7 @@ from qkeel.handle import Handle
 from qkeel.heads.site import HeadSlice
 from qkeel.remedies.apply import parse
 from qkeel.remedies.base import Target
-from qkeel.remedies.steps.head_weights import check_weights
+from qkeel.remedies.head_weights import check_weights
 from qkeel.sites import AttentionSite
 
 Sites = list[AttentionSite]

@@ -14,7 +14,7 @@ from monitor.samples import about, sample
 from monitor.small import batch, small, train
 
 import qkeel
-from qkeel.cli.export import export
+from qkeel.cli.inspect import export
 from qkeel.errors import MissingLibraryError, QkeelError, QkeelWarning, RunDirectoryError, UnknownNameError
 from qkeel.frames import Frame, TableFiles
 from qkeel.handle import Handle

@@ -11,16 +11,16 @@ from torch import Tensor
 from qkeel import preset
 from qkeel.capture.calls import ScoresCall, scores_change
 from qkeel.errors import RefusedError, ShapeError
-from qkeel.functional.bounds import logit_frobenius
-from qkeel.functional.statistics.logit_change import (
+from qkeel.functional.bounds import (
     LogitChange,
     change_factors,
     change_rows,
+    logit_frobenius,
     no_change_rows,
     reduce_changes,
 )
-from qkeel.functional.statistics.rows import Seen
-from qkeel.kernels.stats.per_head import logit_change
+from qkeel.functional.statistics import VisibleKeys
+from qkeel.kernels.statistics import logit_change
 from qkeel.reference import attend_call
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition
 from qkeel.spec.call import make_call, with_query_mask
@@ -162,11 +162,11 @@ def test_bad_pairs_of_calls_are_refused() -> None:
 def test_rows_that_see_no_key_add_nothing_to_those_that_do() -> None:
     change = torch.tensor([[[[3.0, 4.0], [0.0, -1.0]]]], dtype=torch.float64)
     like = torch.ones(1, 1, 2, dtype=torch.float64)
-    rows = change_rows(change.clone(), Seen(None, 2, 2))
+    rows = change_rows(change.clone(), VisibleKeys(None, 2, 2))
     found = reduce_changes([no_change_rows(like), rows, no_change_rows(like)], None)
     assert (found.n_pairs.item(), found.max_abs.item(), found.mean_abs.item()) == (4, 4.0, 2.0)
     assert found.rms.item() == pytest.approx((26 / 4) ** 0.5)
-    one = reduce_changes([change_rows(change[:, :, :1, :1].clone(), Seen(None, 1, 1))], None)
+    one = reduce_changes([change_rows(change[:, :, :1, :1].clone(), VisibleKeys(None, 1, 1))], None)
     assert (one.n_pairs.item(), one.rms.item(), one.mean_abs.item(), one.max_abs.item()) == (1, 3.0, 3.0, 3.0)
     nothing = reduce_changes([no_change_rows(like)], torch.tensor([[True, False]]))
     assert [x.tolist() for x in (nothing.rms, nothing.mean_abs, nothing.max_abs, nothing.n_pairs)] == [[0.0]] * 3 + [

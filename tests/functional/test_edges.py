@@ -15,34 +15,38 @@ from torch.autograd import forward_ad
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import (
+    alibi_slopes,
     dilution_bound,
     entropy_floor,
+    expected_squared_norm,
     gram_interaction_norms,
     gram_spectral_norm,
     interaction_norm,
     logit_frobenius,
+    logit_std,
+    newton_schulz,
     rms_logit_bound,
+    softmax_jacobian_norm,
     spectral_norm,
     squared_eigenvalue,
 )
-from qkeel.functional.distances import alibi_slopes
-from qkeel.functional.losses import z_loss
-from qkeel.functional.normalizers import entropy, softmax, softpick, squared_relu
-from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm, unrounded, widest
-from qkeel.functional.rope import rotate
-from qkeel.functional.rope_frequencies import ntk
-from qkeel.functional.scaling import (
+from qkeel.functional.class_statistics import norm_ratio
+from qkeel.functional.logits import (
     cosine_scale,
     deepnorm,
+    entropy,
     floor_log_temperature,
     gradient_scale,
     log_n,
     qk_norm_init,
+    softmax,
+    softpick,
+    squared_relu,
+    z_loss,
 )
-from qkeel.functional.statistics.class_stats import norm_ratio
-from qkeel.functional.statistics.logit_stats import LogitStats, merge
-from qkeel.functional.theory import expected_squared_norm, logit_std, softmax_jacobian_norm
-from qkeel.functional.updates import newton_schulz
+from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm, unrounded, widest
+from qkeel.functional.rope import ntk, rotate
+from qkeel.functional.statistics import LogitStats, merge
 
 
 def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qkeel.functional import normalizers as F
+from qkeel.functional import logits as F
 
 from .properties import few, randn, seeds, some_visible
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.each_row import each_row
 
 from qkeel import attention, preset
-from qkeel.functional.statistics import rows
-from qkeel.functional.statistics.rows import KernelRows, Seen, reduce_kernel_rows
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.functional import statistics
+from qkeel.functional.statistics import KernelRows, VisibleKeys, reduce_kernel_rows
+from qkeel.kernels.statistics import logit_stats
 from qkeel.spec import AttentionSpec, Fixed
 from qkeel.spec.call import make_call
 
@@ -91,7 +91,7 @@ def test_hidden_places_are_blanked_whatever_stands_there(rubbish: float) -> None
     x = torch.full((1, 2, 2, 5), rubbish)
     x[..., :3] = 1.0
     x[..., 0, 3] = -2.0
-    seen = Seen(torch.tensor([[True, False], [False, False]])[None, None], 3, 5)
+    seen = VisibleKeys(torch.tensor([[True, False], [False, False]])[None, None], 3, 5)
     blank = torch.tensor([[1.0, 1, 1, -2, 0], [1, 1, 1, 0, 0]]).expand(1, 2, 2, 5)
     assert torch.equal(seen.blank_(x), blank)
     assert seen.least(x)[0, 0].tolist() == [-2.0, 1.0]
@@ -123,7 +123,7 @@ def test_keys_are_binned_by_the_distance_from_the_first_seen_one_of_their_sequen
     norm, seen = torch.rand(2, 3, 59, generator=rng).double(), torch.rand(2, 3, 59, generator=rng) < 0.6
     seen[:, 0, :7], seen[0, 1], seen[1, 2, 16:] = False, False, False
     norm[0, 0, 0] = torch.nan  # of a key that nobody sees
-    found = rows._keys(norm, seen, of_key, norm)
+    found = statistics._keys(norm, seen, of_key, norm)
     sums, counts = torch.zeros(3, 24, dtype=torch.float64), torch.zeros(3, 24, dtype=torch.int64)
     for b, g in itertools.product(range(2), range(3)):
         first: dict[int, int] = {}
@@ -138,7 +138,7 @@ def test_keys_are_binned_by_the_distance_from_the_first_seen_one_of_their_sequen
     assert torch.equal(found["n_keys"], seen.sum((0, 2)))
     torch.testing.assert_close(found["key_norm"], kept.sum((0, 2)) / seen.sum((0, 2)))
     torch.testing.assert_close(found["key_norm_max"], kept.amax((0, 2)))
-    unknown = rows._keys(None, seen, of_key, norm)
+    unknown = statistics._keys(None, seen, of_key, norm)
     assert [float(x.abs().sum()) for x in unknown.values()] == [0.0] * 5
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel.errors import InvalidValueError
+from qkeel.functional.logits import floor_log_temperature, log_n
 from qkeel.functional.norms import apply_gain
-from qkeel.functional.scaling import floor_log_temperature, log_n
 
 from .properties import few, randn
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel.errors import InvalidValueError, QkeelError
-from qkeel.functional.softcap import softcap
+from qkeel.functional.logits import softcap
 
 from .properties import few
 

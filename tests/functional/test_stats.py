@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.functional.statistics import class_stats, logit_stats
-from qkeel.functional.statistics.class_stats import ClassStats
-from qkeel.functional.statistics.logit_stats import POSITION_BINS, TENSORS, LogitBracket, LogitStats, merge
-from qkeel.functional.statistics.merging import Merge
+from qkeel.functional import class_statistics, statistics
+from qkeel.functional.class_statistics import ClassStats, Merge
+from qkeel.functional.statistics import POSITION_BINS, TENSORS, LogitBracket, LogitStats, merge
 
 from .properties import few, randn, seeds
 
@@ -144,7 +143,7 @@ def test_statistics_are_immutable() -> None:
         LogitStats.empty(1, 1, torch.zeros(1)).entropy = torch.ones(1)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("kind", "rules"), [(LogitStats, logit_stats.MERGES), (ClassStats, class_stats.MERGES)])
+@pytest.mark.parametrize(("kind", "rules"), [(LogitStats, statistics.MERGES), (ClassStats, class_statistics.MERGES)])
 def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(kind: Any, rules: dict[str, Merge]) -> None:
     fields = [field.name for field in dataclasses.fields(kind)]
     assert [name for name in fields if name not in ("classes", "entropy_error", "names")] == list(rules)
@@ -192,7 +191,7 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_n
 def classes_of(heads: int, groups: int, names: tuple[str, ...] = ("text", "image")) -> ClassStats:
     """Statistics by class of so many heads, all of them 1."""
     c = len(names)
-    shapes = {name: (groups if "key" in name else heads, c) for name in class_stats.TENSORS}
+    shapes = {name: (groups if "key" in name else heads, c) for name in class_statistics.TENSORS}
     shapes |= dict.fromkeys(("max_logit", "mass", "uniform_mass", "n_pairs"), (heads, c, c))
     return ClassStats(
         names=names,
@@ -204,9 +203,9 @@ def test_statistics_by_class_are_merged_and_joined_where_classes_and_heads_are_t
     one = classes_of(4, 2)
     for other in (classes_of(4, 2, ("text", "sound")), classes_of(2, 2), classes_of(4, 4)):
         with pytest.raises(InvalidValueError, match="merge only statistics of the same site and classes"):
-            class_stats.merge_classes(one, other)
-    assert class_stats.joined_classes([one, None]) is None
-    joined = class_stats.joined_classes([one, classes_of(3, 1)])
+            class_statistics.merge_classes(one, other)
+    assert class_statistics.joined_classes([one, None]) is None
+    joined = class_statistics.joined_classes([one, classes_of(3, 1)])
     assert joined is not None
     assert (joined.names, joined.mass.shape, joined.key_norm.shape) == (("text", "image"), (7, 2, 2), (3, 2))
 
@@ -217,13 +216,13 @@ def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
         torch.tensor([[2]], dtype=torch.int8),
         torch.empty(2, 0, dtype=torch.long),
     ):
-        class_stats.check_classes(right, 3)
+        class_statistics.check_classes(right, 3)
     for wrong, says in (
         (torch.tensor([[0, 3]]), "from 0 to 2, or -1 for a token of none, got 0 to 3"),
         (torch.tensor([[-2, 1]]), "from 0 to 2, or -1 for a token of none, got -2 to 1"),
     ):
         with pytest.raises(InvalidValueError, match=says):
-            class_stats.check_classes(wrong, 3)
+            class_statistics.check_classes(wrong, 3)
     for kind in (torch.float32, torch.complex64):
         with pytest.raises(InvalidTypeError, match=f"as whole numbers, got {kind}"):
-            class_stats.check_classes(torch.zeros(1, 2, dtype=kind), 3)
+            class_statistics.check_classes(torch.zeros(1, 2, dtype=kind), 3)

@@ -16,7 +16,7 @@ from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import lay_out, scratch, whole
 
 from qkeel.audit import Geometry, as_json, table
-from qkeel.audit.scan.scan import scan
+from qkeel.audit.scan import scan
 from qkeel.remedies.retrofit import convert
 
 CONFIG: dict[str, Any] = {

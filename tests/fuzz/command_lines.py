@@ -16,7 +16,7 @@ from tests.fuzz.places import scratch
 
 from qkeel.cli.app import main
 from qkeel.cli.commands import commands
-from qkeel.cli.flags import _ENTRIES
+from qkeel.cli.run import _ENTRIES
 from qkeel.errors import QkeelError
 from qkeel.remedies.apply import REMEDIES
 from qkeel.spec import PRESETS

@@ -16,21 +16,22 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found]
 
 with atheris.instrument_imports(include=["qkeel.records", "tomllib"]):
-    from qkeel.records import files, heads_file, rundir, safetensors_header, strict_json, strict_toml
+    from qkeel.records import files, parse, run_directory
+    from qkeel.records import files as heads_file
 from qkeel.errors import QkeelError
 
 
 def _header(text: bytes, place: Path) -> object:
-    return safetensors_header.parse_header(text, place, 8 + len(text) + 64)
+    return parse.parse_header(text, place, 8 + len(text) + 64)
 
 
 def _json(text: bytes, place: Path) -> object:
-    return strict_json.parse_json(text, str(place))
+    return parse.parse_json(text, str(place))
 
 
 def _toml(text: bytes, place: Path) -> object:
     place.write_bytes(text)
-    return strict_toml.read_toml(place)
+    return parse.read_toml(place)
 
 
 def _lines(text: bytes, place: Path) -> object:
@@ -47,7 +48,7 @@ def _heads(text: bytes, place: Path) -> object:
 
 def _config(text: bytes, place: Path) -> object:
     (place.parent / "config.json").write_bytes(text)
-    return rundir.RunDirectory(place.parent).config()
+    return run_directory.RunDirectory(place.parent).config()
 
 
 # A parser, and texts to begin with.

@@ -13,7 +13,7 @@ from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import scratch
 
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data.corpus import batch, heldout, load
+from qkeel.lab.text import batch, heldout, load
 
 _ENDS = [
     "a.txt",

@@ -34,7 +34,7 @@ from qkeel.errors import QkeelError
 from qkeel.lab import Execution, Grid, make_plan, run_plan
 from qkeel.records import RunDirectory
 from qkeel.report import render
-from qkeel.report.watch.watched_run import read_watched
+from qkeel.report.watch_page import read_watched
 
 _CONFIG = dataclasses.replace(CONFIG, steps=5, checkpoint_every=2, log_every=1)
 _GRID = Grid(remedies=["none", "qk_clip:threshold=1"], lrs=[0.01], seeds=[0])

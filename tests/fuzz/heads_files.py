@@ -13,7 +13,7 @@ from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import lay_out, scratch, whole
 
 from qkeel.records import HeadRecorder, read_heads
-from qkeel.records.heads_file import cut_heads
+from qkeel.records.files import cut_heads
 
 
 def _make(place: Path) -> None:

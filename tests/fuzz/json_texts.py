@@ -9,8 +9,8 @@ from hypothesis.strategies import SearchStrategy
 from tests.fuzz.hostile import json_values, values
 from tests.fuzz.hunt import Hunt
 
-from qkeel.records.file_fields import FIELDS, check_parts
-from qkeel.records.strict_json import parse_json
+from qkeel.records.files import FIELDS, check_parts
+from qkeel.records.parse import parse_json
 
 
 def inputs() -> SearchStrategy[tuple[bytes, str]]:

@@ -13,7 +13,7 @@ from tests.fuzz.hostile import numbers, texts
 from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import scratch
 
-from qkeel.cli.flags import as_toml, configure
+from qkeel.cli.run import as_toml, configure
 from qkeel.lab import RunConfig
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
 

@@ -12,8 +12,8 @@ from tests.fuzz.hostile import numbers, texts, values
 from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import scratch
 
-from qkeel.audit.scan.scan import scan
-from qkeel.records.safetensors_header import BITS, read_header
+from qkeel.audit.scan import scan
+from qkeel.records.parse import BITS, read_header
 
 _NAMES = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "a", "__metadata__", "é"]
 

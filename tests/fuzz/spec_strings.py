@@ -10,7 +10,7 @@ from tests.fuzz.hunt import Hunt
 from qkeel import preset
 from qkeel.errors import InvalidValueError
 from qkeel.lab import LongContexts
-from qkeel.registry import parse
+from qkeel.options import parse
 from qkeel.remedies.apply import REMEDIES
 from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.spec import PRESETS

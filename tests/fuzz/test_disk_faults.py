@@ -16,7 +16,7 @@ from tests.fuzz import disk_faults
 from tests.fuzz.disk_faults import CLASSES, SUBJECTS, cases, hunt, undisturbed
 from tests.fuzz.disk_model import Journal, after_power_loss, in_place
 
-from qkeel.records import RunDirectory, checksums, files
+from qkeel.records import RunDirectory, disk, files
 
 PAIRS = list(itertools.product(CLASSES, SUBJECTS))
 FEW = {"study": 3, "watched": 12}
@@ -47,7 +47,7 @@ def test_no_fault_is_silent(kind: str, name: str) -> None:
 
 def test_without_checksums_damage_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hunt finds where nothing is checked: it can fail."""
-    monkeypatch.setattr(files, "check_seal", lambda text, needed=False: checksums.is_sealed(text))
+    monkeypatch.setattr(files, "check_seal", lambda text, needed=False: disk.is_sealed(text))
     ends, findings = hunt("damage", "watched", disk_faults.damages("watched", 0, 40))
     assert ends["wrong"] > 3
     assert any("Silent" in finding for finding in findings)

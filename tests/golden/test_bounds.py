@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.bounds import (
+    change_factors,
     entropy_floor,
     gram_interaction_norms,
     logit_frobenius,
     rms_logit_bound,
     spectral_norm,
 )
-from qkeel.functional.normalizers import entropy
-from qkeel.functional.statistics.logit_change import change_factors
+from qkeel.functional.logits import entropy
 from qkeel.spec import AttentionSpec, RMSNorm
 
 FLOORS = {

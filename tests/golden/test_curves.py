@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional import normalizers as F
-from qkeel.functional.softcap import softcap
+from qkeel.functional import logits as F
+from qkeel.functional.logits import softcap
 
 
 def f64(*values: float) -> Tensor:

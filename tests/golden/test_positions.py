@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional.distances import alibi_slopes, kerple_log, kerple_power, xpos_decay
-from qkeel.functional.rope import rope_frequencies
-from qkeel.functional.rope_frequencies import interpolate, llama3, ntk, ntk_mixed, yarn, yarn_magnitude
+from qkeel.functional.bounds import alibi_slopes, kerple_log, kerple_power, xpos_decay
+from qkeel.functional.rope import interpolate, llama3, ntk, ntk_mixed, rope_frequencies, yarn, yarn_magnitude
 from qkeel.spec import (
     ALiBi,
     AttentionSpec,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.scaling import (
+from qkeel.functional.logits import (
     cosine_scale,
     floor_log_temperature,
     gradient_scale,
@@ -16,7 +16,7 @@ from qkeel.functional.scaling import (
     qk_norm_init,
     sigmoid_bias,
 )
-from qkeel.nn import Attention, spec_module
+from qkeel.nn import Attention, attention
 from qkeel.spec import GradientMax, LogN, preset
 
 
@@ -167,8 +167,8 @@ def test_the_scale_of_most_gradient_needs_keys_and_cosines(make) -> None:
 def test_a_scale_made_for_other_heads_is_warned_of_once_with_the_better_one() -> None:
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("qkeel.nn.spec_module.caution", said.append)
-        spec_module._advise.cache_clear()
+        patch.setattr("qkeel.nn.attention.caution", said.append)
+        attention._advise.cache_clear()
         Attention(128, 1, spec=preset("cosa"))  # head_dim 128
         Attention(64, 1, spec=preset("cosa", train_length=64))  # 13.86, best 11.76
         Attention(64, 1, spec=preset("cosa", gradient=True))

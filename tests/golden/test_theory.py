@@ -10,9 +10,15 @@ from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel import AttentionSpec, presets
-from qkeel.functional.bounds import entropy_floor, logit_frobenius, rms_logit_bound
-from qkeel.functional.normalizers import entropy, sigmoid, softmax, squared_relu
-from qkeel.functional.theory import expected_squared_norm, logit_std, softmax_jacobian_norm
+from qkeel.functional.bounds import (
+    entropy_floor,
+    expected_squared_norm,
+    logit_frobenius,
+    logit_std,
+    rms_logit_bound,
+    softmax_jacobian_norm,
+)
+from qkeel.functional.logits import entropy, sigmoid, softmax, squared_relu
 from qkeel.spec import RMSNorm, preset
 
 

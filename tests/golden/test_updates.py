@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional.updates import newton_schulz, qk_clip_gamma, repeat_groups
-from qkeel.remedies.lalr import Rates
+from qkeel.functional.bounds import newton_schulz, qk_clip_gamma, repeat_groups
+from qkeel.remedies.lalr import HeadRates
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -32,7 +32,7 @@ def lalr_rates(q_norm: Tensor, k_norm: Tensor, q_start: Tensor, k_start: Tensor)
     alone, used = tuple((i,) for i in range(h)), tuple(i * g // h for i in range(h))
     users = tuple(tuple(i for i in range(h) if used[i] == j) for j in range(g))
     uses = [[((1,), (used,), alone)], [((0,), (tuple(range(h)),), users)]]
-    rates = Rates(uses, sizes, torch.cat([q_start, k_start]))
+    rates = HeadRates(uses, sizes, torch.cat([q_start, k_start]))
     return rates(torch.cat([q_norm, k_norm])).split(sizes)
 
 

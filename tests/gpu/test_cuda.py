@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qkeel import preset, reference
-from qkeel.functional.statistics.logit_stats import TENSORS
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.functional.statistics import TENSORS
+from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import Attention, KVCache
 from qkeel.ops import KERNELS
 from qkeel.spec import AttentionCall, AttentionSpec, Sink

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.kernels import encode
+from qkeel.kernels.contract import row_statistics
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.flex import Flex
-from qkeel.kernels.native.adamw import AdamTensors
-from qkeel.kernels.prepare import row_statistics
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
-from qkeel.kernels.triton import adam_lines, available, first_use
+from qkeel.kernels.native.operators import AdamTensors
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats
+from qkeel.kernels.torch_kernels import Flex
+from qkeel.kernels.triton import adamw, available, first_use
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm
@@ -210,7 +209,7 @@ def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Mo
 
 
 def test_a_step_of_adam_with_a_rate_per_line_is_the_formula_and_leaves_its_squares() -> None:
-    kernels = adam_lines
+    kernels = adamw
     for seed in range(60):
         torch.manual_seed(seed)
         t, o = any_tensors(random.Random(seed))
@@ -230,10 +229,10 @@ def moved(t: AdamTensors, device: str) -> AdamTensors:
 @pytest.mark.parametrize("remedy", ["none", "qk_lr:factor=1", "lalr", "lalr:decay=plain"])
 def test_a_fused_step_taken_over_is_the_one_that_is_rescaled(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At factor 1 that is torch's own step."""
-    found, taken, theirs = [], Counter[str](), adam_lines._launch
+    found, taken, theirs = [], Counter[str](), adamw._launch
     count = lambda *given: (taken.update(["step" if given[-1]["STEP"] else "sum"]), theirs(*given))  # noqa: E731
     assert available.trusted("step of AdamW", torch.device("cuda", 0))  # its case is not counted
-    monkeypatch.setattr(adam_lines, "_launch", count)
+    monkeypatch.setattr(adamw, "_launch", count)
     for native in ("write", "0"):
         monkeypatch.setenv("QKEEL_TRITON", native)
         model, optimizer = trained("none" if native == "0" and "=1" in remedy else remedy, False, "fused")

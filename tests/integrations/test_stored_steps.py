@@ -12,7 +12,7 @@ import torch
 from monitor.small import batch, small
 
 from qkeel import watch
-from qkeel.integrations.accelerate import AccelerateSink
+from qkeel.integrations.watched_training import AccelerateSink
 from qkeel.monitor import Ceiling
 from qkeel.records import RunDirectory
 

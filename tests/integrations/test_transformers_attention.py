@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.errors import RefusedError
 from qkeel.integrations import register_attention
-from qkeel.integrations.transformers_attention import attend
+from qkeel.integrations.huggingface import attend
 from qkeel.kernels.compiled_attention import Native
 
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
@@ -124,7 +124,7 @@ def test_a_model_is_watched_as_with_sdpa_and_its_numbers_cost_no_pass(
             passes = []
             with monkeypatch.context() as patched, qkeel.watch(model, optimizer, stats=stats) as monitor:
                 if stats == "entropy" and implementation == "qkeel":
-                    patched.setattr("qkeel.monitor.measure.call_statistics.find", passes.append)
+                    patched.setattr("qkeel.monitor.measure.find", passes.append)
                 for _ in range(2):
                     loss = out(model, x).square().mean()
                     loss.backward()

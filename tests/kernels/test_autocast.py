@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkeel import attention, reference
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.kernels.statistics import logit_stats
 from qkeel.ops import KERNELS
 from qkeel.spec import AttentionSpec, Softcap
 from qkeel.spec.call import AttentionCall, make_call

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tests.each_row import each_row
 
 from qkeel import preset, reference
-from qkeel.kernels.contract import Refusal
+from qkeel.kernels.contract import Refusal, average, row_blocks
 from qkeel.kernels.encode import folded
-from qkeel.kernels.prepare import average, row_blocks
 from qkeel.spec import PRESETS, AttentionSpec, NoCap
 from qkeel.spec.call import make_call
 

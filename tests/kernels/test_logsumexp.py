@@ -10,10 +10,9 @@ from torch.nn.attention import SDPBackend
 
 from qkeel import attention, preset
 from qkeel.errors import UnknownNameError
+from qkeel.kernels import statistics
 from qkeel.kernels.encode import folded
-from qkeel.kernels.stats import logsumexp
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, fused_with_logsumexp
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket, fused_with_logsumexp, logit_stats
 from qkeel.ops import PRICES
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
@@ -196,8 +195,8 @@ def test_every_fused_operator_of_a_gpu_hands_out_its_logsumexp(
     }
     seen: list[str] = []
     stand_ins = {backend: (fused(name, seen), ()) for name, backend in backends.items() if name != "math"}
-    monkeypatch.setattr(logsumexp, "_FUSED", stand_ins)
-    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: backends[kind].value)
+    monkeypatch.setattr(statistics, "_FUSED", stand_ins)
+    monkeypatch.setattr(statistics, "kernel_choice", lambda *_, **how: backends[kind].value)
     call = call_of("baseline", causal=causal)
     q, k, v, scale = folded(call)
     pair, truth = fused_with_logsumexp(q, k, v, causal, scale), attend_with_logsumexp(call)
@@ -214,7 +213,7 @@ def test_every_fused_operator_of_a_gpu_hands_out_its_logsumexp(
 
 def test_the_operators_of_a_gpu_take_what_they_are_given() -> None:
     # No GPU is needed to see that names and arguments are those of this torch.
-    for backend, (operator, between) in logsumexp._FUSED.items():
+    for backend, (operator, between) in statistics._FUSED.items():
         with pytest.raises(NotImplementedError, match="CPU"):
             operator(*(torch.randn(1, 2, 8, 8) for _ in range(3)), *between, True, scale=0.5)
         assert backend.value in {member.value for member in SDPBackend.__members__.values()}

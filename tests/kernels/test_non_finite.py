@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats, stats_of_rows
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats, stats_of_rows
 from qkeel.ops import KERNELS, PRICES, attention, run_with_rows
 from qkeel.spec import AttentionCall, AttentionSpec, Softcap
 from qkeel.spec.call import make_call

@@ -13,10 +13,9 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, RunDirectoryError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
-from qkeel.lab.axes import SETTINGS
-from qkeel.lab.plan import PlannedRun
+from qkeel.lab.config import SETTINGS
+from qkeel.lab.plan import PlannedRun, tuned_plan, tuning_plan
 from qkeel.lab.studies import STUDIES, find_study
-from qkeel.lab.tuning import tuned_plan, tuning_plan
 
 Make = Callable[..., RunConfig]
 

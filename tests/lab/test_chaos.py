@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
-from qkeel.lab.model.build_model import resolve
-from qkeel.lab.training.run_state import RunState
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.model import resolve
 from qkeel.metrics import distance, divergence_rate
 from qkeel.records import read_json
 from qkeel.report.study.collect import chaos_floors, collect
 from qkeel.report.study.compare import gains
-from qkeel.report.study.study_page import study_page
+from qkeel.report.study.page import study_page
 
 Make = Callable[..., RunConfig]
 

@@ -11,10 +11,10 @@ import pytest
 
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab import ModelConfig, RunConfig, run
+from qkeel.lab import text as corpus_module
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data import corpus as corpus_module
-from qkeel.lab.data.corpus import batch, heldout, load, places, split
-from qkeel.records import regular_files
+from qkeel.lab.text import batch, heldout, load, places, split
+from qkeel.records import disk
 
 
 def text(n: int, seed: int = 0) -> bytes:
@@ -223,7 +223,7 @@ def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(regular_files, "open", refuse, raising=False)
+    monkeypatch.setattr(disk, "open", refuse, raising=False)
     refused(data(path), "cannot read .*secret.txt: Permission denied")
 
 

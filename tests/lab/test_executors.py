@@ -14,9 +14,8 @@ import pytest
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, UnknownNameError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
-from qkeel.lab.execution.executors import executor as table
-from qkeel.lab.execution.executors.executor import EXECUTORS, Unit, executor, seen_here, work_elsewhere
-from qkeel.lab.execution.workers import Job, Outcome
+from qkeel.lab import executors as table
+from qkeel.lab.executors import EXECUTORS, Job, Outcome, Unit, executor, seen_here, work_elsewhere
 from qkeel.records import RunDirectory
 
 Make = Callable[..., RunConfig]
@@ -99,7 +98,7 @@ def test_paths_are_whole_on_the_cluster_and_as_typed_here(
             os.chdir(tmp_path)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qkeel.lab.execution.execute.executor", lambda text: Elsewhere())
+    monkeypatch.setattr("qkeel.lab.execute.executor", lambda text: Elsewhere())
     seen: list[Outcome] = []
     run_plan(make_plan("lr", tiny(), GRID), "study", Execution(executor="x", workers=None, on_outcome=seen.append))
     assert all(path.startswith(str(tmp_path / "study" / "runs")) for path in given)
@@ -128,7 +127,7 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
         (commands / name).write_text(text)
         (commands / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.setattr("qkeel.lab.execution.executors.slurm._EACH", 0.05)
+    monkeypatch.setattr("qkeel.lab.executors._EACH", 0.05)
     place = executor("slurm:partition=gpu,account=us,time=90,memory=8,cpus=3,gpus=1")
     jobs = [Job(tiny(seed=seed).to_dict(), str(tmp_path / f"run-{seed}"), "") for seed in (0, 1)]
     outcomes = [o for found in place.outcomes([[job] for job in jobs], 2, tmp_path) for o in found]
@@ -157,7 +156,7 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
 def test_a_cluster_gives_the_bits_of_this_process(
     place: str, tiny: Make, tmp_path: Path, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkeel.lab.execution.executors.slurm._EACH", 0.2)
+    monkeypatch.setattr("qkeel.lab.executors._EACH", 0.2)
     found = run_plan(make_plan("lr", tiny(), GRID), tmp_path / "s", Execution(executor=place, workers=2, stack="off"))
     assert not found.failures
     assert results(tmp_path / "s") == known
@@ -176,7 +175,7 @@ def test_a_killed_worker_of_a_cluster_is_an_outcome_or_begun_again(
             os.kill(os.getpid(), signal.SIGKILL)
         return work_elsewhere(unit)
 
-    module = __import__(f"qkeel.lab.execution.executors.{place}", fromlist=["x"])
+    module = __import__("qkeel.lab.executors", fromlist=["x"])
     plan, one = make_plan("lr", tiny(), GRID), Execution(executor=place, workers=1, stack="off")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "work_elsewhere", die)

@@ -12,8 +12,8 @@ import torch
 from tests.lab.test_stack import alone, numbers, stacked
 
 from qkeel.lab import RunConfig, Watcher, run
-from qkeel.lab.stack.what_runs_share import plan_stacks
-from qkeel.lab.training.loss_scale import LossScale
+from qkeel.lab.checkpoint import LossScale
+from qkeel.lab.stack_models import plan_stacks
 from qkeel.records import RunDirectory
 
 Make = Callable[..., RunConfig]

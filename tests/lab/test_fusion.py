@@ -13,10 +13,10 @@ import torch
 from qkeel.errors import DataError, InvalidValueError, UnknownNameError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run, run_plan
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
-from qkeel.lab.data.corpus import batch, load
-from qkeel.lab.data.images import load_pictures
-from qkeel.lab.studies.multimodal import MIXES, REGIMES, mixed
-from qkeel.lab.tasks.text_and_images import BEGIN, CAPTION, IMAGE, NEAR_IMAGE, TEXT, FusedTask
+from qkeel.lab.images import load_pictures
+from qkeel.lab.studies.grids import MIXES, REGIMES, mixed
+from qkeel.lab.tasks import BEGIN, CAPTION, IMAGE, NEAR_IMAGE, TEXT, FusedTask
+from qkeel.lab.text import batch, load
 from qkeel.nn import FusedEmbedding
 
 TINY = RunConfig(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import DataError, MissingLibraryError
-from qkeel.lab.data.images import grey, load_pictures, patches
+from qkeel.lab.images import grey, load_pictures, patches
 
 Save = Callable[..., Path]
 

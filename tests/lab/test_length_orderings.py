@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qkeel import lab
-from qkeel.lab.studies.extrapolation import BASE
+from qkeel.lab.studies.grids import EXTRAPOLATION_BASE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -21,7 +21,7 @@ Rows = list[dict[str, str]]
 
 
 def rows(out: Path, forms: list[str], seeds: list[int], steps: int) -> Rows:
-    base = dataclasses.replace(BASE, steps=steps)
+    base = dataclasses.replace(EXTRAPOLATION_BASE, steps=steps)
     contexts = lab.LongContexts(posthoc=("none", "baseline/rerope"))
     lab.study("extrapolation", remedies=forms, lrs=[0.01], seeds=seeds, out=out, base=base, jobs=2, contexts=contexts)
     with (out / "table.csv").open() as file:

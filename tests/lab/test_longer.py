@@ -16,14 +16,13 @@ import torch
 from qkeel import reference
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
-from qkeel.lab.data.corpus import Corpus, long_texts
-from qkeel.lab.lengths.angles import Range, cosine_ranges, outside
-from qkeel.lab.lengths.longer_texts import changed, measure, missing, stretched, trained_on
-from qkeel.lab.model.build_model import layers
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.lengths import Range, changed, cosine_ranges, measure, missing, outside, stretched, trained_on
+from qkeel.lab.model import layers
 from qkeel.lab.plan import Method
-from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
-from qkeel.lab.training.run_state import RunState
-from qkeel.nn.spec_module import SpecModule
+from qkeel.lab.studies.grids import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
+from qkeel.lab.text import Corpus, long_texts
+from qkeel.nn.attention import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, read_json
 from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
 from qkeel.spec.presets import attention_spec
@@ -80,7 +79,7 @@ def test_the_numbers_are_those_of_the_weights_token_by_token(done: Path) -> None
     )
     place = RunDirectory(done / "runs" / row["run_id"])
     run = RunState(RunConfig.from_dict(place.config()))
-    from qkeel.lab.training.checkpoint import load
+    from qkeel.lab.checkpoint import load
 
     load(place, run)
     model, windows = run.model.eval(), torch.from_numpy(long_texts(run.task.corpus, 32, 3))
@@ -152,7 +151,7 @@ def test_what_a_form_refuses_is_an_empty_row_with_the_reason_on_record(tiny: Mak
 
 def test_blocks_have_the_sizes_that_are_compared(tiny: Make) -> None:
     grid = Grid(remedies=("kna", "qwen3"), lrs=(0.1,), seeds=(0,), blocks=("gau", "mha1", "mha4"))
-    runs = make_plan("extrapolation", BASE, grid, CONTEXTS).runs
+    runs = make_plan("extrapolation", EXTRAPOLATION_BASE, grid, CONTEXTS).runs
     sizes = {run.role: run.config.model for run in runs if run.form == "kna"}
     assert {role: (m.block, m.n_layers, m.n_heads, m.head_dim) for role, m in sizes.items()} == {
         "gau": ("gau", 6, 1, 64),
@@ -160,7 +159,7 @@ def test_blocks_have_the_sizes_that_are_compared(tiny: Make) -> None:
         "mha4": ("mha", 3, 4, None),
     }
     assert {run.config.model.attention for run in runs} == {"kna:train_length=64", "qwen3"}
-    assert len(make_plan("extrapolation").runs) == len(DEFAULT.remedies) * 2
+    assert len(make_plan("extrapolation").runs) == len(EXTRAPOLATION_GRID.remedies) * 2
 
 
 def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:

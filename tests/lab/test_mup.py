@@ -11,10 +11,9 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.model.build_model import layers, resolve
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import set_rate, train_step
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.model import layers, resolve
+from qkeel.lab.training import TrainingBackend, set_rate, train_step
 from qkeel.spec import InverseSqrt
 
 WIDTHS = (32, 64, 128, 256)
@@ -32,7 +31,7 @@ def changes(parametrisation: str, width: int) -> dict[str, float]:
     )
     run = RunState(resolve(config))
     before = seen(run)
-    arithmetic = Arithmetic([run])
+    arithmetic = TrainingBackend([run])
     for step in range(5):
         train_step(arithmetic, [step])
     after = seen(run)

@@ -15,15 +15,13 @@ import torch
 from qkeel import reference
 from qkeel.errors import InvalidValueError
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run_plan
-from qkeel.lab.data.corpus import batch, load, long_texts
-from qkeel.lab.data.needles import VALUES, Needles, ask, insert_needles
-from qkeel.lab.lengths.retrieval import retrieved
-from qkeel.lab.model.build_model import resolve
-from qkeel.lab.studies.extrapolation import BASE
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import train_step
-from qkeel.nn.spec_module import SpecModule
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.lengths import retrieved
+from qkeel.lab.model import resolve
+from qkeel.lab.studies.grids import EXTRAPOLATION_BASE
+from qkeel.lab.text import VALUES, Needles, ask, batch, insert_needles, load, long_texts
+from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.nn.attention import SpecModule
 from qkeel.spec import AttentionCall
 
 Make = Callable[..., RunConfig]
@@ -177,13 +175,13 @@ def test_tokens_of_a_file_take_needles_too(tiny: Make, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them_among_many_keys() -> None:
-    base = dataclasses.replace(BASE, data=dataclasses.replace(BASE.data, needle=0.5))
+    base = dataclasses.replace(EXTRAPOLATION_BASE, data=dataclasses.replace(EXTRAPOLATION_BASE.data, needle=0.5))
     forms = ("baseline", "llama4+rope")
     grid = Grid(remedies=forms, lrs=(0.01,), seeds=(0,), blocks=("mha4",))
     found = {}
     for planned in make_plan("extrapolation", base, grid).runs:
         run = RunState(planned.config)
-        arithmetic = Arithmetic([run])
+        arithmetic = TrainingBackend([run])
         for step in range(run.config.steps):
             train_step(arithmetic, [step])
         model, needles = run.model.eval(), run.task.corpus.needles

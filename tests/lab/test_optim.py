@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from qkeel.lab.config import ModelConfig, OptimConfig
-from qkeel.lab.model.build_model import build_decoder
-from qkeel.lab.model.muon import Muon
-from qkeel.lab.model.optimizers import build_optimizer
+from qkeel.lab.model import Muon, build_decoder, build_optimizer
 
 
 def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:

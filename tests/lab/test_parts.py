@@ -12,7 +12,7 @@ import pytest
 
 from qkeel.errors import QkeelError
 from qkeel.lab import Execution, Grid, ModelConfig, RunConfig, make_plan, run_plan
-from qkeel.lab.studies import STUDIES, latent_attention
+from qkeel.lab.studies import STUDIES, grids
 from qkeel.records import read_json
 from qkeel.report import write
 from qkeel.report.study.collect import collect
@@ -85,7 +85,7 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
 
 
 def test_default_axes_are_those_of_the_written_source() -> None:
-    assert (latent_attention.DEFAULT.lrs, latent_attention.DEFAULT.seeds) == ((0.01, 0.1, 0.3), (0, 1, 2))
+    assert (grids.MLA_GRID.lrs, grids.MLA_GRID.seeds) == ((0.01, 0.1, 0.3), (0, 1, 2))
 
 
 def test_no_two_runs_of_a_study_have_the_same_title() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from qkeel.errors import UnknownNameError
-from qkeel.lab.studies.precision import (
+from qkeel.lab.studies.grids import (
     COLUMNS,
     FORMATS,
+    PRECISION_SIZES,
     REMEDIES,
-    SIZES,
     TOLERANCE,
-    Shape,
+    HeadShape,
     forward,
     rows,
     tensors,
@@ -25,12 +25,12 @@ from qkeel.lab.studies.precision import (
 from qkeel.metrics import stored_logit_error
 from qkeel.monitor import Resolution
 
-SMALL = Shape(heads=2, tokens=64)
+SMALL = HeadShape(heads=2, tokens=64)
 
 
 @pytest.fixture(scope="module")
 def lines() -> dict[tuple[str, ...], dict[str, float | str]]:
-    found = thresholds(list(rows(SMALL, sizes=SIZES[::2])))
+    found = thresholds(list(rows(SMALL, sizes=PRECISION_SIZES[::2])))
     return {tuple(str(line[name]) for name in COLUMNS[:4]): line for line in found}
 
 
@@ -54,7 +54,7 @@ def test_the_eager_forward_is_the_one_that_models_write_out() -> None:
 def test_logits_are_of_the_size_asked_for() -> None:
     for size in (8.0, 512.0):
         for data, what in (("spread", torch.std), ("shifted", torch.mean)):
-            q, k, _ = tensors(data, size, Shape(tokens=256), 1)
+            q, k, _ = tensors(data, size, HeadShape(tokens=256), 1)
             assert float(what(q @ k.mT / 8)) == pytest.approx(size, rel=0.1)
 
 

@@ -13,16 +13,14 @@ import safetensors.torch
 import torch
 
 from qkeel.cli.app import main
-from qkeel.cli.flags import configure, view
+from qkeel.cli.run import configure, view
 from qkeel.errors import DataError, InvalidValueError, UnknownNameError
-from qkeel.functional.scaling import deepnorm
+from qkeel.functional.logits import deepnorm
 from qkeel.lab import DataConfig, ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.data.corpus import load
-from qkeel.lab.model.build_model import build_decoder
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import train_step
-from qkeel.lab.training.throughput import flops_per_token, peak, speed
+from qkeel.lab.checkpoint import RunState, flops_per_token, peak, speed
+from qkeel.lab.model import build_decoder
+from qkeel.lab.text import load
+from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.nn import Decoder
 from qkeel.records import RunDirectory
 
@@ -103,7 +101,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
         device="cpu",
         dtype="fp32",
     )
-    both = [Arithmetic([RunState(dataclasses.replace(config, accumulate=n))]) for n in (1, 3)]
+    both = [TrainingBackend([RunState(dataclasses.replace(config, accumulate=n))]) for n in (1, 3)]
     for step in range(2):
         (loss, norm), (other, other_norm) = (train_step(one, [step]) for one in both)
         assert float(other) == pytest.approx(float(loss), rel=1e-5)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.model.optimizers import learning_rate
+from qkeel.lab.model import learning_rate
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])

@@ -17,15 +17,12 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, OptimConfig, RunConfig, Watcher, make_plan, run, run_plan
-from qkeel.lab.model.build_model import resolve
-from qkeel.lab.stack.choose_arithmetic import CompiledArithmetic, choose_arithmetic, why_not_compiled
-from qkeel.lab.stack.stack_models import stack_models
-from qkeel.lab.stack.stacked_arithmetic import StackedArithmetic, split
-from qkeel.lab.stack.what_runs_share import plan_stacks
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.model import resolve
+from qkeel.lab.stack_arithmetic import CompiledArithmetic, StackedArithmetic, choose_arithmetic, split, why_not_compiled
+from qkeel.lab.stack_models import plan_stacks, stack_models
 from qkeel.lab.train_runs import train_runs
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import train_step
+from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.remedies import REMEDIES
 
@@ -96,7 +93,7 @@ def alone(configs: list[RunConfig], out: Path) -> list[dict[str, Any]]:
 
 def check_steps(
     configs: list[RunConfig],
-    of: Callable[[list[RunState]], Arithmetic] = choose_arithmetic,
+    of: Callable[[list[RunState]], TrainingBackend] = choose_arithmetic,
     bits: bool | None = None,
 ) -> None:
     """Losses, norms, the probe and held-out numbers of a few steps, in a stack and alone, computed by `of`."""
@@ -140,7 +137,7 @@ def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(
     configs = micro(remedy)
     assert not why_not_compiled(configs[0])
     check_steps(configs, CompiledArithmetic, bits=True)
-    check_steps(configs[1:], Arithmetic, bits=False)  # against torch's own, to rounding
+    check_steps(configs[1:], TrainingBackend, bits=False)  # against torch's own, to rounding
 
 
 def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(
@@ -308,7 +305,7 @@ def test_where_a_stack_fails_each_run_goes_on_alone(
 ) -> None:
     configs = several(tiny)
 
-    def step(arithmetic: Arithmetic, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(arithmetic: TrainingBackend, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         if len(steps) > 1 and steps[0] == 4:
             raise MemoryError("no memory left")
         return train_step(arithmetic, steps)
@@ -358,7 +355,7 @@ def test_runs_alike_but_for_rate_and_seed_are_stacked_and_every_worker_has_work(
 
 
 def test_statistics_of_heads_in_a_row_are_split_evenly(tiny: Make) -> None:
-    from qkeel.functional.statistics.logit_stats import LogitStats
+    from qkeel.functional.statistics import LogitStats
 
     stats = LogitStats.empty(6, 3, torch.zeros(()))
     assert [len(part.max_logit) for part in split(stats, 3)] == [2, 2, 2]

@@ -21,16 +21,27 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, run_plan, studies, study
-from qkeel.lab.execution import progress
-from qkeel.lab.execution.results_table import rows
-from qkeel.lab.execution.workers import Job, Outcome, work, work_here
-from qkeel.lab.plan import FULL_GRID, PlannedRun, product
-from qkeel.lab.training import environment, step
-from qkeel.lab.training.run_state import RunState
+from qkeel.lab import (
+    Execution,
+    Grid,
+    Plan,
+    RunConfig,
+    Shard,
+    checkpoint,
+    execute,
+    make_plan,
+    run_plan,
+    studies,
+    study,
+    training,
+)
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.executors import Job, Outcome, work, work_here
+from qkeel.lab.plan import FULL_GRID, PlannedRun, Study, product
+from qkeel.lab.study_record import rows
 from qkeel.metrics import paired_gain, planned_power
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
-from qkeel.records.rundir import locked
+from qkeel.records.run_directory import locked
 from qkeel.report import write
 
 Make = Callable[..., RunConfig]
@@ -112,14 +123,14 @@ def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: P
 def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = step.set_rate
+    real = training.set_rate
 
     def set_rate(run: RunState, number: int) -> None:
         if run.config.seed == 1 and number == 5:
             raise MemoryError("no memory left")
         real(run, number)
 
-    monkeypatch.setattr(step, "set_rate", set_rate)
+    monkeypatch.setattr(training, "set_rate", set_rate)
     result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
     assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 2
     assert [r["status"] for r in result.table] == ["done", "failed"] * 2
@@ -153,11 +164,11 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
         # Finished runs are read as they are, whatever computes here.
         assert not run_plan(plan(tiny, small, data=data), out, Execution()).failures
 
-    real = environment.computed_with
+    real = checkpoint.computed_with
     for name, value in (("compiled_kernels", not env["compiled_kernels"]), ("torch", "0.1"), ("cpu", "abacus")):
-        monkeypatch.setattr(environment, "computed_with", lambda config: {**real(config), name: value})  # noqa: B023
+        monkeypatch.setattr(checkpoint, "computed_with", lambda config: {**real(config), name: value})  # noqa: B023
         refused(f"{name}: {env[name]} there, {value} here")
-    monkeypatch.setattr(environment, "computed_with", real)
+    monkeypatch.setattr(checkpoint, "computed_with", real)
     text.write_bytes(bytes(range(32, 127)) * 21)
     refused("corpus SHA-256: ")
     text.write_bytes(bytes(range(32, 127)) * 20)
@@ -344,22 +355,23 @@ def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> No
 
 
 def test_progress_reads_the_last_whole_line(tmp_path: Path) -> None:
-    assert progress.last_step(tmp_path) == 0
+    assert execute.last_step(tmp_path) == 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"ste')
-    assert progress.last_step(tmp_path) == 20
+    assert execute.last_step(tmp_path) == 20
 
 
 def test_an_estimate_grows_with_the_runs_and_falls_with_the_workers(tiny: Make) -> None:
     runs = product(tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=range(8)))
-    assert progress.estimate_seconds([], 2) == 0
-    assert progress.estimate_seconds(runs, 1) > 0
+    assert execute.estimate_seconds([], 2) == 0
+    assert execute.estimate_seconds(runs, 1) > 0
     assert isinstance(runs[0], PlannedRun)
 
 
-def test_every_study_of_runs_is_a_file_and_a_line_of_the_table() -> None:
-    files = {path.stem for path in Path(studies.__path__[0]).glob("*.py")} - {"__init__", "precision"}
-    found = [importlib.import_module(f"qkeel.lab.studies.{name}").STUDY for name in files]
-    assert sorted(map(id, found)) == sorted(map(id, map(studies.find_study, studies.STUDIES)))
+def test_every_study_of_runs_is_a_line_of_the_table() -> None:
+    files = [path.stem for path in Path(studies.__path__[0]).glob("[a-z]*.py")]
+    modules = [importlib.import_module(f"qkeel.lab.studies.{name}") for name in files]
+    found = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Study)}
+    assert found == set(map(id, map(studies.find_study, studies.STUDIES)))
 
 
 def test_files_of_a_run_that_lead_elsewhere_are_refused(tiny: Make, tmp_path: Path) -> None:

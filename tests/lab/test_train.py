@@ -15,11 +15,11 @@ from tests.quick import one_in, quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.model.build_model import build_decoder, resolve, threads
-from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
-from qkeel.lab.training.evaluate import PROBE_FIELDS, remembered
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import train_step
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.model import build_decoder, resolve, threads
+from qkeel.lab.run_record import PROBE_FIELDS, remembered
+from qkeel.lab.stack_arithmetic import choose_arithmetic
+from qkeel.lab.training import train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
 from qkeel.spec.presets import attention_spec
 

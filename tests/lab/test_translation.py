@@ -10,21 +10,19 @@ import torch
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ModelConfig, run
-from qkeel.lab.data.corpus import load
-from qkeel.lab.data.second_language import CLAUSE, WORD, translated
-from qkeel.lab.model.build_model import check, resolve
-from qkeel.lab.studies.translation import BASE
-from qkeel.lab.tasks.translation import BEGIN
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.step import train_step
+from qkeel.lab.checkpoint import RunState
+from qkeel.lab.model import check, resolve
+from qkeel.lab.studies.grids import TRANSLATION_BASE
+from qkeel.lab.tasks import BEGIN_TRANSLATION
+from qkeel.lab.text import CLAUSE, WORD, load, translated
+from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 from qkeel.remedies import apply
 from qkeel.sites import find_sites
 
 VOWELS = b"aeiouAEIOU"
 TINY = dataclasses.replace(
-    BASE,
+    TRANSLATION_BASE,
     model=ModelConfig(d_model=16, n_heads=2, n_layers=2),
     data=DataConfig(source="topics", task="translation", context=12, batch=4, pairs=50),
     steps=3,
@@ -61,7 +59,7 @@ def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text() -> None:
     assert len(seen) == 50
     for inputs, targets in zip(state.heldout.inputs, state.heldout.targets):
         assert translated(bytes(inputs[:12].tolist())) == bytes(targets.tolist())
-        assert (int(inputs[12]), inputs[13:].tolist()) == (BEGIN, targets[:-1].tolist())
+        assert (int(inputs[12]), inputs[13:].tolist()) == (BEGIN_TRANSLATION, targets[:-1].tolist())
     text = load(TINY.data)
     assert all(row in text.train.tobytes() for row in seen)
     assert bytes(state.heldout.inputs[0, :12].tolist()) in text.heldout.tobytes()
@@ -125,9 +123,11 @@ def test_a_run_names_its_attentions_and_the_source_is_what_it_learns_from(tmp_pa
 
 @pytest.mark.slow
 def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source() -> None:
-    config = dataclasses.replace(BASE, device="cpu", steps=500, data=dataclasses.replace(BASE.data, pairs=4000))
+    config = dataclasses.replace(
+        TRANSLATION_BASE, device="cpu", steps=500, data=dataclasses.replace(TRANSLATION_BASE.data, pairs=4000)
+    )
     state = RunState(resolve(config))
-    arithmetic = Arithmetic([state])
+    arithmetic = TrainingBackend([state])
     for step in range(500):
         train_step(arithmetic, [step])
     (score,) = arithmetic.evaluate()

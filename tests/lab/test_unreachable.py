@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from qkeel.errors import MissingLibraryError, RefusedError, needed
-from qkeel.lab.execution.executors import executor as table
-from qkeel.lab.execution.executors.executor import check_reached, died, executor
-from qkeel.lab.execution.workers import Job
+from qkeel.lab import executors as table
+from qkeel.lab.executors import Job, check_reached, died, executor
 
 UNIT = [Job({}, "a", ""), Job({}, "b", "")]
 

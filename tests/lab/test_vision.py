@@ -12,8 +12,8 @@ from tests.quick import one_in
 from qkeel.errors import DataError, ShapeError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run, run_plan
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
-from qkeel.lab.model.build_model import check, resolve
-from qkeel.lab.tasks.image_classes import VisionTask
+from qkeel.lab.model import check, resolve
+from qkeel.lab.tasks import VisionTask
 from qkeel.nn import DecoderConfig, ViT
 
 SMALL = RunConfig(

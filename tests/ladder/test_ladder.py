@@ -16,7 +16,7 @@ from ladder.plan import ARMS, FIRST_SEED, QUESTIONS, RUNGS, Question, units
 
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig, ModelConfig
-from qkeel.lab.data.counted_bigrams import bigram_loss
+from qkeel.lab.text import bigram_loss
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.records import read_json
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import InvalidValueError
-from qkeel.metrics.exact_interval import common_level, exact_interval, nominal
+from qkeel.metrics.paired_effect import common_level, exact_interval, nominal
 
 
 def sign_p(values: np.ndarray, centre: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.metrics import bootstrap_interval, paired_effect, paired_effects
-from qkeel.metrics.student_t import power, quantile, two_sided
+from qkeel.metrics.paired_effect import power, quantile, two_sided
 
 
 def test_quantiles_and_tails_are_those_of_the_tables() -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from qkeel import watch
 from qkeel.monitor import DEFAULT, Adaptive, Alarm, History, LoggingSink, PlannedRates, Rule
-from qkeel.monitor.alarms.setup_rules import IdleNorm, Resolution
+from qkeel.monitor.alarms import IdleNorm, Resolution
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import GAU, MLA, Attention, LatentSizes
 from qkeel.sites import Reading, describe, find_sites

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
-from qkeel.capture import bracket
-from qkeel.capture.bracket import BracketMode
-from qkeel.kernels.stats import logsumexp
+from qkeel.kernels import statistics
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
-from qkeel.patching.private_operators import flash_on_cpu
+from qkeel.patching.modes import flash_on_cpu
+from qkeel.sites import tap
+from qkeel.sites.tap import BracketMode
 
 
 @pytest.mark.parametrize("masked", ["no", "causal", "added", "boolean"])
@@ -60,9 +60,9 @@ def test_on_a_gpu_the_bound_is_the_logsumexp_of_the_operator_that_sdpa_chooses(
     cast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The CPU in the part of a GPU: one of its fused operators is torch's own here, which has the same bits.
-    monkeypatch.setattr(bracket, "_GPU", "cpu")
-    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: SDPBackend.FLASH_ATTENTION.value)
-    monkeypatch.setattr(logsumexp, "_FUSED", {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))})
+    monkeypatch.setattr(tap, "_GPU", "cpu")
+    monkeypatch.setattr(statistics, "kernel_choice", lambda *_, **how: SDPBackend.FLASH_ATTENTION.value)
+    monkeypatch.setattr(statistics, "_FUSED", {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))})
     q, k, v = (torch.randn(2, heads, 20, 16, requires_grad=True) for heads in (4, 2, 2))
 
     def run() -> tuple[Tensor, ...]:
@@ -81,8 +81,8 @@ def test_on_a_gpu_the_bound_is_the_logsumexp_of_the_operator_that_sdpa_chooses(
 
 
 def test_on_a_gpu_what_no_fused_operator_takes_is_bounded_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bracket, "_GPU", "cpu")
-    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: SDPBackend.MATH.value)
+    monkeypatch.setattr(tap, "_GPU", "cpu")
+    monkeypatch.setattr(statistics, "kernel_choice", lambda *_, **how: SDPBackend.MATH.value)
     q = torch.randn(1, 2, 5, 8)
     with BracketMode() as mode:
         F.scaled_dot_product_attention(q, q, q)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.capture.example import arguments
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.measure.logit_changes import LogitChanges
+from qkeel.monitor.measure import LogitChanges
 from qkeel.sites.tap import Tap
 
 

@@ -16,7 +16,7 @@ import qkeel
 from qkeel import watch
 from qkeel.errors import AlarmWarning
 from qkeel.monitor import DEFAULT, Ceiling, History, Setting, Severity, replay, rules_for
-from qkeel.monitor.alarms.advice import LOWER_RATE, fitted
+from qkeel.monitor.alarms import LOWER_RATE, fitted
 from qkeel.nn import Attention
 from qkeel.records import Heads
 from qkeel.spec import AttentionSpec, RMSNorm

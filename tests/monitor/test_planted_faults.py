@@ -104,7 +104,7 @@ UNREACHED = {
     "capture.calls:": "kinds of masks and layouts that these models do not have, and what qk_clip reads",
     "sites.find:": "the user asks for it",
     "capture.described:": "the user describes a site",
-    "capture.products:": "operations that these models do not have; the Interceptor calls them all in one place",
+    "capture.products:": "operations that these models do not have; the CaptureMode calls them all in one place",
     "capture.scores:": "as the one before",
     "capture.written:": "as the one before",
     "sites.named_models:_renamed": "sites that are given of several models",

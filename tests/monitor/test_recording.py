@@ -9,8 +9,8 @@ import pytest
 
 from qkeel.errors import ShapeError
 from qkeel.monitor import AlarmLog, History, Recording, replay
-from qkeel.monitor.alarms.forecast import clock
-from qkeel.monitor.alarms.rules import DEFAULT
+from qkeel.monitor.history import clock
+from qkeel.monitor.rules import DEFAULT
 from qkeel.records import Heads
 
 LAYERS = ("a", "b")

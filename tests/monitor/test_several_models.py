@@ -12,12 +12,11 @@ from torch import nn
 
 import qkeel
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.monitor import Layout, Sample
+from qkeel.monitor.members import Members, RankInfo
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.processes.members import Member, Members
-from qkeel.monitor.processes.share import Share
-from qkeel.monitor.processes.transfer import Measurement
+from qkeel.monitor.transfer import Measurement, PartialValue
 from qkeel.report import write
 
 
@@ -120,7 +119,7 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
     measured = [Measurement(stats={f"{m}.attn": stats() for m in own}, numbers=numbers(own)) for own in stages]
     members = [member(rank, own, of.form()) for rank, (own, of) in enumerate(zip(stages[:2], measured))]
     silent = member(2, stages[2], ())  # it had nothing to send when they met
-    known = Members([Member.of(*m.words()) for m in (*members, silent)], rank=1)
+    known = Members([RankInfo.of(*m.words()) for m in (*members, silent)], rank=1)
     assert known.forms[2] == known.forms[1] == measured[1].form()
     assert known.sites == [f"stages.{i}.attn" for i in range(4)]
     assert known.about() == {
@@ -128,7 +127,7 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
         "parameters": 4,
     }
     sent = {
-        rank: (dict(of.stats), {k: x for k, x in of.numbers.items() if not isinstance(x, Share)}, shares(of))
+        rank: (dict(of.stats), {k: x for k, x in of.numbers.items() if not isinstance(x, PartialValue)}, shares(of))
         for rank, of in enumerate(measured[:2])
     }
     found, others = known.merge(sent)
@@ -145,19 +144,19 @@ def stats() -> LogitStats:
     return qkeel.attention(q, k, v, spec=qkeel.AttentionSpec(), stats=True)[1]
 
 
-def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | Share]:
+def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | PartialValue]:
     norms = {(f"{name}.attn", "query_weight_norm"): torch.rand(1) for name in stages}
-    loss = Share(value=torch.tensor(float(max(stages.values()))), weight=torch.ones(()))
+    loss = PartialValue(value=torch.tensor(float(max(stages.values()))), weight=torch.ones(()))
     return {("", "lr"): torch.tensor(1e-2), ("", "train_loss"): loss, **norms}
 
 
-def shares(of: Measurement) -> dict[tuple[str, str], Share]:
-    return {key: x for key, x in of.numbers.items() if isinstance(x, Share)}
+def shares(of: Measurement) -> dict[tuple[str, str], PartialValue]:
+    return {key: x for key, x in of.numbers.items() if isinstance(x, PartialValue)}
 
 
-def member(rank: int, stages: dict[str, int], form: object) -> Member:
+def member(rank: int, stages: dict[str, int], form: object) -> RankInfo:
     sites = [f"{name}.attn" for name in stages]
-    return Member(
+    return RankInfo(
         layout=Layout(data=rank),
         form=form,  # type: ignore[arg-type]
         split=dict.fromkeys(sites, (False, False)),

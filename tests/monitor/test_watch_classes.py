@@ -20,8 +20,8 @@ from tests.monitor.small import batch, small
 
 from qkeel import watch
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning
-from qkeel.functional.statistics.class_stats import ClassStats
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.class_statistics import ClassStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.monitor import Classes, RunDirectorySink
 from qkeel.records import RunDirectory, explain_field
 from qkeel.report import write

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from qkeel import watch
 from qkeel.errors import QkeelWarning
 from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink
-from qkeel.monitor.measure.call_statistics import CallStatistics
-from qkeel.monitor.measure.weight_norms import WeightNorms
+from qkeel.monitor.journal import Recorder
+from qkeel.monitor.measure import CallStatistics
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.processes.transfer import Transfer
-from qkeel.monitor.record.journal import Journal
+from qkeel.monitor.transfer import AsyncGather
+from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import Attention
 from qkeel.sites.tap import Tap
 
@@ -62,7 +62,7 @@ def test_a_fault_of_an_extra_pass_switches_the_monitor_off(monkeypatch: pytest.M
 def test_a_fault_later_on_keeps_what_was_recorded(plain: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     def during(step: int, monitor: Monitor) -> None:
         if step == 2:
-            monkeypatch.setattr(Journal, "add", boom)
+            monkeypatch.setattr(Recorder, "add", boom)
 
     (model, _, monitor), warned = caught(lambda: train(lambda m, o: watch(m, o), during=during))
     assert same(model, plain)
@@ -167,7 +167,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on(
 def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
     plain: Mapping[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkeel.monitor.record import sinks
+    from qkeel.monitor import sinks
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -244,8 +244,8 @@ def test_warnings_that_are_errors_stop_nobody(
 def test_reading_a_monitor_never_raises_its_faults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, monitor = train(lambda m, o: watch(m, o), steps=1)
     model(batch(0)).sum().backward()
-    monkeypatch.setattr(Journal, "add", boom)
-    monkeypatch.setattr(Transfer, "arrived", property(lambda _: False))
+    monkeypatch.setattr(Recorder, "add", boom)
+    monkeypatch.setattr(AsyncGather, "arrived", property(lambda _: False))
     optimizer.step()
     assert monitor.active
     value = getattr(monitor, name)

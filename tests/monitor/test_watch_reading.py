@@ -22,9 +22,9 @@ from qkeel.errors import (
     QkeelError,
     QkeelWarning,
 )
-from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
+from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.monitor import Adaptive, History, LogSpaced, Rule
-from qkeel.monitor.measure.query_mask import Given
+from qkeel.monitor.token_classes import MaskSource
 from qkeel.nn import Attention
 
 
@@ -282,15 +282,15 @@ def oracle(model: Padded, x: Tensor, mask: Tensor) -> dict[str, list[float]]:
     return found
 
 
-def by_name(given: Tensor) -> Given:
+def by_name(given: Tensor) -> MaskSource:
     return "attention_mask"
 
 
-def by_function(given: Tensor) -> Given:
+def by_function(given: Tensor) -> MaskSource:
     return lambda x, attention_mask=None: attention_mask
 
 
-def by_tensor(given: Tensor) -> Given:
+def by_tensor(given: Tensor) -> MaskSource:
     return given
 
 
@@ -298,7 +298,7 @@ def by_tensor(given: Tensor) -> Given:
 @pytest.mark.parametrize("way", [by_name, by_function, by_tensor])
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padded_rows_count_nowhere(way: Callable[[Tensor], Given], side: str, named: bool) -> None:
+def test_padded_rows_count_nowhere(way: Callable[[Tensor], MaskSource], side: str, named: bool) -> None:
     model, x = Padded().eval(), batch(3, b=3, t=6)
     lengths = torch.tensor([6, 4, 1])
     mask = torch.arange(6) < lengths[:, None]

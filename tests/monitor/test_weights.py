@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import find_sites
-from qkeel.monitor.measure import head_stacks
-from qkeel.monitor.measure.hidden_norms import HiddenNorms
-from qkeel.monitor.measure.step_numbers import Means
-from qkeel.monitor.measure.weight_norms import WeightNorms
+from qkeel.monitor import weight_norms
+from qkeel.monitor.measure import Means
+from qkeel.monitor.token_classes import HiddenNorms
+from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
 
@@ -113,7 +113,7 @@ def test_weight_norms_are_those_of_the_heads_rows(kind: str) -> None:
 
 def test_weights_that_are_read_in_stacks_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several layers, other dtypes and gradients that are missing too; two weights at most are in a stack."""
-    monkeypatch.setattr(head_stacks, "STACKED", 2 * WIDTH * WIDTH * 8)
+    monkeypatch.setattr(weight_norms, "STACKED", 2 * WIDTH * WIDTH * 8)
     for kind in KINDS:
         _, _, example = built(kind)
         model = nn.Sequential(*(built(kind)[0] for _ in range(3))) if example is X else built(kind)[0]
@@ -128,7 +128,7 @@ def test_weights_that_are_read_in_stacks_give_the_same_numbers(monkeypatch: pyte
         reader = WeightNorms(model, sites, torch.optim.Adam(model.parameters()))
         alone = reader.read()
         with monkeypatch.context() as patched:
-            patched.setattr(head_stacks, "UNSTACKED", frozenset())
+            patched.setattr(weight_norms, "UNSTACKED", frozenset())
             stacked = WeightNorms(model, sites, torch.optim.Adam(model.parameters())).read()
         assert stacked.keys() == alone.keys(), kind
         for key, x in alone.items():

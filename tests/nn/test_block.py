@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.errors import UnknownNameError
 from qkeel.nn import MLA, MLP, Attention, Block
-from qkeel.nn.block import NORM_ORDERS
+from qkeel.nn.decoder import NORM_ORDERS
 from qkeel.nn.mla import LatentSizes
 
 

@@ -10,9 +10,9 @@ import torch
 
 from qkeel import preset
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
-from qkeel.functional.losses import z_loss
+from qkeel.functional.logits import z_loss
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.nn.block import NORM_ORDERS
+from qkeel.nn.decoder import NORM_ORDERS
 
 VOCAB = 101
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qkeel import apply, find_sites, preset
 from qkeel.errors import InvalidValueError, RefusedError, ShapeError, UnknownNameError
-from qkeel.functional.scaling import deepnorm
+from qkeel.functional.logits import deepnorm
 from qkeel.nn import GAU, Decoder, DecoderConfig, GAUBlock
 from qkeel.spec import AttentionSpec, L2Norm, RMSNorm, Rope, SquaredReLU
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import preset
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError
-from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.functional.statistics import LogitStats
+from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Decoder, DecoderConfig, KVCache, LatentCache, LatentSizes
 from qkeel.sites import Tap
 from qkeel.spec import (

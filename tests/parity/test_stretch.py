@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qkeel.functional.rope import rope_frequencies
-from qkeel.spec.position.rope_scaling import NTK, PI, DynamicNTK, Llama3, Stretch, YaRN
+from qkeel.spec.rope import NTK, PI, DynamicNTK, Llama3, Stretch, YaRN
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 from transformers import LlamaConfig  # noqa: E402

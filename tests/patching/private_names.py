@@ -38,7 +38,7 @@ def _rows(used_by: str, *rows: tuple[str, str, str]) -> Iterator[PrivateName]:
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
-        "compiler_state",
+        "modes",
         ("torch: _C, _dynamo", "to reach other names of this table", "everything in qkeel.patching"),
         (
             "torch._C: _functorch",
@@ -111,7 +111,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "module_tables",
+        "modes",
         (
             "torch.nn.Module: _parameters, _modules, _buffers",
             "to put parameters, submodules and buffers in, and back, in the order that they had",
@@ -126,7 +126,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "optimizer_hooks",
+        "optimizers",
         (
             "torch.optim.Optimizer: _optimizer_step_post_hooks",
             "to know an optimizer of torch's from a wrapper that runs no hooks",
@@ -134,7 +134,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "checkpointing",
+        "autograd",
         (
             "torch.utils.checkpoint: _checkpoint_without_reentrant_generator",
             "to run checkpointed parts once, with a graph, in a probe's pass, and to forget each when it has been read",
@@ -142,7 +142,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "graph_nodes",
+        "autograd",
         (
             "a graph node of torch.nn.functional.layer_norm: _saved_normalized_shape, _saved_weight",
             "to read the size and the gain of a norm that q or k came through",
@@ -180,7 +180,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "private_operators",
+        "modes",
         (
             "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, "
             "_scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_efficient_attention, "
@@ -210,7 +210,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "parallel_training",
+        "modes",
         (
             "torch.distributed.distributed_c10d: _get_default_store",
             "to ask other processes without waiting for a silent one for ever",
@@ -243,7 +243,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ),
     ),
     *_rows(
-        "adam_groups",
+        "optimizers",
         (
             "torch.optim.Adam: _init_group",
             "to learn and to change which weights the step of Adam and AdamW works on",

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
-from qkeel.patching.checkpointing import CheckpointedParts
+from qkeel.patching.autograd import CheckpointedParts
 
 NAME = "_checkpoint_without_reentrant_generator"
 

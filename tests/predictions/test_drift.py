@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from predictions import drift, drift_law, drift_verdict, gains
 
-from qkeel.lab.advice.measured import EVIDENCE
 from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.lab.recommendation import EVIDENCE
 from qkeel.records import read_json
 
 

@@ -16,8 +16,8 @@ from predictions.run import SIZES, compared_units, edge_units, left, tuning_unit
 from predictions.table import PLACES, tables_of
 
 from qkeel.lab.plan import ONE_OF_EACH
-from qkeel.lab.studies import edge_of_chaos as edge_of_chaos_study
 from qkeel.lab.studies import find_study
+from qkeel.lab.studies import grids as edge_of_chaos_study
 
 # The first 16 digits of SHA-256, as they were committed before the runs: text and code of a prediction do not change.
 REGISTERED = {
@@ -101,7 +101,7 @@ def parted(side: float) -> list[dict[str, object]]:
             knee = 0.02 * 2 ** (0.35 * i) * 64 / d_model
             edge = knee * 2 ** (side if remedy in edge_again.HELD else -side)
             for seed in edge_again.SEEDS:
-                for lr in edge_of_chaos_study.LRS:
+                for lr in edge_of_chaos_study.EDGE_LRS:
                     rows.append(
                         {
                             "d_model": d_model,

@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 
 import qkeel
 from qkeel import dist
-from qkeel.dist import unanimity
+from qkeel.dist import agreement
 from qkeel.errors import QkeelError, QkeelWarning
 from qkeel.heads.site import Sites
 
@@ -121,7 +121,7 @@ def late_processes() -> None:
     """Who comes late is waited for, and who is waited for is named; who comes too late to a fault is told of it."""
     model = wrapped.wrapped(wrapped.llama(layers=1), "fsdp2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unanimity, "PATIENCE", 0.3)
+        patch.setattr(agreement, "PATIENCE", 0.3)
         if dist.rank() == 1:
             time.sleep(1)
         with warnings.catch_warnings(record=True) as said:

@@ -28,7 +28,7 @@ import qkeel
 from qkeel.errors import QkeelWarning
 from qkeel.monitor import Layout
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.record.sample import Sample
+from qkeel.monitor.record import Sample
 
 STEPS = 3
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], float]

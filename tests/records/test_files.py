@@ -12,8 +12,7 @@ from tests.fuzz.disk_model import System
 
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.records import append_line, disk, read_json, read_lines, write_bytes, write_json, write_text
-from qkeel.records.checksums import check_seal, seal
-from qkeel.records.disk import make_directory
+from qkeel.records.disk import check_seal, make_directory, seal
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qkeel.records.made_on import made_on
+from qkeel.records.run_directory import made_on
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git makes the repositories")

@@ -14,8 +14,8 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import RunDirectoryError
 from qkeel.records import append_line, read_json, read_lines, write_text
-from qkeel.records.regular_files import read_regular, refuse_path
-from qkeel.records.rundir import locked
+from qkeel.records.disk import read_regular, refuse_path
+from qkeel.records.run_directory import locked
 
 
 def pipe(path: Path) -> None:

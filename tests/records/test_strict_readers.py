@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from qkeel.errors import DataError, InvalidValueError, RunDirectoryError
-from qkeel.records.file_fields import FIELDS, KINDS, check_parts
-from qkeel.records.safetensors_header import parse_header, read_header
-from qkeel.records.strict_json import parse_json
-from qkeel.records.strict_toml import read_toml, toml_line
+from qkeel.records.files import FIELDS, KINDS, check_parts
+from qkeel.records.parse import parse_header, parse_json, read_header, read_toml, toml_line
 
 
 def test_sound_json_is_read_as_python_reads_it() -> None:

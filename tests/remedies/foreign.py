@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.capture.engine import Interceptor, Sighting
+from qkeel.capture.engine import CapturedCall, CaptureMode
 
 VOCAB, D, H, T = 40, 32, 4, 7
 SMALL: dict[str, Any] = {
@@ -151,10 +151,10 @@ class Hand(nn.Module):
         return self.o(o.transpose(1, 2).flatten(2))
 
 
-def calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[Sighting]:
+def calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[CapturedCall]:
     """Every attention call of one pass."""
-    seen: list[Sighting] = []
-    with torch.no_grad(), Interceptor(model, seen.append):
+    seen: list[CapturedCall] = []
+    with torch.no_grad(), CaptureMode(model, seen.append):
         model(*args, **kwargs)
     return seen
 

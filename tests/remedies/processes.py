@@ -41,8 +41,8 @@ from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
+from qkeel.remedies.head_weights import HeadWeights
 from qkeel.remedies.lalr import LALR
-from qkeel.remedies.steps.head_weights import HeadWeights
 
 STEPS = 10
 CASTS = "one_casts"  # one process on the global batch that computes in float32

@@ -13,8 +13,8 @@ from tests.quick import one_in
 from torch import nn
 
 import qkeel
-from qkeel.kernels.native import adamw
-from qkeel.remedies.steps.fused_adam import AdamPass, _fits, _fits_state
+from qkeel.kernels.native import operators
+from qkeel.remedies.fused_adam import AdamPass, _fits, _fits_state
 
 from .families import FAMILIES, batch
 from .models import attention, decoder, gradients, loss, mla, step_by, tokens
@@ -42,16 +42,16 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler here")
     monkeypatch.setenv("QKEEL_NATIVE", "1")
-    assert adamw.ready()
+    assert operators.adamw_ready()
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights each step of the pass took."""
     seen: list[int] = []
-    theirs = adamw.adam_lines
+    theirs = operators.adam_lines
     monkeypatch.setattr(
-        adamw, "adam_lines", lambda tensors, options: (seen.append(len(tensors.weights)), theirs(tensors, options))
+        operators, "adam_lines", lambda tensors, options: (seen.append(len(tensors.weights)), theirs(tensors, options))
     )
     return seen
 
@@ -344,7 +344,7 @@ def test_other_weights_states_and_skipped_steps_are_left_to_torch(
 
 
 def test_a_torch_whose_step_asks_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
-    monkeypatch.setattr("qkeel.patching.adam_groups._ARGUMENTS", ("self", "group"))
+    monkeypatch.setattr("qkeel.patching.optimizers._ARGUMENTS", ("self", "group"))
     model = attention(torch.float32)
     optimizer = fused(model)
     assert AdamPass.of(optimizer, [], [], plain=False) is None

@@ -24,8 +24,8 @@ from qkeel.errors import (
 )
 from qkeel.handle import Handle
 from qkeel.remedies import REMEDIES, Remedy, Target, canonical, note, parse
+from qkeel.remedies.base import NoRemedy
 from qkeel.remedies.lalr import LALR
-from qkeel.remedies.none import NoRemedy
 
 from .models import assert_same, attention, decoder, snapshot, tokens, train
 
@@ -149,13 +149,13 @@ def test_a_part_of_a_model_can_be_treated_alone() -> None:
 
 
 def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.remedies.attention import site_parameters
+    from qkeel.remedies import change_spec
 
     model = decoder()
     optimizer = adamw(model)
     before = snapshot(model, optimizer)
     calls: list[int] = []
-    real = site_parameters.join
+    real = change_spec.join
 
     def fail(*args: Any) -> Handle:
         calls.append(1)
@@ -163,7 +163,7 @@ def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.M
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(site_parameters, "join", fail)
+    monkeypatch.setattr(change_spec, "join", fail)
     with pytest.raises(KeyboardInterrupt):
         apply("softcap+qk_norm", model, optimizer)
     assert_same(before, snapshot(model, optimizer))

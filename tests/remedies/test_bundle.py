@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.remedies.base import Target
-from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights, check_weights
+from qkeel.remedies.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
+from qkeel.remedies.head_weights import HeadWeights, check_weights
 from qkeel.sites import HeadSlice, find_sites
 
 from .models import attention, gradients, step_by

@@ -16,7 +16,7 @@ import qkeel
 from qkeel import reference
 from qkeel.errors import AlreadyAppliedError, RefusedError
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
-from qkeel.spec.scale import FloorLogTemperature
+from qkeel.spec.logits import FloorLogTemperature
 
 from .foreign import COPIES, LAYOUTS, Hand, build, calls, everything, example, hf, jolted, out, values
 

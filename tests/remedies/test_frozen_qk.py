@@ -11,10 +11,9 @@ from torch import nn
 
 import qkeel
 from qkeel.lab import RunConfig, run
+from qkeel.lab.checkpoint import RunState, read_checkpoint
 from qkeel.lab.config import OptimConfig
 from qkeel.lab.train_runs import train_runs
-from qkeel.lab.training.checkpoint import read_checkpoint
-from qkeel.lab.training.run_state import RunState
 from qkeel.nn import Decoder
 from qkeel.records import RunDirectory
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.monitor.measure.weight_norms import WeightNorms
+from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import GAU, GAUBlock
 from qkeel.sites import Tap
 

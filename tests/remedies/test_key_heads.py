@@ -8,7 +8,7 @@ from tests.sites.test_layouts import GROUPS, Heads, truth
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.monitor.measure.weight_norms import WeightNorms
+from qkeel.monitor.weight_norms import WeightNorms
 
 USED = [0, 1, 0, 1]
 TILED = ("tiled", "tiled, fused", "repeats first")

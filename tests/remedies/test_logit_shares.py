@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from qkeel.remedies.steps.logit_shares import logit_shares
-from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
+from qkeel.remedies.head_groups import logit_shares
+from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
 H, G = 4, 2
@@ -35,7 +35,7 @@ def site(
         n_heads=H,
         n_kv_heads=groups,
         head_dim=2,
-        terms=tuple(LogitTerm(query=(INPUT, q), key=(k,)) for q, k in terms),
+        terms=tuple(QKProduct(query=(INPUT, q), key=(k,)) for q, k in terms),
         key_heads=key_heads,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import RefusedError, UnknownNameError
-from qkeel.remedies.steps import mixed_precision
+from qkeel.remedies import head_weights
 
 from .families import FAMILIES, batch, run
 from .models import gradients
@@ -236,13 +236,13 @@ def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one(
         ([nn.Parameter(copy_.detach() * 1.5)], None),
         ([nn.Parameter(copy_.detach().to("meta"))], None),
     ):
-        assert mixed_precision.stepped(torch.optim.SGD(held), weight) is expected
+        assert head_weights.stepped(torch.optim.SGD(held), weight) is expected
     wide = nn.Parameter(torch.randn(3, 4))
-    assert mixed_precision.stepped(torch.optim.SGD([nn.Parameter(wide.detach().clone())]), wide) is None
+    assert head_weights.stepped(torch.optim.SGD([nn.Parameter(wide.detach().clone())]), wide) is None
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight].update(a=copy_, b=copy_ * 2, c=1, d=near.detach(), e=copy_.double())
-    assert mixed_precision.copies_in_state(optimizer, weight) == ("a", "d")
-    assert mixed_precision.copies_in_state(torch.optim.SGD([weight]), weight) == ()
+    assert head_weights.copies_in_state(optimizer, weight) == ("a", "d")
+    assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()
 
 
 def test_the_optimizer_that_steps_is_found_inside_of_wrappers_that_run_no_hooks() -> None:
@@ -255,12 +255,12 @@ def test_the_optimizer_that_steps_is_found_inside_of_wrappers_that_run_no_hooks(
     class Runs(torch.optim.SGD):
         """One that runs hooks, and has another inside."""
 
-    assert mixed_precision.innermost(Wrapper(Wrapper(inner))) is inner
+    assert head_weights.innermost(Wrapper(Wrapper(inner))) is inner
     odd = Wrapper("nothing")
-    assert mixed_precision.innermost(odd) is odd
+    assert head_weights.innermost(odd) is odd
     outer = Runs([nn.Parameter(torch.ones(2))])
     outer.optimizer = inner  # type: ignore[attr-defined]
-    assert mixed_precision.innermost(outer) is outer
-    assert mixed_precision.found_inf(inner) is None
+    assert head_weights.innermost(outer) is outer
+    assert head_weights.found_inf(inner) is None
     inner.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    assert mixed_precision.found_inf(inner) is inner.found_inf  # type: ignore[attr-defined]
+    assert head_weights.found_inf(inner) is inner.found_inf  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import reference
 from qkeel.errors import AlreadyAppliedError, RefusedError
-from qkeel.remedies.attention.change_norm import KINDS
+from qkeel.remedies.change_norm import KINDS
 from qkeel.spec import AttentionSpec, Fixed, InverseSqrt, L2Norm, Learned, RMSNorm, Sqrt
 from qkeel.spec.slot import Params
 

@@ -13,7 +13,7 @@ from tests.processes.setups import SETUPS
 import qkeel
 from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
-from qkeel.remedies.processes.shared_maxima import SharedMaxima
+from qkeel.remedies.processes import SharedMaxima
 
 from .models import attention
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(tmp_path: Pat
 
 def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     others = torch.tensor([0.0, 80.0, -torch.inf, torch.inf], dtype=torch.float64)
-    monkeypatch.setattr("qkeel.dist.step_gather.reduced", lambda own, by: torch.maximum(own, others))
+    monkeypatch.setattr("qkeel.dist.agreement.reduced", lambda own, by: torch.maximum(own, others))
     model = attention(torch.float64, 4)
     before = model.q_proj.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

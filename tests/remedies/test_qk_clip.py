@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, RefusedError
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.nn import MLA, Attention
 from qkeel.remedies import qk_clip
 from qkeel.sites import Tap

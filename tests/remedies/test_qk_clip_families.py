@@ -11,7 +11,7 @@ from tests.quick import one_in, quick
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.capture.statistics import SiteStats
+from qkeel.capture.calls import SiteStats
 from qkeel.errors import RefusedError
 from qkeel.sites import Tap
 

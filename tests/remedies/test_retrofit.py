@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
-from qkeel.remedies.attention.projection_norms import HeadNorm
-from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
-from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.fit_gains import least_squares
-from qkeel.remedies.retrofit.predictions import Reference
-from qkeel.remedies.retrofit.replay import Rows
+from qkeel.remedies.change_norm import HeadNorm
+from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
+from qkeel.remedies.retrofit.fit_gains import Balance, least_squares
+from qkeel.remedies.retrofit.replay import QueryRows, Reference
 from qkeel.sites import find_sites
 
 from .foreign import example, hf
@@ -113,7 +111,7 @@ def test_distillation_comes_on_top_and_all_of_it_comes_off(
 ) -> None:
     reference, naive = naive_kl(llama, held_out)
     before = snapshot(llama)
-    with retrofit(llama, "qk_norm", batches, fitting=Fitting(iterations=10, distil=60, lr=3e-3)) as found:
+    with retrofit(llama, "qk_norm", batches, fitting=RetrofitConfig(iterations=10, distil=60, lr=3e-3)) as found:
         report = found.report
         assert report.distilled is not None
         assert report.balanced is not None
@@ -189,7 +187,7 @@ def test_gains_alone_bring_it_closer_by_attention_and_by_output(
 ) -> None:
     reference, naive = naive_kl(llama, held_out)
     weights = {n: p.clone() for n, p in llama.state_dict().items()}
-    how = Fitting(iterations=8, balance=False)
+    how = RetrofitConfig(iterations=8, balance=False)
     with retrofit(llama, f"qk_norm:gain={gain}", batches[:2], fitting=how) as found:
         report = found.report
         assert report.balanced is report.distilled is None
@@ -209,12 +207,12 @@ def test_least_squares_recovers_a_scale_per_head_and_ignores_what_softmax_ignore
     old = new * factors[:, None, None] + torch.randn(2, 3, 5, 1, generator=rng, dtype=torch.float64)
     visible = (torch.arange(7) <= torch.arange(5)[:, None] + 2).expand(2, 3, 5, 7)
     counted = torch.ones(2, 3, 5, dtype=torch.bool)
-    one, two = (Rows(logits=z.masked_fill(~visible, 1e4), visible=visible, counted=counted) for z in (old, new))
+    one, two = (QueryRows(logits=z.masked_fill(~visible, 1e4), visible=visible, counted=counted) for z in (old, new))
     assert torch.allclose(least_squares([one], [two], shared=False), factors)
     # By hand, a single row of weights p, shared over heads: a = Cov_p(z, x) / Var_p(x).
     z, x = torch.tensor([0.0, torch.log(torch.tensor(3.0))]), torch.tensor([1.0, 2.0])
     seen, rows = torch.ones(1, 1, 1, 2, dtype=torch.bool), torch.ones(1, 1, 1, dtype=torch.bool)
-    one, two = (Rows(logits=v.view(1, 1, 1, 2), visible=seen, counted=rows) for v in (z, x))
+    one, two = (QueryRows(logits=v.view(1, 1, 1, 2), visible=seen, counted=rows) for v in (z, x))
     assert torch.allclose(least_squares([one], [two], shared=True), torch.log(torch.tensor([3.0]).double()))
 
 
@@ -222,7 +220,7 @@ def test_a_norm_is_blended_in_over_the_optimizers_steps(llama: nn.Module, batche
     model = copy.deepcopy(llama)
     out = model(batches[0]).logits
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    how = Fitting(iterations=0, anneal=4)
+    how = RetrofitConfig(iterations=0, anneal=4)
     found = retrofit(model, "qk_norm", batches[:1], optimizer, fitting=how)
     assert found.share == 0
     assert torch.equal(model(batches[0]).logits, out)
@@ -237,14 +235,14 @@ def test_a_norm_is_blended_in_over_the_optimizers_steps(llama: nn.Module, batche
     whole = model(batches[0]).logits
     found.remove()
     assert torch.equal(model(batches[0]).logits, out)
-    with retrofit(model, "qk_norm", batches[:1], fitting=Fitting(iterations=0)):
+    with retrofit(model, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0)):
         assert torch.equal(model(batches[0]).logits, whole)
 
 
 def test_blending_resumes_from_a_checkpoint_and_by_hand(llama: nn.Module, batches: list[Tensor]) -> None:
     def fresh() -> tuple[nn.Module, Retrofit]:
         model = copy.deepcopy(llama)
-        return model, retrofit(model, "qk_norm", batches[:1], fitting=Fitting(iterations=0, anneal=10))
+        return model, retrofit(model, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0, anneal=10))
 
     model, found = fresh()
     found.advance(3)
@@ -264,11 +262,11 @@ def test_own_models_are_retrofitted_and_blended_too(gain: str) -> None:
             block.attention.q_proj.weight.mul_(4)
     given, before = [tokens(8, 12)], snapshot(model)
     out = model(given[0])
-    with retrofit(model, f"qk_norm:gain={gain}", given, fitting=Fitting(iterations=4, distil=10)) as found:
+    with retrofit(model, f"qk_norm:gain={gain}", given, fitting=RetrofitConfig(iterations=4, distil=10)) as found:
         report = found.report
         assert report.gap.kl < report.fitted.kl < report.naive.kl
     assert_same(before, snapshot(model))
-    found = retrofit(model, f"qk_norm:gain={gain}", given, fitting=Fitting(iterations=4, anneal=2))
+    found = retrofit(model, f"qk_norm:gain={gain}", given, fitting=RetrofitConfig(iterations=4, anneal=2))
     assert torch.equal(model(given[0]), out)
     found.advance()
     half = model(given[0])
@@ -283,7 +281,7 @@ def test_gains_join_the_optimizer_and_leave_it(llama: nn.Module, batches: list[T
     model = copy.deepcopy(llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before = snapshot(model, optimizer)
-    with retrofit(model, "qk_norm", batches[:1], optimizer, fitting=Fitting(iterations=1)):
+    with retrofit(model, "qk_norm", batches[:1], optimizer, fitting=RetrofitConfig(iterations=1)):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert id(model.get_parameter("model.layers.0.self_attn.q_norm.weight")) in held
     assert_same(before, snapshot(model, optimizer))
@@ -321,7 +319,7 @@ def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
         {"distil": 1, "anneal": 1},
     ):
         with pytest.raises(InvalidValueError, match=r"expected|not both"):
-            Fitting(**options)  # type: ignore[arg-type]
+            RetrofitConfig(**options)  # type: ignore[arg-type]
     assert_same(before, snapshot(llama))
 
 
@@ -339,7 +337,7 @@ def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(
 
     monkeypatch.setattr("qkeel.remedies.retrofit.insert.divergence", broken)
     with pytest.raises(KeyboardInterrupt):
-        retrofit(llama, "qk_norm", batches[:1], fitting=Fitting(iterations=0, distil=5))
+        retrofit(llama, "qk_norm", batches[:1], fitting=RetrofitConfig(iterations=0, distil=5))
     assert_same(before, snapshot(llama))
     assert all(p.requires_grad and p.grad is None for p in llama.parameters())
 
@@ -353,10 +351,10 @@ def test_every_way_of_computing_attention_gives_the_same_gains(
     mask = torch.ones_like(batches[0])
     mask[:3, :5] = 0
     given: list[object] = [{"input_ids": batches[0], "attention_mask": mask}]
-    retrofit(model, "qk_norm", given, fitting=Fitting(iterations=0))
+    retrofit(model, "qk_norm", given, fitting=RetrofitConfig(iterations=0))
     gain = model.get_parameter("model.layers.1.self_attn.q_norm.weight")
     other = copy.deepcopy(llama)
-    retrofit(other, "qk_norm", given, fitting=Fitting(iterations=0))
+    retrofit(other, "qk_norm", given, fitting=RetrofitConfig(iterations=0))
     assert torch.allclose(gain, other.get_parameter("model.layers.1.self_attn.q_norm.weight"), rtol=1e-3)
 
 
@@ -366,7 +364,9 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
     model = copy.deepcopy(llama)
     with pytest.raises(RefusedError, match="q and k are not normed yet"):
         qkeel.export(model, "qwen3", tmp_path / "a")
-    found = retrofit(model, "qk_norm:gain=one_plus_dim", batches[:1], fitting=Fitting(iterations=1, anneal=2, eps=1e-3))
+    found = retrofit(
+        model, "qk_norm:gain=one_plus_dim", batches[:1], fitting=RetrofitConfig(iterations=1, anneal=2, eps=1e-3)
+    )
     with pytest.raises(RefusedError, match="still being blended in"):
         qkeel.export(model, "qwen3", tmp_path / "a")
     found.advance(2)
@@ -401,6 +401,6 @@ def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[
 def test_a_longer_trained_model_is_ten_times_closer_too(batches: list[Tensor], held_out: list[Any]) -> None:
     model = trained(1000, width=96, layers=3)
     reference, naive = naive_kl(model, held_out)
-    with retrofit(model, "qk_norm", batches, fitting=Fitting(iterations=30, distil=150, lr=3e-3)) as found:
+    with retrofit(model, "qk_norm", batches, fitting=RetrofitConfig(iterations=30, distil=150, lr=3e-3)) as found:
         assert found.report.gap.kl < found.report.naive.kl / 10
         assert reference.gap().kl < naive / 10

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
-from qkeel.remedies.steps.head_groups import frobenius_norm, head_views
-from qkeel.remedies.steps.sharded_weights import SplitNorms, check_plain_rows, check_whole, has_plain_rows
+from qkeel.remedies.head_groups import frobenius_norm, head_views
+from qkeel.remedies.head_weights import SplitNorms, check_plain_rows, check_whole, has_plain_rows
 from qkeel.sites import HeadSlice
 
 # The whole weight, how it is split over two processes, and its heads: some rows are no head's.
@@ -60,7 +60,7 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim: int, monkeypatch
             for own, i in zip(total, range(2)):
                 own.add_(norms.squares(i))
             seen: list[Tensor] = []
-            monkeypatch.setattr("qkeel.dist.shards.reduced", lambda x, *_, seen=seen: (seen.append(x), 4 * x)[1])
+            monkeypatch.setattr("qkeel.dist.sharding.reduced", lambda x, *_, seen=seen: (seen.append(x), 4 * x)[1])
             found = norms.norms(row)
             assert torch.equal(found[:5], (4 * row[:5]).sqrt())
             assert torch.equal(found[5:], row[5:])

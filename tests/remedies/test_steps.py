@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
 from qkeel.errors import InvalidValueError
-from qkeel.remedies import REMEDIES, Target
-from qkeel.remedies.steps import head_groups
-from qkeel.remedies.steps.head_groups import factor_per_row
-from qkeel.remedies.steps.head_steps import head_steps
-from qkeel.remedies.steps.head_weights import HeadWeights
-from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
+from qkeel.remedies import REMEDIES, Target, head_groups
+from qkeel.remedies.head_groups import factor_per_row
+from qkeel.remedies.head_steps import head_steps
+from qkeel.remedies.head_weights import HeadWeights
+from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
 from .models import attention, decoder, gradients, mla, snapshot, step_by, train
@@ -338,7 +337,7 @@ def fused_target(axis: int, layout: str, optimizer_of: Any = None) -> tuple[Fuse
         n_heads=HEADS,
         n_kv_heads=HEADS,
         head_dim=SIZE,
-        terms=(LogitTerm(query=(q,), key=(k,)),),
+        terms=(QKProduct(query=(q,), key=(k,)),),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     return model, Target(model=model, optimizer=optimizer, sites=[site]), parts

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import qkeel
 from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
-from qkeel.functional.losses import z_loss
+from qkeel.functional.logits import z_loss
 from qkeel.nn import Decoder
 
 from .models import VOCAB, decoder, tokens

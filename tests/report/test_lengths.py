@@ -8,9 +8,9 @@ from synthetic_study import Made, make_run
 
 from qkeel.records import append_line, read_json, write_json
 from qkeel.report import write
-from qkeel.report.study import length_findings
-from qkeel.report.study.charts import chart_data
+from qkeel.report.study import other_findings
 from qkeel.report.study.collect import StudyData, collect
+from qkeel.report.study.page import chart_data
 
 # kept per seed; published: kna 0.96, baseline 0.47, baseline + rerope 0.97
 KEPT = {("kna", "none"): (0.98, 0.94), ("baseline", "none"): (0.80, 0.70), ("baseline", "rerope"): (0.95, 0.93)}
@@ -46,7 +46,7 @@ def part(tmp_path: Path) -> StudyData:
 
 
 def test_kept_shares_are_means_over_seeds_and_what_was_refused_is_left_out(tmp_path: Path) -> None:
-    rows = {(row.form, row.method): row for row in length_findings.measured(part(tmp_path))}
+    rows = {(row.form, row.method): row for row in other_findings.measured(part(tmp_path))}
     assert set(rows) == set(KEPT)
     assert rows["kna", "none"].kept == (0.98 + 0.94) / 2
     assert rows["baseline", "none"].values["kept_nonrepeat"].low == 0.70
@@ -54,11 +54,11 @@ def test_kept_shares_are_means_over_seeds_and_what_was_refused_is_left_out(tmp_p
 
 def test_pairs_in_the_published_order_are_counted(tmp_path: Path) -> None:
     # Here kna > baseline + rerope; published the other way round. The two pairs with plain baseline agree.
-    assert length_findings.agreement(length_findings.measured(part(tmp_path))) == (2, 3)
+    assert other_findings.agreement(other_findings.measured(part(tmp_path))) == (2, 3)
 
 
 def test_the_lead_says_what_is_kept_from_most_to_least(tmp_path: Path) -> None:
-    lead = next(f.text for f in length_findings.findings(part(tmp_path)) if f.kind == "lead")
+    lead = next(f.text for f in other_findings.length_findings(part(tmp_path)) if f.kind == "lead")
     assert "Trained on 64 tokens and tested on 512" in lead
     assert "kna 0.96 and baseline 0.75; 2 seeds." in lead
 
@@ -86,9 +86,9 @@ def test_the_page_sets_the_published_numbers_beside_the_measured_ones(tmp_path: 
 
 def test_what_reading_on_is_worth_is_told_and_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     made = part(tmp_path)
-    found = [f.text for f in length_findings.findings(made)]
+    found = [f.text for f in other_findings.length_findings(made)]
     assert "What the last 64 tokens gain from all before them, in points: kna +1.0 and baseline -9.5." in found
-    text = str(length_findings.comparison(made))
+    text = str(other_findings.comparison(made))
     assert "Angles outside" in text
     assert ">0.100<" in text
     assert ">0.90<" in text
@@ -104,9 +104,9 @@ def test_needles_have_a_table_by_length_and_a_sentence(tmp_path: Path) -> None:
             found = {"needle": share, "needle_weight": share / 2, "needle_bound": 0.061}
             append_line(run / "extrapolation.jsonl", {**line, **found})
     made = collect(path).parts()["gau"]
-    text = str(length_findings.comparison(made))
+    text = str(other_findings.comparison(made))
     table = text[text.index("Needles found") :]
     for shown in ("At 64", "At 1,024", ">90.0<", ">25.0<", ">12.5<", ">6.1<"):
         assert shown in table
-    said = [f.text for f in length_findings.findings(made)]
+    said = [f.text for f in other_findings.length_findings(made)]
     assert "Needles found among 64 and among 1024 tokens, in %: baseline 90 and 25 and kna 90 and 25." in said

@@ -12,11 +12,11 @@ from synthetic_study import Made, make_run
 
 from qkeel.records import RunDirectory, append_line, read_json, read_lines, write_json
 from qkeel.report import write
-from qkeel.report.study import accuracy_findings, modality_findings
+from qkeel.report.study import findings, other_findings
 from qkeel.report.study.collect import StudyData, collect
-from qkeel.report.study.compare import HELD, REVERSE, UNDECIDED, Effect, less, times
-from qkeel.report.study.modality_table import by_modality
-from qkeel.report.study.study_page import study_page
+from qkeel.report.study.compare import HELD, REVERSE, UNDECIDED, SeedEffect, less, times
+from qkeel.report.study.other_findings import by_modality
+from qkeel.report.study.page import study_page
 
 WIDE = "qk_norm:kind=layer+swin_norm"
 FIELDS = ("query_norm", "key_norm", "last_block_norm", "val_loss")
@@ -59,11 +59,11 @@ def study(path: Path, seeds: int = 3) -> StudyData:
     return collect(path)
 
 
-def claim(data: StudyData, name: str) -> modality_findings.Claim:
-    return next(c for c in modality_findings.claims(data) if c.name.startswith(name))
+def claim(data: StudyData, name: str) -> other_findings.Claim:
+    return next(c for c in other_findings.claims(data) if c.name.startswith(name))
 
 
-def effect(values: tuple[float, ...], below: float = 1.0) -> Effect:
+def effect(values: tuple[float, ...], below: float = 1.0) -> SeedEffect:
     found = times(dict(enumerate(values)), dict.fromkeys(range(len(values)), below))
     assert found is not None
     return found
@@ -103,7 +103,7 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
     assert "image queries are 1.18× (1.16× to 1.21×, 3 seeds) text queries, which is 1.18×" in norms.text
     assert norms.text.endswith("a model of text alone makes of them: held.")
     assert not claim(data, "Mixing makes image keys longer").held, "they are as long in the model of text alone"
-    mixing = [c for c in modality_findings.claims(data) if c.name.startswith("Mixing makes logits")]
+    mixing = [c for c in other_findings.claims(data) if c.name.startswith("Mixing makes logits")]
     assert [c.effect.verdict for c in mixing] == [UNDECIDED] * 2
     assert "the reverse was seen" in claim(data, "Images draw the attention").text
     cure = claim(data, "QK-norm saves the images")
@@ -113,10 +113,10 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
 
 def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
     data = study(tmp_path / "s")
-    lead, *others = modality_findings.findings(data)
+    lead, *others = other_findings.modality_findings(data)
     assert lead.kind == "lead"
     kinds = {f.text: f.kind for f in others if f.kind != "caution"}
-    for claimed in modality_findings.claims(data):
+    for claimed in other_findings.claims(data):
         assert kinds.pop(claimed.text) == ("undecided" if claimed.effect.verdict == UNDECIDED else "note")
     assert not kinds
     page = study_page(dataclasses.replace(data, remedies=[*data.remedies, "swin_norm", WIDE]))
@@ -130,8 +130,8 @@ def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
 
 def test_one_seed_judges_nothing(tmp_path: Path) -> None:
     data = study(tmp_path / "s", seeds=1)
-    assert not any(c.held for c in modality_findings.claims(data))
-    assert any(f.kind == "lead" and "One seed: none of" in f.text for f in modality_findings.findings(data))
+    assert not any(c.held for c in other_findings.claims(data))
+    assert any(f.kind == "lead" and "One seed: none of" in f.text for f in other_findings.modality_findings(data))
 
 
 def test_the_variance_of_images_is_judged_over_shares_and_seeds(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_variance_of_images_is_judged_over_shares_and_seeds(tmp_path: Path) 
                 add(run, {"image_share": 0.5, "image_variance": variance, "norm_order": order}, query_norm__image=end)
                 entries.append({"run_id": made.run_id, "remedy": "none", "lr": 0.01, "seed": seed, "role": role})
     write_json(tmp_path / "s" / "study.json", {"study": "multimodal", "remedies": ["none"], "runs": entries})
-    found = [c for c in modality_findings.claims(collect(tmp_path / "s")) if "after training the ratio" in c.measured]
+    found = [c for c in other_findings.claims(collect(tmp_path / "s")) if "after training the ratio" in c.measured]
     assert [c.held for c in found] == [False, True]
     assert found[1].name == "Variance ×16 of images, no norms in the blocks"
 
@@ -165,9 +165,9 @@ def test_a_study_without_modalities_has_neither(tmp_path: Path) -> None:
     made = Made(lr=0.01)
     make_run(tmp_path / "r", made)
     data = collect(tmp_path / "r")
-    assert not modality_findings.is_multimodal(data)
-    assert accuracy_findings.findings(data) == []
-    assert accuracy_findings.table_of(data) == ""
+    assert not other_findings.is_multimodal(data)
+    assert findings.accuracy_findings(data) == []
+    assert findings.table_of(data) == ""
 
 
 def test_accuracy_is_told_and_tabled(tmp_path: Path) -> None:
@@ -179,6 +179,6 @@ def test_accuracy_is_told_and_tabled(tmp_path: Path) -> None:
             write_json(run / "summary.json", {**row, "val_accuracy": value})
             paths.append(run)
     data = collect(paths)
-    text = accuracy_findings.findings(data)[0].text
+    text = findings.accuracy_findings(data)[0].text
     assert text == "Highest held-out accuracy: 85.5 %, qk_norm at LR 0.1; the highest of none is 55.0 %, at LR 0.1."
-    assert "80.0 to 91.0" in accuracy_findings.table_of(data)
+    assert "80.0 to 91.0" in findings.table_of(data)

@@ -13,7 +13,7 @@ from qkeel.errors import UnknownNameError
 from qkeel.metrics import paired_effects
 from qkeel.report.study.collect import collect
 from qkeel.report.study.compare import MARGIN, losses, standings
-from qkeel.report.study.pairs import pairs
+from qkeel.report.study.page import pairs
 
 THREE = ("none", "qk_norm", "lalr:tau=0.1")
 

@@ -15,7 +15,7 @@ from qkeel.metrics import paired_effect, paired_gain, planned_power
 from qkeel.report.study.collect import StudyData, collect
 from qkeel.report.study.compare import MARGIN, gains, primary_gain, standings
 from qkeel.report.study.findings import findings
-from qkeel.report.study.verdict import advice
+from qkeel.report.study.provenance import advice
 
 
 def text_of(markup: str) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data.counted_bigrams import bigram_loss
-from qkeel.lab.tasks.text import TextTask, counted_bigrams
+from qkeel.lab.tasks import TextTask, counted_bigrams
+from qkeel.lab.text import bigram_loss
 from qkeel.report.study.collect import collect
-from qkeel.report.study.reference_findings import findings
+from qkeel.report.study.findings import reference_findings
 
 
 def test_the_lines_are_made_of_the_runs_of_a_study(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_the_lines_are_made_of_the_runs_of_a_study(tmp_path: Path) -> None:
     run_plan(make_plan("lr", base, grid), tmp_path, Execution())
     study = collect(tmp_path)
     level = np.mean([counted_bigrams(dataclasses.replace(base, seed=seed)) for seed in (0, 1)])
-    counted, frozen = (one.text for one in findings(study))
+    counted, frozen = (one.text for one in reference_findings(study))
     assert f"predicts the held-out text at {level:.3f} nats/byte" in counted
     assert "Of the mean losses of 2 remedy-rate pairs 2 are not below that." in counted, "four steps learn little"
     rows = {(row["remedy"], row["seed"]): row["val_loss"] for row in study.rows()}
@@ -45,4 +45,4 @@ def test_what_is_counted_is_what_the_run_reads() -> None:
 def test_a_study_without_the_arm_or_the_count_has_no_line(tmp_path: Path) -> None:
     base = RunConfig(steps=1, eval_sequences=1, device="cpu", data=DataConfig(needle=0.5, context=64))
     run_plan(make_plan("lr", base, Grid(remedies=["none"], lrs=[0.01], seeds=[0])), tmp_path, Execution())
-    assert findings(collect(tmp_path)) == []
+    assert reference_findings(collect(tmp_path)) == []

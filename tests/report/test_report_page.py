@@ -18,10 +18,9 @@ from synthetic_study import Made, drift, grid, make_run, make_study
 import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.records import Heads, write_text
-from qkeel.report.html.formats import rounded, thin
-from qkeel.report.html.markup import json_script, tag
-from qkeel.report.study.charts import chart_data, head_maps
+from qkeel.report.html import json_script, rounded, tag, thin
 from qkeel.report.study.collect import collect
+from qkeel.report.study.page import chart_data, head_maps
 
 SMALL = grid(("none", "qk_norm"), (0.01, 0.1))
 

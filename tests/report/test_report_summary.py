@@ -17,7 +17,7 @@ from qkeel.report.study import provenance
 from qkeel.report.study.collect import RunData, StudyData, collect
 from qkeel.report.study.compare import judge, sensitivity, standings
 from qkeel.report.study.findings import findings
-from qkeel.report.study.verdict import verdict_table
+from qkeel.report.study.provenance import verdict_table
 
 
 def run(remedy: str, lr: float, seed: int, val_loss: float, max_logit: float = 20.0, **more: Any) -> RunData:

@@ -16,9 +16,18 @@ from test_report_page import Reader, alone
 import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
-from qkeel.report.watch.watch_charts import MOST_CELLS, MOST_LINES, chart_data, short_names
-from qkeel.report.watch.watch_findings import findings, fix, movement, verdict
-from qkeel.report.watch.watched_run import is_watched, read_watched
+from qkeel.report.watch_page import (
+    MOST_CELLS,
+    MOST_LINES,
+    chart_data,
+    findings,
+    fix,
+    is_watched,
+    movement,
+    read_watched,
+    short_names,
+    verdict,
+)
 
 SMALL = Seen(layers=3, heads=4, samples=12)
 

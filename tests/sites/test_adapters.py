@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
-from qkeel.capture.engine import Interceptor  # noqa: E402
+from qkeel.capture.engine import CaptureMode  # noqa: E402
 from qkeel.sites import AttentionSite, HeadSlice  # noqa: E402
 
 # peft asks transformers by a name that is on its way out.
@@ -57,7 +57,7 @@ def adapted(model: nn.Module, *targets: str, random: bool = True, **options: Any
 @torch.no_grad()
 def q_and_k(model: nn.Module) -> tuple[Tensor, Tensor]:
     calls: list[Any] = []
-    with Interceptor(model, lambda s: calls.append(s.call)):
+    with CaptureMode(model, lambda s: calls.append(s.call)):
         model(input_ids=IDS)
     return calls[0].q, calls[0].k
 

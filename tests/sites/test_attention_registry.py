@@ -12,9 +12,9 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
-from qkeel.capture.engine import Interceptor  # noqa: E402
-from qkeel.capture.statistics import statistics  # noqa: E402
-from qkeel.functional.statistics.logit_stats import LogitStats  # noqa: E402
+from qkeel.capture.calls import statistics  # noqa: E402
+from qkeel.capture.engine import CaptureMode  # noqa: E402
+from qkeel.functional.statistics import LogitStats  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -76,7 +76,7 @@ def watched(model: nn.Module) -> tuple[Tensor, dict[str, LogitStats]]:
     """Logits of the tokens that are not padding, and statistics per site; watching changes neither."""
     expected = model(input_ids=IDS, attention_mask=KEEP).logits
     found: dict[str, LogitStats] = {}
-    with Interceptor(model, lambda s: found.update({s.name: statistics(s.call)})):
+    with CaptureMode(model, lambda s: found.update({s.name: statistics(s.call)})):
         logits = model(input_ids=IDS, attention_mask=KEEP).logits
     assert torch.equal(logits[KEEP == 1], expected[KEEP == 1])
     return logits, found

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
-from qkeel.capture.engine import Interceptor, Sighting
-from qkeel.capture.statistics import statistics
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.capture.calls import statistics
+from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.functional.statistics import LogitStats
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -82,11 +82,11 @@ def seen(model: nn.Module, x: Tensor, *, dispatch: bool) -> tuple[Tensor, list[L
     found: list[LogitStats] = []
     below: list[bool] = []
 
-    def note(sighting: Sighting) -> None:
+    def note(sighting: CapturedCall) -> None:
         found.append(statistics(sighting.call))
         below.append(sighting.below)
 
-    with torch.no_grad(), Interceptor(model, note, dispatch=dispatch):
+    with torch.no_grad(), CaptureMode(model, note, dispatch=dispatch):
         out = model(x)
     return out, found, below
 
@@ -185,7 +185,7 @@ def test_functional_calls_and_their_gradients_are_seen() -> None:
     }
     for name, (run, dispatch) in runs.items():
         found: list[LogitStats] = []
-        with Interceptor(model, lambda s: found.append(statistics(s.call)), dispatch=dispatch):  # noqa: B023
+        with CaptureMode(model, lambda s: found.append(statistics(s.call)), dispatch=dispatch):  # noqa: B023
             run()
         (stats,) = found
         torch.testing.assert_close(stats.max_logit, plain.max_logit, msg=name)
@@ -201,7 +201,7 @@ def test_training_under_the_second_pass_is_bit_for_bit_the_same() -> None:
             x = torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(step))
             if watched:
                 found: list[LogitStats] = []
-                with Interceptor(model, lambda s: found.append(statistics(s.call)), dispatch=True):  # noqa: B023
+                with CaptureMode(model, lambda s: found.append(statistics(s.call)), dispatch=True):  # noqa: B023
                     loss = model(x).square().mean()
                 assert len(found) == 3
             else:
@@ -219,12 +219,12 @@ def test_what_one_watcher_computes_is_no_attention_to_another() -> None:
     model, x = Block(attention), torch.randn(B, T, H * D)
     counts = [0, 0]
 
-    def note(i: int, sighting: Sighting) -> None:
+    def note(i: int, sighting: CapturedCall) -> None:
         statistics(sighting.call)  # exponentials over their sums
         counts[i] += 1
 
     outer, inner = (
-        Interceptor(model, functools.partial(note, i), dispatch=dispatch) for i, dispatch in ((0, True), (1, False))
+        CaptureMode(model, functools.partial(note, i), dispatch=dispatch) for i, dispatch in ((0, True), (1, False))
     )
     with outer, inner:
         model(x)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.capture.described import arranged
-from qkeel.capture.engine import Interceptor, Sighting
-from qkeel.capture.statistics import statistics
+from qkeel.capture.calls import statistics
+from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.example import arranged
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
-from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.patching.guard import Guard
+from qkeel.functional.statistics import LogitStats
+from qkeel.patching.modes import FaultGuard
 from qkeel.sites import AttentionSite, Reading, describe
 from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Softcap
 
@@ -73,11 +73,11 @@ def described(model: nn.Module, name: str = "layers.0", **more: Any) -> Attentio
 def watch(model: nn.Module, sites: list[AttentionSite], *inputs: Tensor) -> dict[str, LogitStats]:
     found: dict[str, LogitStats] = {}
 
-    def note(sighting: Sighting) -> None:
+    def note(sighting: CapturedCall) -> None:
         assert sighting.name not in found
         found[sighting.name] = statistics(sighting.call)
 
-    with Interceptor(model, note, described=sites):
+    with CaptureMode(model, note, described=sites):
         model(*inputs)
     return found
 
@@ -224,7 +224,7 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     x, keep = torch.randn(B, T, 8), torch.ones(B, T, dtype=torch.bool)
     keep[1, 4:] = False
     found: list[LogitStats] = []
-    with Interceptor(model, lambda s: found.append(statistics(s.call)), described=[site]):
+    with CaptureMode(model, lambda s: found.append(statistics(s.call)), described=[site]):
         model(x, keep=keep)
     assert found[0].n_pairs.tolist() == [T * T + T * 4]
 
@@ -240,14 +240,14 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
     how: list[tuple[str, str]] = []
     stats: list[LogitStats] = []
 
-    def note(sighting: Sighting) -> None:
+    def note(sighting: CapturedCall) -> None:
         how.append((sighting.name, sighting.how))
         stats.append(statistics(sighting.call))
 
-    with Interceptor(model, note, described=[described(model, "0")]):
+    with CaptureMode(model, note, described=[described(model, "0")]):
         model(x)
     assert how == [("0", "description"), ("1", "scaled_dot_product_attention")]
-    with Interceptor(model, lambda s: stats.append(statistics(s.call))):
+    with CaptureMode(model, lambda s: stats.append(statistics(s.call))):
         model(x)
     torch.testing.assert_close(stats[0].max_logit, stats[2].max_logit)
 
@@ -258,8 +258,8 @@ def test_a_checkpointed_module_is_heard_once(reentrant: bool) -> None:
     layer = model.layers[0]
     x = torch.randn(B, T, H * D, requires_grad=True)
     opaque.register_autograd(lambda ctx, grad: (None, None, None))
-    found: list[Sighting] = []
-    with Interceptor(model, found.append, described=[described(model)]):
+    found: list[CapturedCall] = []
+    with CaptureMode(model, found.append, described=[described(model)]):
         y: Any = x + checkpoint(layer, x, use_reentrant=reentrant)
         y.sum().backward()
     assert len(found) == 1
@@ -268,8 +268,8 @@ def test_a_checkpointed_module_is_heard_once(reentrant: bool) -> None:
 def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
     site = described(model)
-    found: list[Sighting] = []
-    with Interceptor(model, found.append, described=[site]):
+    found: list[CapturedCall] = []
+    with CaptureMode(model, found.append, described=[site]):
         with pytest.raises(RuntimeError):
             model(torch.randn(B, T, 3))
         model(x)
@@ -280,8 +280,8 @@ def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
 def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
     site = described(model, key=Reading(module="kv", layout="b t (n h d)", parts=2, then=lambda k: k[..., 1:]))
-    guard = Guard("off: {}")
-    watcher = Interceptor(model, pytest.fail, described=[site], guard=guard)
+    guard = FaultGuard("off: {}")
+    watcher = CaptureMode(model, pytest.fail, described=[site], guard=guard)
     with pytest.warns(QkeelWarning, match="off: expected"), watcher:
         model(x)
     assert isinstance(guard.error, ShapeError)

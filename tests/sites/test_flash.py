@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
-from qkeel.capture.bracket import BracketMode
-from qkeel.capture.engine import Interceptor, Sighting
-from qkeel.capture.statistics import statistics
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.capture.calls import statistics
+from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.functional.statistics import LogitStats
+from qkeel.sites.tap import BracketMode
 from qkeel.spec import AttentionCall
 
 from . import flash_stand_in as stand_in
@@ -52,7 +52,7 @@ def parts(t: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def seen(call: Callable[[], Tensor]) -> tuple[LogitStats, Tensor]:
     found: list[LogitStats] = []
-    with Interceptor(nn.Identity(), lambda s: found.append(statistics(s.call))):
+    with CaptureMode(nn.Identity(), lambda s: found.append(statistics(s.call))):
         out = call()
     (stats,) = found
     return stats, out
@@ -150,7 +150,7 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> No
 def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
     q, k, ends = lengths()
     calls: list[AttentionCall] = []
-    with Interceptor(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
+    with CaptureMode(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
         stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
     mask = torch.ones(1, 9, dtype=torch.bool)
     mask[0, :3] = False  # the whole first sequence
@@ -198,7 +198,7 @@ def test_the_rows_of_each_head_are_found() -> None:
 def test_what_checkpointing_computes_again_is_not_seen_again(reentrant: bool) -> None:
     model, x = Block(stand_in.flash_attn_func), torch.randn(B, 5, H * D, requires_grad=True)
     found: list[str] = []
-    with Interceptor(model, lambda s: found.append(s.name)):
+    with CaptureMode(model, lambda s: found.append(s.name)):
         y: Any = checkpoint(model, x, use_reentrant=reentrant)
         y.sum().backward()
     assert found == [""]
@@ -230,7 +230,7 @@ def test_several_calls_of_one_module_and_shared_modules_keep_their_names() -> No
     twice = Twice()
     model, x = nn.Sequential(twice, twice), torch.randn(B, 5, D)
     found: list[str] = []
-    with Interceptor(model, lambda s: found.append(s.name)):
+    with CaptureMode(model, lambda s: found.append(s.name)):
         with pytest.raises(RuntimeError):
             model(torch.randn(B, 5, D + 1))
         model(x)
@@ -252,8 +252,8 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     exec(source, vars(home))
     monkeypatch.setitem(sys.modules, home.__name__, home)
     model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
-    found: list[Sighting] = []
-    with Interceptor(model, found.append):
+    found: list[CapturedCall] = []
+    with CaptureMode(model, found.append):
         model(x)
     ((how, call),) = [(s.how, s.call) for s in found]
     assert how == "flash_attn_func"
@@ -267,7 +267,7 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
 
 def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> None:
     q, k, ends = lengths()
-    watcher = Interceptor(nn.Identity(), pytest.fail)
+    watcher = CaptureMode(nn.Identity(), pytest.fail)
     with watcher:
         stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, block_table=torch.zeros(1))
         x = q[None]
@@ -365,8 +365,8 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(monkeypatch: pyte
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
     for given, name, n in ((None, "flash_attn_func", 12), (mask, "flash_attn_varlen_func", 10)):
         plain = model(x, given)
-        found: list[Sighting] = []
-        with Interceptor(model, found.append):
+        found: list[CapturedCall] = []
+        with CaptureMode(model, found.append):
             assert torch.equal(model(x, given), plain)
         (one,) = found
         stats = statistics(one.call)

@@ -19,13 +19,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import apply, find_sites
-from qkeel.capture import foreign as foreign_functions
-from qkeel.capture import statistics as logit_statistics
-from qkeel.capture.bracket import BracketMode
-from qkeel.capture.engine import Interceptor, Sighting
-from qkeel.capture.statistics import maxima, statistics
-from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.kernels.stats import per_head as kernel
+from qkeel.capture import calls as logit_statistics
+from qkeel.capture import readers as foreign_functions
+from qkeel.capture.calls import maxima, statistics
+from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.functional.statistics import LogitStats
+from qkeel.kernels import statistics as kernel
+from qkeel.sites.tap import BracketMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -126,7 +126,7 @@ class Flex(nn.Module):
 
 def seen(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LogitStats]:
     found: list[LogitStats] = []
-    with torch.no_grad(), Interceptor(model, lambda s: found.append(statistics(s.call))):
+    with torch.no_grad(), CaptureMode(model, lambda s: found.append(statistics(s.call))):
         model(*inputs, **kwargs)
     return found
 
@@ -223,8 +223,8 @@ def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
     with torch.no_grad():
         expected = model(x)
         before = dict(counters["stats"])
-        found: list[Sighting] = []
-        with Interceptor(model, found.append):
+        found: list[CapturedCall] = []
+        with CaptureMode(model, found.append):
             assert torch.equal(model(x), expected)
         assert len(found) == 1
         assert torch.equal(model(x), expected)
@@ -243,8 +243,8 @@ def test_a_compiled_function_around_it_still_compiles_in_one_piece() -> None:
     q, k, v = parts("whole")
     with torch.no_grad():
         expected = flex_attention(2 * q, k, v, enable_gqa=True)
-        found: list[Sighting] = []
-        with Interceptor(Flex(attend), found.append):
+        found: list[CapturedCall] = []
+        with CaptureMode(Flex(attend), found.append):
             torch.testing.assert_close(attend(q, k, v), expected)
     assert found == []  # inside compiled code nothing is seen
     torch._dynamo.reset()
@@ -257,14 +257,14 @@ def code() -> tuple[object, ...]:
 def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers() -> None:
     before, (q, k, v) = code(), parts("nested")
     model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    outer: list[Sighting] = []
-    inner: list[Sighting] = []
-    with torch.no_grad(), Interceptor(model, outer.append):
+    outer: list[CapturedCall] = []
+    inner: list[CapturedCall] = []
+    with torch.no_grad(), CaptureMode(model, outer.append):
         assert code() != before
-        with Interceptor(model, inner.append):
+        with CaptureMode(model, inner.append):
             model(q, k, v)
         model(q, k, v)
-        with pytest.raises(ValueError, match="same number of heads"), Interceptor(model, inner.append):
+        with pytest.raises(ValueError, match="same number of heads"), CaptureMode(model, inner.append):
             flex_attention(q, k[:, :1], v)
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             flex_attention(q, k)  # type: ignore[call-arg]
@@ -283,7 +283,7 @@ def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
     signature = inspect.signature(flex_attention)
     with torch.no_grad():
         expected = model(q, k, v)
-        with Interceptor(model, lambda s: None):
+        with CaptureMode(model, lambda s: None):
             assert inspect.signature(flex_attention) == signature
             assert torch.equal(model(q, k, v), expected)
 
@@ -291,8 +291,8 @@ def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
 def test_another_thread_passes_unseen() -> None:
     q, k, v = parts("thread")
     model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    found: list[Sighting] = []
-    with torch.no_grad(), Interceptor(model, found.append):
+    found: list[CapturedCall] = []
+    with torch.no_grad(), CaptureMode(model, found.append):
         other = threading.Thread(target=model, args=(q, k, v))
         other.start()
         other.join()
@@ -308,8 +308,8 @@ def test_two_threads_that_watch_see_their_own_calls_each() -> None:
     barrier = threading.Barrier(2)
 
     def work(calls: int) -> None:
-        found: list[Sighting] = []
-        with torch.no_grad(), Interceptor(Flex(model.call), found.append):
+        found: list[CapturedCall] = []
+        with torch.no_grad(), CaptureMode(Flex(model.call), found.append):
             barrier.wait()
             for _ in range(calls):
                 flex_attention(q, k, v, enable_gqa=True)
@@ -332,7 +332,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", [])
 
 
-class Asking(Interceptor):
+class Asking(CaptureMode):
     """An interceptor for which flex_attention returns its maxima, as it does for qk_clip."""
 
     maxima = True
@@ -364,7 +364,7 @@ def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it
         model = Flex(
             functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **how)
         )
-        found: list[Sighting] = []
+        found: list[CapturedCall] = []
         with torch.no_grad():
             expected = model(q, k, v)
             with Asking(model, found.append):
@@ -399,7 +399,7 @@ def test_a_kernel_without_maxima_is_not_asked(as_on_a_gpu: None, monkeypatch: py
     for how, without in ways:
         monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", without)
         model = Flex(functools.partial(flex_attention, enable_gqa=True, **how))
-        found: list[Sighting] = []
+        found: list[CapturedCall] = []
         with torch.no_grad():
             expected = model(q, k, v)
             with Asking(model, found.append), BracketMode() as mode:

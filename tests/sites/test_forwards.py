@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from qkeel.errors import QkeelWarning
-from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.forward_passes import ForwardPasses
-from qkeel.patching.guard import Guard
+from qkeel.patching.forward import ForwardPasses
+from qkeel.patching.modes import FaultGuard, recomputing
 
 
 class Half(nn.Module):
@@ -45,7 +44,7 @@ class Log:
         self.compiled: list[bool] = []
         self.ended = 0
         self.failed: list[bool] = []
-        self.guard = Guard("{}")
+        self.guard = FaultGuard("{}")
         self.handle = ForwardPasses(model, self._before, self._after, guard=self.guard)
 
     def _before(self, args: object, kwargs: object, compiled: bool) -> None:
@@ -227,7 +226,7 @@ def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
     def boom(*_: object) -> None:
         raise ValueError("boom")
 
-    model, guard = Net(), Guard("off: {}")
+    model, guard = Net(), FaultGuard("off: {}")
     ForwardPasses(model, boom, boom, guard=guard)
     with pytest.warns(QkeelWarning) as told:
         model(X())

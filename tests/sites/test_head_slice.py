@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.heads.site import rows
-from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
+from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 
 H, R, M = 4, 3, 5
@@ -94,7 +94,7 @@ def test_an_axis_is_rows_or_columns() -> None:
 
 def test_a_fused_projection_is_listed_for_q_and_for_k() -> None:
     q, k = (HeadSlice(parameter="qkv", axis=0, index=ROWS.view(3, H, R)[i]) for i in (0, 1))
-    term = LogitTerm(query=(q,), key=(k,))
+    term = QKProduct(query=(q,), key=(k,))
     site = AttentionSite(
         name="s",
         module=torch.nn.Identity(),

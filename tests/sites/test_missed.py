@@ -16,8 +16,7 @@ import qkeel
 from qkeel import apply, find_sites, watch
 from qkeel.errors import RefusedError
 from qkeel.records import RunDirectory
-from qkeel.report.watch.watch_findings import findings
-from qkeel.report.watch.watched_run import read_watched
+from qkeel.report.watch_page import findings, read_watched
 from qkeel.sites import Tap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.capture.engine import Interceptor
+from qkeel.capture.engine import CaptureMode
 from qkeel.errors import InvalidValueError, RefusedError
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.sites import Tap
 
 B, H, T, D = 2, 4, 6, 8
@@ -399,6 +399,6 @@ def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_u
         assert torch.equal(model(x), fast)
         assert list(tap.read()) == names
     found: list[str] = []
-    with Interceptor(model, lambda s: found.append(s.name)):
+    with CaptureMode(model, lambda s: found.append(s.name)):
         assert torch.equal(model(x), slow)
     assert found == names

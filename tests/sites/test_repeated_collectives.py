@@ -8,7 +8,7 @@ from tests.remedies.test_sharded_weights import process
 from torch import Tensor, distributed
 
 from qkeel.errors import RefusedError
-from qkeel.heads.operators import Record, Repetition, memory, place
+from qkeel.heads.walk import Record, Repetition, memory, place
 from qkeel.patching.modes import OperatorMode
 
 

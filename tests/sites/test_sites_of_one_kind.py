@@ -49,7 +49,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     look = trace._site
 
-    def noted(calls: list[trace.Sighting], *rest: object) -> object:
+    def noted(calls: list[trace.CapturedCall], *rest: object) -> object:
         found.append(calls[0].name)
         return look(calls, *rest)  # type: ignore[arg-type]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from qkeel import preset
 from qkeel.capture import engine as intercept
-from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
-from qkeel.kernels.stats.per_head import logit_stats
+from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
 from qkeel.sites import Tap, find_sites
 from qkeel.spec import AttentionCall
@@ -194,7 +194,7 @@ def test_the_inside_of_own_modules_is_not_followed_which_would_wait_for_a_device
         raise AssertionError("followed")
 
     monkeypatch.setenv("QKEEL_NATIVE", "0")  # by operators of torch, one by one
-    monkeypatch.setattr(intercept.Interceptor, "_read", followed)
+    monkeypatch.setattr(intercept.CaptureMode, "_read", followed)
     model = nn.Sequential(Attention(16, 4), Attention(16, 2))
     with Tap(model) as tap:
         model(torch.randn(2, 5, 16))  # the first pass, which is searched for attention of others; a fault would warn

@@ -15,7 +15,7 @@ from qkeel import apply, find_sites
 from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.nn import Attention
-from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
+from qkeel.sites import AttentionSite, HeadSlice, QKProduct
 
 H, D, M = 4, 8, 32
 Scores = Callable[..., Tensor]
@@ -179,9 +179,9 @@ def test_of_a_sum_of_products_every_term_is_needed_and_changed() -> None:
     assert made == [("q.weight", "k.weight"), ("q2.weight", "k2.weight")]
     for term in site.terms:
         assert "a part of them comes from other weights" in planted(model, terms=(term,))
-    crossed = [LogitTerm(query=a.query, key=b.key) for a, b in zip(site.terms, site.terms[::-1])]
+    crossed = [QKProduct(query=a.query, key=b.key) for a, b in zip(site.terms, site.terms[::-1])]
     order = [0, 2, 1, 3]
-    wrong = LogitTerm(query=tuple(swapped(s, order) for s in site.terms[1].query), key=site.terms[1].key)
+    wrong = QKProduct(query=tuple(swapped(s, order) for s in site.terms[1].query), key=site.terms[1].key)
     assert "changed the logits of heads" in planted(model, terms=(site.terms[0], wrong))
     assert planted(model, terms=tuple(crossed)) == ""  # the same rows, and only heads are told apart
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -225,14 +225,14 @@ def test_planted_faults_are_seen() -> None:
     (term,) = site_of(model).terms
     (q,), (k,) = term.query, term.key
     order = [0, 2, 1, 3]
-    for wrong in (LogitTerm(query=(swapped(q, order),), key=(k,)), LogitTerm(query=(q,), key=(swapped(k, order),))):
+    for wrong in (QKProduct(query=(swapped(q, order),), key=(k,)), QKProduct(query=(q,), key=(swapped(k, order),))):
         assert "changed the logits of heads" in planted(model, terms=(wrong,))
     other = dataclasses.replace(q, parameter="v.weight", bias="v.bias")
-    assert "changed the logits of no head" in planted(model, terms=(LogitTerm(query=(other,), key=(k,)),))
-    more = LogitTerm(query=(other,), key=(k,))
+    assert "changed the logits of no head" in planted(model, terms=(QKProduct(query=(other,), key=(k,)),))
+    more = QKProduct(query=(other,), key=(k,))
     assert "rows of v.weight" in planted(model, terms=(term, more))
     half = dataclasses.replace(q, index=q.index[:, : D // 2])
-    assert "a part of them comes from other weights" in planted(model, terms=(LogitTerm(query=(half,), key=(k,)),))
+    assert "a part of them comes from other weights" in planted(model, terms=(QKProduct(query=(half,), key=(k,)),))
     assert "heads in the place of 2" in planted(model, n_heads=2)
     assert "did not show it again" in planted(model, name="elsewhere")
 
@@ -241,7 +241,7 @@ def test_rows_that_are_not_there_are_a_reason_and_no_crash() -> None:
     model = Parts(plain)
     (term,) = site_of(model).terms
     beyond = dataclasses.replace(term.query[0], index=term.query[0].index + 1000)
-    why = planted(model, terms=(LogitTerm(query=(beyond,), key=term.key),))
+    why = planted(model, terms=(QKProduct(query=(beyond,), key=term.key),))
     assert "could not be repeated" in why
 
 

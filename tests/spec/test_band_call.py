@@ -16,12 +16,11 @@ from torch import Tensor
 
 import qkeel
 from qkeel import attention, errors, preset
-from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
-from qkeel.kernels.stats import per_head
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.kernels import statistics
+from qkeel.kernels.statistics import logit_maxima, logit_stats
 from qkeel.spec import ALiBi, AttentionSpec, NoPosition, Rope, SlidingWindow, Softcap
-from qkeel.spec.band_call import BandCall, band_call
-from qkeel.spec.call import make_call, with_query_mask
+from qkeel.spec.call import BandCall, band_call, make_call, with_query_mask
 
 ENDS = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32)
 
@@ -64,8 +63,8 @@ def test_statistics_are_those_of_each_sequence_by_itself(
     counted = torch.arange(total) % 3 > 0
     with monkeypatch.context() as patch:
         patch.setenv("QKEEL_NATIVE", "0")
-        patch.setattr(per_head, "ROWS", 7)
-        patch.setattr(per_head, "BLOCK", 1)
+        patch.setattr(statistics, "ROWS", 7)
+        patch.setattr(statistics, "BLOCK", 1)
         call = one.call()
         of_rows(logit_stats(call), one.rows())
         masked = with_query_mask(call, counted[None])
@@ -138,7 +137,7 @@ def test_it_costs_the_pairs_of_each_sequence_and_no_others(monkeypatch: pytest.M
         return scores(self, q, k, rows, keys)
 
     monkeypatch.setattr(BandCall, "scores", counted)
-    monkeypatch.setattr(per_head, "BLOCK", 1)
+    monkeypatch.setattr(statistics, "BLOCK", 1)
     logit_stats(call)
     assert logits == 4096 * 64  # blocks of 64 rows, which are two sequences
 

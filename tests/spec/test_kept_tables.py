@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 import qkeel
 from qkeel.spec import NTK, PI, DynamicNTK, Rope, YaRN
-from qkeel.spec.position import kept_tables
-from qkeel.spec.position.rotary import Table, counted
+from qkeel.spec import rope as kept_tables
+from qkeel.spec.rope import CosSin, counted
 
 CPU = torch.device("cpu")
 ROPES = (
@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Rope]:
     found: list[Rope] = []
     make = Rope._made
 
-    def noted(self: Rope, *how: Tensor) -> tuple[Table, Table]:
+    def noted(self: Rope, *how: Tensor) -> tuple[CosSin, CosSin]:
         found.append(self)
         return make(self, *how)
 
@@ -43,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Rope]:
     return found
 
 
-def tables(pos: Tensor, rope: Rope | None = None) -> tuple[Table, Table]:
+def tables(pos: Tensor, rope: Rope | None = None) -> tuple[CosSin, CosSin]:
     x = torch.empty(1, 1, pos.shape[1], 8)
     return (rope or Rope()).tables(x, x, pos, pos)
 

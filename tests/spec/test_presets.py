@@ -12,7 +12,7 @@ from tests.each_row import each_row
 
 from qkeel import reference
 from qkeel.errors import InvalidTypeError, UnknownNameError
-from qkeel.functional.scaling import gradient_scale
+from qkeel.functional.logits import gradient_scale
 from qkeel.spec import (
     PRESETS,
     AttentionSpec,

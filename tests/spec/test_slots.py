@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel import attention, preset, reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, ShapeError, UnknownNameError
-from qkeel.functional import rope_frequencies as f
+from qkeel.functional import rope as f
 from qkeel.functional.rope import rope_frequencies
 from qkeel.kernels import encode
 from qkeel.spec import (
@@ -59,8 +59,8 @@ from qkeel.spec import (
     YaRN,
 )
 from qkeel.spec.norm import Norm
-from qkeel.spec.position.rerope import rerope
-from qkeel.spec.slot import Geometry, Slot
+from qkeel.spec.position import rerope
+from qkeel.spec.slot import ParameterSizes, Slot
 
 LATE = Rope(order="rotate_then_norm")
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
@@ -496,7 +496,7 @@ def test_learned_numbers_start_where_the_slot_says() -> None:
     heads = AttentionSpec(norm=RMSNorm(gain="head_dim"))
     assert heads.parameter_shapes(4) == {"q_norm": (4, 64), "k_norm": (4, 64)}
     assert {n: tuple(p.shape) for n, p in heads.init_params(4).items()} == heads.parameter_shapes(4)
-    own = RMSNorm(gain="dim", on="q").init_params(Geometry(n_heads=2, n_kv_heads=1, head_dim=3))
+    own = RMSNorm(gain="dim", on="q").init_params(ParameterSizes(n_heads=2, n_kv_heads=1, head_dim=3))
     assert {name: p.tolist() for name, p in own.items()} == {"q_norm": [1.0] * 3}
 
 

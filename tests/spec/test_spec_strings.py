@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
-from qkeel.options import build
-from qkeel.registry import Term, lookup, parse
+from qkeel.options import Term, build, lookup, parse
 
 few = settings(max_examples=50, derandomize=True, deadline=None)
 names = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)

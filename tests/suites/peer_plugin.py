@@ -31,16 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def _attend() -> None:
     from transformers.modeling_utils import PreTrainedModel
 
-    from qkeel.integrations import register_attention, transformers_attention
+    from qkeel.integrations import huggingface, register_attention
 
     name = register_attention()
-    inner = transformers_attention.functional_attention
+    inner = huggingface.functional_attention
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         _seen["calls of qkeel's attention"] += 1
         return inner(*args, **kwargs)
 
-    transformers_attention.functional_attention = counted  # type: ignore[assignment]
+    huggingface.functional_attention = counted  # type: ignore[assignment]
     original = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(original)

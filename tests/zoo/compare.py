@@ -13,9 +13,8 @@ from tests.zoo.reference import given_away
 from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
-from qkeel.capture.calls import Layout, cat_heads
-from qkeel.capture.engine import Interceptor, Sighting
-from qkeel.capture.statistics import statistics
+from qkeel.capture.calls import Layout, cat_heads, statistics
+from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.sites.find import find_sites
 
 
@@ -68,10 +67,10 @@ def compare(entry: Entry, implementation: str) -> Result:
 
 def entropies(model: nn.Module, batch: dict[str, Any], layouts: Mapping[str, Layout]) -> list[Tensor]:
     """Entropy per head of every call of a forward pass."""
-    calls: list[Sighting] = []
-    with torch.no_grad(), Interceptor(model, calls.append, layouts=layouts):
+    calls: list[CapturedCall] = []
+    with torch.no_grad(), CaptureMode(model, calls.append, layouts=layouts):
         model(**batch)
-    groups: dict[int, list[Sighting]] = {}
+    groups: dict[int, list[CapturedCall]] = {}
     for call in calls:
         groups.setdefault(id(call.frame) if call.headless else id(call), []).append(call)
     return [cat_heads([statistics(c.call) for c in group]).entropy for group in groups.values()]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qkeel.functional.normalizers import entropy
+from qkeel.functional.logits import entropy
 
 SAMPLED = ("multiscale",)  # weights of points that are sampled, no products of queries and keys
 SAME = 1e-6  # the same weights, copied on their way out

@@ -8,17 +8,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qkeel.audit.scan.geometry import Geometry
-from qkeel.audit.scan.scan import Progress, Scan, scan
+from qkeel.audit.scan import Scan, ScanProgress, scan
+from qkeel.audit.scan_weights import Geometry
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
-from qkeel.patching.forward_passes import unwrapped
-from qkeel.patching.guard import Guard
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import FaultGuard
 from qkeel.records import NON_FINITE, Heads, RunDirectory, fold_heads
-from qkeel.sites.find import find_sites
-from qkeel.sites.named_models import site_label
+from qkeel.sites.find import find_sites, site_label
 from qkeel.sites.tap import Tap
 
 
@@ -61,7 +60,7 @@ def is_run(path: Path) -> bool:
     return (path / "metrics.jsonl").is_file()
 
 
-def check_checkpoint(path: Path, flags: Geometry, threshold: float, on_progress: Progress) -> Health:
+def check_checkpoint(path: Path, flags: Geometry, threshold: float, on_progress: ScanProgress) -> Health:
     """As `check`, of a checkpoint with head counts that it does not say itself."""
     return of_scan(scan(path, flags=flags, on_progress=on_progress), threshold)
 
@@ -70,7 +69,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
     sites = find_sites(inner, *args, **kwargs)
-    guard = Guard("this look at attention failed: {}")
+    guard = FaultGuard("this look at attention failed: {}")
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
         inner(*copied(args), **copied(kwargs))

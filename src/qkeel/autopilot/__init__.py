@@ -3,19 +3,27 @@
 import sys
 from types import ModuleType
 
-from qkeel.autopilot.autopilot import Autopilot
-from qkeel.autopilot.begin import attach, autopilot
-from qkeel.autopilot.deliberation import replay
-from qkeel.autopilot.known_policies import POLICIES, policy
-from qkeel.autopilot.ladder import Ladder
-from qkeel.autopilot.policy import Action, Decision, Effect, Policy, Records, Refused, SiteFacts
+from qkeel.autopilot.actuator import replay
+from qkeel.autopilot.autopilot import Autopilot, attach, autopilot
+from qkeel.autopilot.policy import (
+    POLICIES,
+    Action,
+    Decision,
+    DecisionEffect,
+    Ladder,
+    Policy,
+    Records,
+    Refused,
+    SiteFacts,
+    policy,
+)
 
 __all__ = [
     "POLICIES",
     "Action",
     "Autopilot",
     "Decision",
-    "Effect",
+    "DecisionEffect",
     "Ladder",
     "Policy",
     "Records",

@@ -1,30 +1,123 @@
-"""The Autopilot: asks the policy after each measured step, and sees to what it decides."""
+"""The autopilot of a training run: where it begins, what it does after each step, what it keeps in a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import final
 
+import numpy as np
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.autopilot import saved_state
-from qkeel.autopilot.actuator import Actuator
-from qkeel.autopilot.deliberation import FIELDS, Deliberation, begun
+from qkeel.autopilot.actuator import FIELDS, PolicyRunner, RemedyManager, begun
 from qkeel.autopilot.policy import Action, Decision, Policy, Refused, SiteFacts, in_force
+from qkeel.autopilot.policy import policy as known_policy
 from qkeel.capture.example import arguments
-from qkeel.errors import AlarmWarning, RefusedError, caution
-from qkeel.handle import Handle, State
+from qkeel.errors import AlarmWarning, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite
 from qkeel.metrics import Row
-from qkeel.monitor.alarms.recording import Recording
+from qkeel.monitor import Cadence, PlannedRates, Sink
+from qkeel.monitor.alarms import Recording
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.record.sample import Sample
-from qkeel.patching.guard import Guard
-from qkeel.patching.optimizer_hooks import StepHooks, stepping, when_hooks_are_done
-from qkeel.registry import parse
+from qkeel.monitor.record import Sample
+from qkeel.monitor.token_classes import MaskSource
+from qkeel.monitor.watch import watch
+from qkeel.options import parse
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import FaultGuard
+from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
+from qkeel.remedies.head_weights import innermost
 from qkeel.sites.find import find_sites
+
+# An autopilot as tensors by name, which any checkpoint can hold, and back. Nothing is pickled.
+
+
+def state(pilot: Autopilot) -> State:
+    """The state of an autopilot: its records, its decisions, and what the remedies in force remember."""
+    found: State = {f"monitor/{name}": value for name, value in pilot.monitor.state().items()}
+    about: Row = {"policy": pilot.named, "begun": pilot.deliberation is not None}
+    if (coming := pilot.next_sample(lag=0)) is not None:
+        found |= {f"coming/{name}": torch.from_numpy(x.copy()) for name, x in coming.heads.items()}
+        about["coming"] = {"step": coming.step, "values": dict(coming.values), "layers": coming.layers}
+    if pilot.deliberation is not None and pilot.actuator is not None:
+        known, actuator = pilot.deliberation, pilot.actuator
+        found |= {f"records/{name}": torch.from_numpy(x.copy()) for name, x in pilot.recording.state().items()}
+        found |= {f"remedy/{name}": value for name, value in actuator.state().items()}
+        about = {
+            **about,
+            "sites": [dataclasses.asdict(site) for site in known.sites],
+            "missed": known.missed,
+            "decisions": [one.row() for one in known.decisions],
+            "refused": [dataclasses.asdict(one) for one in known.refused],
+            "seen": known.seen,
+            "waiting": known.waiting,
+            "handles": [(key, heads) for key, (_, heads) in actuator.handles.items()],
+            "norm": "" if actuator.norm is None else actuator.norm[0],
+            "closer": pilot.monitor.closer,
+            "events": pilot.events,
+        }
+    text = json.dumps(about, default=list).encode()
+    return {**found, "about": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def load(pilot: Autopilot, state: State) -> None:
+    """Takes such a state up, before the first step.
+
+    Raises: InvalidValueError if it is none or of another policy, or the training has begun; RefusedError if remedies
+    were in force and the sites are not known.
+    """
+    if pilot.deliberation is not None:
+        raise InvalidValueError(
+            "expected the state of an autopilot before its first step; load it right after making it"
+        )
+    try:
+        about = json.loads(bytes(state["about"].cpu().numpy()).decode())
+        named, begun = about["policy"], about["begun"]
+    except (KeyError, ValueError, AttributeError) as error:
+        raise InvalidValueError(
+            f"expected what state_dict() of an autopilot returned, got {list(state)[:5]}"
+        ) from error
+    if named != pilot.named:
+        raise InvalidValueError(f"expected the state of the policy {pilot.named}, got that of {named}")
+    if begun:
+        _take_up(pilot, about, state)
+    pilot.monitor.load(under("monitor/", state))
+
+
+def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
+    sites = pilot.known_sites() if about["handles"] or about["norm"] else []
+    known = pilot.start([SiteFacts(**one) for one in about["sites"]], about["missed"], sites)
+    known.decisions = [Decision.of(one) for one in about["decisions"]]
+    known.refused = [Refused(**one) for one in about["refused"]]
+    known.seen, known.waiting = about["seen"], [(at, number) for at, number in about["waiting"]]
+    if (coming := about.get("coming")) is not None:
+        heads = {name: np.asarray(x) for name, x in under("coming/", state).items()}
+        pilot.carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)
+    pilot.recording.load({name: np.asarray(x) for name, x in under("records/", state).items()})
+    pilot.events = list(about["events"])
+    pilot.monitor.closer = about["closer"]
+    actuator = pilot.actuator
+    assert actuator is not None
+    try:
+        for _, _, why in actuator.set_norm(about["norm"]):
+            raise RefusedError(f"the norm that was in force cannot be put back: {why}")
+        if actuator.norm is not None:
+            actuator.norm[1].load(under("remedy/norm.", state))
+        for i, ((spec, number), heads) in enumerate(about["handles"]):
+            own = under(f"remedy/{i}.", state)
+            actuator.put_on((spec, number), {site: tuple(those) for site, those in heads.items()}, own)
+    except QkeelError:
+        actuator.remove()
+        raise
+
+
+# The Autopilot: asks the policy after each measured step, and sees to what it decides.
 
 _OFF = (
     "the autopilot failed and changes nothing further: {}. What it has put on stays in force until remove(); training "
@@ -53,20 +146,18 @@ class Autopilot(Handle):
         self.events: list[Row] = []
         self.warns = True  # with a warning for each decision, as for alarms
         self.recording = Recording(planned=monitor.history.planned)
-        self.deliberation: Deliberation | None = None
-        self.actuator: Actuator | None = None
+        self.deliberation: PolicyRunner | None = None
+        self.actuator: RemedyManager | None = None
         self.carried: Sample | None = None  # measured before a checkpoint, and not decided on in it
         self._pending = [False] * len(self.optimizers)
         self._later = [Handle(lambda: None) for _ in self.optimizers]
-        self._guard = Guard(_OFF, self._stop)
+        self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
         hooks = [
             StepHooks(lambda _: None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers
         ]
         self._hooks = hooks
-        super().__init__(
-            self._take_off, state=lambda: saved_state.state(self), load=lambda s: saved_state.load(self, s)
-        )
+        super().__init__(self._take_off, state=lambda: state(self), load=lambda s: load(self, s))
 
     @property
     def decisions(self) -> list[Decision]:
@@ -139,11 +230,11 @@ class Autopilot(Handle):
                 "callback example=batch, with a batch as the model takes it"
             ) from error
 
-    def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> Deliberation:
+    def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> PolicyRunner:
         """Takes up these sites."""
-        self.actuator = Actuator(self.monitor.model, self.optimizers, sites, self.example)
+        self.actuator = RemedyManager(self.monitor.model, self.optimizers, sites, self.example)
         self.recording.layers = tuple(site.name for site in facts)
-        self.deliberation = Deliberation(self.policy, facts, missed)
+        self.deliberation = PolicyRunner(self.policy, facts, missed)
         return self.deliberation
 
     def _after(self, optimizer: Optimizer) -> None:
@@ -226,3 +317,106 @@ class Autopilot(Handle):
     def _note(self, row: Row) -> None:
         self.events.append(row)
         self.monitor.event(row)
+
+
+# `qkeel.autopilot`: the checked way to an Autopilot.
+
+EVERY = 10  # steps
+
+
+def autopilot(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    policy: str | Policy = "ladder",
+    planned: PlannedRates | None = None,
+    sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
+    every: int | Cadence = EVERY,
+    query_mask: MaskSource | None = None,
+    example: object = None,
+) -> Autopilot:
+    """Watch a training run, and hold the logits of the heads that need it by the cheapest remedy that does.
+
+    Until its first action the training is bit for bit what it is without it. Every process of a run calls it.
+
+    >>> import torch
+    >>> from qkeel.nn import Attention
+    >>> model = Attention(d_model=8, n_heads=2)
+    >>> with autopilot(model, torch.optim.AdamW(model.parameters())) as pilot:
+    ...     pilot.decisions
+    []
+
+    Args:
+        model: as for `qkeel.watch`.
+        optimizer: what steps it; of several the first counts the steps.
+        policy: what is done when: "ladder" with its options ("ladder:threshold=50,allow_new_parameters=true"), or a
+            Policy of your own.
+        planned: the learning rates of the run, if known: with them it acts earlier.
+        sinks: where records and events go; see `qkeel.watch`.
+        every: at which steps the run is measured before anything is wrong.
+        query_mask: which query rows count; see `qkeel.watch`.
+        example: a batch as the model takes it: for a calibrated norm, and to resume with remedies in force.
+
+    Returns: the Autopilot: `events`, `decisions`, `state_dict()`, `load_state_dict()`, `close()`; a context manager,
+    and `remove()` undoes all.
+
+    Raises:
+        InvalidTypeError: there is no optimizer, or something else in its place.
+        UnknownNameError: no such policy or option. Besides the errors of `qkeel.watch` and of `find_sites`.
+    """
+    optimizers = _several(optimizer)
+    chosen = known_policy(policy)
+    sites = None
+    if example is not None:
+        args, kwargs = arguments(example)
+        sites = find_sites(unwrapped(model), *args, **kwargs) if isinstance(model, nn.Module) else None
+    monitor = watch(model, optimizers[0], every=every, sinks=sinks, query_mask=query_mask, planned=planned, sites=sites)
+    return attach(monitor, optimizers, policy=policy if isinstance(policy, str) else chosen, example=example)
+
+
+def attach(
+    monitor: Monitor,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    policy: str | Policy = "ladder",
+    example: object = None,
+) -> Autopilot:
+    """An autopilot on a model that is watched already, before its first step; it closes the monitor.
+
+    >>> import torch
+    >>> from qkeel.nn import Attention
+    >>> model = Attention(d_model=8, n_heads=2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> attach(watch(model, optimizer), optimizer).remove()
+
+    Args:
+        monitor: made with this optimizer, the first of several.
+        optimizer: what steps the model.
+        policy: see `autopilot`.
+        example: see `autopilot`.
+
+    Raises: see `autopilot`; InvalidValueError if the monitor has seen training already.
+    """
+    optimizers = _several(optimizer)
+    chosen = known_policy(policy)
+    if not isinstance(monitor, Monitor):
+        raise InvalidTypeError(f"expected the Monitor that qkeel.watch returns, got {type(monitor).__name__}")
+    if monitor.history.phase == "train" and len(monitor.history):
+        raise InvalidValueError(
+            "expected a monitor that has recorded nothing yet; attach the autopilot before training"
+        )
+    return Autopilot(monitor, optimizers, chosen, policy if isinstance(policy, str) else repr(chosen), example)
+
+
+def _several(given: object) -> list[Optimizer]:
+    several = list(given) if isinstance(given, Sequence) else [given]
+    found = [innermost(one) for one in several if isinstance(one, Optimizer)]
+    for one in several:
+        if not isinstance(one, Optimizer):
+            raise InvalidTypeError(
+                f"expected the optimizer that steps the model, got {type(one).__name__}; the remedies of an autopilot "
+                "act on its steps: qkeel.autopilot(model, optimizer)"
+            )
+    if not several:
+        raise InvalidTypeError("expected at least one optimizer, got an empty list")
+    return found

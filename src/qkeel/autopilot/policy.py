@@ -1,4 +1,4 @@
-"""The interface of a policy, records in, decisions out; and what decisions say and have put in force."""
+"""What the autopilot decides: pure functions of records, from a growing head to the next remedy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, Self, final
 
+import numpy as np
+from jaxtyping import Bool, Float
+
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics import Row
-from qkeel.monitor.alarms.forecast import Forecast
-from qkeel.monitor.alarms.history import History
+from qkeel.monitor import history as thresholds
+from qkeel.monitor.history import Forecast, History, clock, forecast
+from qkeel.monitor.rules import Alarm, Approach, Ceiling, EntropyCollapse, Growth, Outlook, Rule, Severity
+from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
+
+# The interface of a policy, records in, decisions out; and what decisions say and have put in force.
 
 
 @final
@@ -147,7 +154,7 @@ class Decision:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
+class DecisionEffect:
     """The effect, seen at `step`, of the decision of step `of_step`: the largest logit of its heads then and now."""
 
     step: int
@@ -172,7 +179,7 @@ class Effect:
         return _row("effect", self)
 
 
-def _row(event: str, one: Decision | Effect) -> Row:
+def _row(event: str, one: Decision | DecisionEffect) -> Row:
     """As JSON gives it back, so that events are equal after a resume."""
     plain = dataclasses.asdict(one) | {"action": str(one.action), "heads": list(one.heads)}
     return {"event": event, **plain, "text": str(one)}
@@ -204,3 +211,347 @@ def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> 
         else:
             found.pop(key, None)
     return found
+
+
+# The heads whose logits are growing, by the records so far.
+
+FLOOR, FACTOR = thresholds.OUTLOOK_FLOOR, thresholds.OUTLOOK_FACTOR
+
+
+def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[np.ndarray, "layers heads"]:
+    """The largest logit of each head at the end of the run, if it goes on in proportion to the sum of learning rates.
+
+    z_end = z + faster · (z - z_s) (c_end - c) / (c - c_s), from record s = `since` on; the rule "outlook" of each head.
+    Where no schedule is known, or the run does not follow it, the end is at four times the clock so far. NaN where a
+    head was not measured.
+
+    >>> values = np.array([0.0, 5.0, 10.0]).reshape(3, 1, 1)
+    >>> at_the_end(History(steps=np.arange(3), values={}, heads={"max_logit": values})).tolist()
+    [[40.0]]
+    """
+    series = np.asarray(history.series("max_logit"), dtype=np.float64)
+    planned = history.planned
+    if planned is not None and planned.followed(history.steps, history.rates):
+        ticks, end = planned.ticks(history.steps), float(planned.clock[-1])
+    else:
+        ticks = clock(history.steps, history.rates)
+        end = thresholds.HORIZON * float(ticks[-1])
+    passed = float(ticks[-1] - ticks[since])
+    if passed <= 0:
+        return series[-1]
+    return series[-1] + faster * (series[-1] - series[since]) * ((end - float(ticks[-1])) / passed)
+
+
+def growing(history: History, threshold: float) -> Bool[np.ndarray, "layers heads"]:
+    """True for heads over 8 nats that have doubled since the first record and will end over `threshold`."""
+    series = np.asarray(history.series("max_logit"), dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        risen = (series[-1] > FLOOR) & (series[-1] > FACTOR * series[0])
+        return risen & ~(at_the_end(history) <= threshold)
+
+
+def ahead(history: History) -> Forecast | None:
+    """The forecast of when the largest logit passes the next threshold of the alarms; None if it does not."""
+    top = history.top("max_logit")
+    if top is None or not len(top) or not np.isfinite(top[-1]):
+        return None
+    over = (t for t in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES) if top[-1] < t)
+    found = next(over, None)
+    if found is None:
+        return None
+    return forecast(history.steps, top, found, rates=history.rates, planned=history.planned)
+
+
+# The default policy: the cheapest action that holds the logits of the heads that need it, and its release.
+
+# What makes it act: the alarms whose quality research/alarms.md measures, and no notices, which healthy runs have too.
+RULES: tuple[Rule, ...] = (
+    Outlook(),
+    Growth(),
+    Approach(threshold=thresholds.HARMS),
+    Ceiling(threshold=thresholds.HARMS, severity=Severity.ALARM),
+    EntropyCollapse(),
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder(Policy):
+    """Escalates by head and site: watch closer, qk_clip, lalr, a calibrated norm, ask for a lower rate.
+
+    *Watch closer*: for the first `calm` records, and while a head over 8 nats has doubled and will end over 100, in
+    proportion to the sum of learning rates: every `every` steps.
+    *qk_clip* at `threshold`: an alarm of RULES; on the heads that will end over 500 or are over the threshold, and the
+    one that the alarm names. *lalr*: the clip has held heads of the site within a fifth of the threshold for `patience`
+    records running, so they push on, or the site's entropy is under 0.05 nats all the same. *Norm*, of the whole model
+    and only with `allow_new_parameters`: under lalr for 2 · `patience` records, and a logit of the site is over three
+    times the threshold, or its entropy is under 0.05. Then a lower rate, with `ask_for_rate`. What a site refuses is
+    left out; where nothing is left that is said once.
+
+    Released is, the last first: lalr where over the last `calm` records the site stayed under half of the threshold and
+    would end under it if it grew 1/tau times as fast; qk_clip of heads for which the same holds at the speed they have;
+    each release doubles `calm` for that action and site. The norm stays.
+    """
+
+    threshold: Positive = 15.0
+    tau: Positive = 0.1
+    every: Count = 2
+    patience: Count = 3
+    calm: Count = 20
+    allow_new_parameters: bool = False
+    ask_for_rate: bool = False
+
+    name: ClassVar[str] = "ladder"
+    line: ClassVar[str] = (
+        "the cheapest action that holds the logits of the heads that need it, released with hysteresis"
+    )
+
+    def __post_init__(self) -> None:
+        settle(self, "the policy ladder")
+
+    def decide(self, records: Records) -> tuple[Decision, ...]:
+        series = records.history.series("max_logit")
+        if series is None or not len(series) or "max_logit" not in records.history.heads:
+            return ()
+        return _Step(self, records).decide()
+
+
+class _Step:
+    """The decisions of one step; made for each alone, so nothing is kept."""
+
+    def __init__(self, ladder: Ladder, records: Records) -> None:
+        self.ladder, self.records, self.history = ladder, records, records.history
+        self.logits = np.asarray(self.history.series("max_logit"), dtype=np.float64)
+        self.held = records.in_force
+        self.specs = {
+            Action.WATCH: f"watch:every={ladder.every}",
+            Action.CLIP: f"qk_clip:threshold={ladder.threshold:g}",
+            Action.RATES: f"lalr:tau={ladder.tau:g}",
+            Action.NORM: "qk_norm",
+        }
+        self.sites = {i: site for i, site in enumerate(records.sites) if not site.unknown}
+        self.normed = (self.specs[Action.NORM], None) in self.held
+
+    def decide(self) -> tuple[Decision, ...]:
+        """The first kind of decision that there is a reason for: closer before clips before more."""
+        alarm = next((found for rule in RULES if (found := rule.check(self.history)) is not None), None)
+        found = [*self.watch(), *self.clips(alarm), *self.more()]
+        norm = next((one for one in found if one.action is Action.NORM), None)
+        # A norm is one change of the whole model, in place of all others.
+        return tuple(found or self.releases()) if norm is None else (norm,)
+
+    def of(self, action: Action, site: int | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
+        """A decision of this step."""
+        expected = {
+            Action.WATCH: "a record every few steps; nothing else changes",
+            Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
+            Action.RATES: f"steps of the site's q and k weights {self.ladder.tau:g} times as large or smaller",
+            Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr come off for it",
+            Action.RATE: "the logits grow in proportion to the learning rate",
+            Action.NONE: "nothing: the run goes on as it is",
+        }[action]
+        return Decision(
+            step=self.records.step,
+            action=action,
+            site=None if site is None else self.records.sites[site].name,
+            heads=heads,
+            remedy=self.specs.get(action, ""),
+            rule=rule,
+            forecast=ahead(self.history),
+            expected=expected,
+            reason=reason,
+        )
+
+    def watch(self) -> list[Decision]:
+        """Closer at the start, where logits change most, and wherever they grow; as before once all is calm."""
+        spec = self.specs[Action.WATCH]
+        heads = growing(self.history, thresholds.CLIPS)[list(self.sites)] if self.sites else np.zeros(0, dtype=bool)
+        if (spec, None) not in self.held:
+            if not len(heads) or not (heads.any() or len(self.history) == 1):
+                return []
+            grown = f"{int(heads.sum())} heads have doubled and may end over {thresholds.CLIPS:g}"
+            return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
+        if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
+            return []
+        return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is in force")]
+
+    def clips(self, alarm: Alarm | None) -> list[Decision]:
+        """The heads that an alarm is about; at a site that is held already, alarm or not, those over the threshold."""
+        if self.normed:
+            return []
+        with np.errstate(invalid="ignore"):
+            over = self.logits[-1] > self.ladder.threshold
+        wanted = over if alarm is None else over | growing(self.history, thresholds.OUTLOOK)
+        found = []
+        for i, site in self.sites.items():
+            clipped, rated = self._held(Action.CLIP, i), self._held(Action.RATES, i) is not None
+            heads = set(np.flatnonzero(wanted[i][: site.n_heads]).tolist())
+            if alarm is not None and alarm.layer == site.name:
+                heads |= set(range(site.n_heads)) if alarm.head is None else {alarm.head}
+            heads -= set(clipped or ())
+            if not heads or (rated and self.records.refuses(Action.CLIP, site.name)):
+                continue
+            own = f"max logit {float(np.fmax.reduce(self.logits[-1, i])):,.4g}"
+            if alarm is not None:
+                elsewhere = f"{own} here, and at {alarm.layer or 'the model'}: {alarm.meaning}"
+                why = alarm.meaning if alarm.layer == site.name else elsewhere
+                found += self.above(None, i, alarm.rule, why, tuple(sorted(heads)))
+            elif clipped is not None or rated:
+                why = f"{own} at a site that is held"
+                found += self.above(None, i, "over the threshold", why, tuple(sorted(heads)))
+        return found
+
+    def more(self) -> list[Decision]:
+        """The next action at each site that the one in force does not hold."""
+        found = []
+        for i in [] if self.normed else self.sites:
+            last, why = None, ""
+            if self._held(Action.RATES, i) is not None:
+                last, why = Action.RATES, self._beyond_rates(i)
+            elif self._held(Action.CLIP, i) is not None:
+                last, why = Action.CLIP, self._beyond_clip(i)
+            if why:
+                found += self.above(last, i, "not held", why)
+        return found
+
+    def above(self, last: Action | None, i: int, rule: str, reason: str, heads: tuple[int, ...] = ()) -> list[Decision]:
+        """The next action of the ladder that is allowed, and that the site takes."""
+        allowed = [Action.CLIP, Action.RATES]
+        allowed += [Action.NORM] if self.ladder.allow_new_parameters else []
+        allowed += [Action.RATE] if self.ladder.ask_for_rate else []
+        site = self.records.sites[i].name
+        for action in [a for a in allowed if last is None or list(Action).index(a) > list(Action).index(last)]:
+            if not self.records.refuses(action, site):
+                whole = action in (Action.NORM, Action.RATE)
+                asked = action is Action.RATE and any(d.action is Action.RATE for d in self.records.decisions)
+                place, own = (None, ()) if whole else (i, heads if action is Action.CLIP else ())
+                return [] if asked else [self.of(action, place, rule, reason, own)]
+        if any(d.action is Action.NONE and d.site == site for d in self.records.decisions):
+            return []
+        refusals = [f"{a}: {why}" for a in allowed if (why := self.records.refuses(a, site))]
+        return [self.of(Action.NONE, i, rule, "; ".join([f"{reason}, and no other action is allowed", *refusals]))]
+
+    def _beyond_clip(self, i: int) -> str:
+        heads, last = list(self._held(Action.CLIP, i) or ()), self.ladder.patience
+        if self._since(Action.CLIP, i) < last:
+            return ""
+        with np.errstate(invalid="ignore"):
+            push = np.fmax.reduce(self.logits[-last:, i][:, heads], axis=1) >= 0.8 * self.ladder.threshold
+        if push.all():
+            return f"its heads have pushed against the clip for {last} records"
+        return self._low_entropy(i)
+
+    def _beyond_rates(self, i: int) -> str:
+        if self._since(Action.RATES, i) < 2 * self.ladder.patience:
+            return ""
+        top = float(np.fmax.reduce(self.logits[-1, i]))
+        if top > 3 * self.ladder.threshold:
+            return f"its max logit is {top:.4g} under lalr"
+        return self._low_entropy(i)
+
+    def _low_entropy(self, i: int) -> str:
+        series = self.history.series("entropy")
+        own = np.zeros(0) if series is None else np.asarray(series[-1, i], dtype=np.float64)
+        own = own[np.isfinite(own)]
+        low = bool(len(own)) and float(own.mean()) < thresholds.ENTROPY
+        return f"its mean attention entropy is {float(own.mean()):.3g} nats" if low else ""
+
+    def releases(self) -> list[Decision]:
+        """The release of what is no longer needed; lalr before qk_clip."""
+        found = []
+        for (spec, site), (action, heads) in self.held.items():
+            i = next((i for i, own in self.sites.items() if own.name == site), None)
+            if i is None or (action is Action.CLIP and self._held(Action.RATES, i) is not None):
+                continue
+            calm = self._calm(i, action)
+            own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
+            if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
+                why = f"under half of the threshold for {self._patience(action, i)} records, and so to the end"
+                found.append(self.off(spec, site, action, tuple(own) if heads else (), why))
+        return found
+
+    def off(self, spec: str, site: str | None, action: Action, heads: tuple[int, ...], why: str) -> Decision:
+        """The release of what is in force."""
+        return Decision(
+            step=self.records.step,
+            action=action,
+            site=site,
+            heads=heads,
+            remedy=spec,
+            release=True,
+            rule="no longer needed",
+            expected=f"the max logit stays under {self.ladder.threshold:g}",
+            reason=why,
+        )
+
+    def _calm(self, i: int, action: Action) -> np.ndarray:
+        """[heads]: whether each is far from the threshold, and would stay so without the action."""
+        n = self._patience(action, i)
+        if self._since(action, i) < n:
+            return np.zeros(self.logits.shape[-1], dtype=bool)
+        faster = 1 / self.ladder.tau if action is Action.RATES else 1.0
+        with np.errstate(invalid="ignore"):
+            low = ~(self.logits[-n:, i] >= 0.5 * self.ladder.threshold).any(0)
+            end = at_the_end(self.history, len(self.logits) - n, faster)[i]
+            return low & ~(end >= self.ladder.threshold)
+
+    def _patience(self, action: Action, i: int) -> int:
+        """The records of calm that a release takes: twice as many after each."""
+        site = self.records.sites[i].name
+        before = {d.step for d in self.records.decisions if d.release and (d.action, d.site) == (action, site)}
+        return self.ladder.calm * 2 ** min(len(before), 16)
+
+    def _since(self, action: Action, i: int | None) -> int:
+        """The records since the last decision for this action at this site, None for the whole model."""
+        site = None if i is None else self.records.sites[i].name
+        steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
+        return int((self.history.steps > max(steps, default=-1)).sum())
+
+    def _held(self, action: Action, i: int) -> tuple[int, ...] | None:
+        """The heads that an action is in force for at a site; None where it is not, () for all."""
+        found = self.held.get((self.specs[action], self.records.sites[i].name))
+        return None if found is None else found[1]
+
+
+# The table of policies.
+
+POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
+
+
+def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
+    """The policy that a spec string names, or the policy itself; without `parameters` one that never adds any.
+
+    Raises: UnknownNameError for a name or an option that there is not, InvalidTypeError for anything else,
+        InvalidValueError for a ladder that may add parameters where it must not.
+
+    >>> policy("ladder:threshold=50").threshold
+    50.0
+    """
+    found = _built(named) if isinstance(named, str) else named
+    if not isinstance(found, Policy):
+        raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(named).__name__}")
+    if not parameters and isinstance(found, Ladder) and found.allow_new_parameters:
+        raise InvalidValueError(
+            "expected a policy without allow_new_parameters here, whose checkpoints do not hold parameters that come "
+            "while it trains; it is for a training loop of your own, with qkeel.autopilot(model, optimizer, "
+            "example=batch)"
+        )
+    return found
+
+
+def _built(named: str) -> Policy:
+    terms = parse(named)
+    if len(terms) != 1:
+        raise InvalidValueError(f"expected one policy, got {len(terms)} in {named!r}")
+    (term,) = terms
+    return build(f"policy {term.name!r}", lookup("policy", POLICIES, term.name), term.options)
+
+
+def spelled(term: Term) -> str:
+    """The one spelling of a policy with its options, checked; not of one that may add parameters.
+
+    >>> spelled(parse("ladder:tau=0.10")[0])
+    'ladder:tau=0.1'
+    """
+    policy(str(term), parameters=False)
+    return str(term)

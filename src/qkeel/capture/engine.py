@@ -1,6 +1,6 @@
 """The interceptor of attention calls: it sees every attention that a forward pass computes, of any model.
 
-The Interceptor is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
+The CaptureMode is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
 active: torch turns it off under any function mode. The results then are those of
 `torch.backends.mha.set_fastpath_enabled(False)`, which differ from the fast path's by rounding; training never takes
 the fast path. Of visibility and the last bit in evaluation, visibility was chosen here: inside the fast path one opaque
@@ -20,33 +20,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.capture.calls import FlexCall, Layout, ScoresCall, fewest_keys, known_keys
-from qkeel.capture.described import DescribedSiteHooks
-from qkeel.capture.foreign import CallObserver, observed_by
-from qkeel.capture.modules import Frame, ModuleStack, tensors
+from qkeel.capture.calls import FlexCall, Layout, ScoresCall, Seen, fewest_keys, known_keys
+from qkeel.capture.example import DescribedSiteHooks, Frame, ModuleStack, tensors
 from qkeel.capture.products import Scores
-from qkeel.capture.readers import FLASH_AND_FLEX, SDPA, Geometry, UnreadError, returned_rows, sdpa_arguments
-from qkeel.capture.statistics import Seen
-from qkeel.capture.written import Handwritten, fused_layout, seen_call
-from qkeel.functional.statistics.rows import KernelRows
-from qkeel.heads.site import AttentionSite, Missed
+from qkeel.capture.readers import (
+    FLASH_AND_FLEX,
+    SDPA,
+    CallObserver,
+    Geometry,
+    UnreadError,
+    observed_by,
+    returned_rows,
+    sdpa_arguments,
+)
+from qkeel.capture.written import EagerAttentionTracer, fused_layout, seen_call
+from qkeel.functional.statistics import KernelRows
+from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.heads.walk import names_of
 from qkeel.nn import functional_attention
+from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
-from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.compiler_state import in_vmap, transformed_now
-from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import (
     INSIDE,
     Args,
     Function,
+    Guarded,
     Kwargs,
     ModeInModules,
-    Operator,
     OperatorMode,
+    TorchOperator,
     function_name,
+    in_vmap,
     leave,
     suspended,
+    transformed_now,
+    unguarded,
 )
 
 _SDPA = F.scaled_dot_product_attention
@@ -55,7 +63,7 @@ _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading",
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sighting:
+class CapturedCall:
     """One attention call of a forward pass.
 
     Args:
@@ -63,7 +71,7 @@ class Sighting:
         ordinal: which one it is of those that its module made in this call.
         how: the function it was seen in, "softmax" for a hand-written one.
         call: what was seen.
-        below: whether only an Interceptor with dispatch=True sees it, or what happened to its scores.
+        below: whether only an CaptureMode with dispatch=True sees it, or what happened to its scores.
         layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
         added: in a probe the products that a fused function's additive mask is the sum of.
         rows: what its kernel found of each row, where that was asked for.
@@ -104,7 +112,7 @@ def name_of(frame: Frame, ordinal: int) -> str:
     return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
 
 
-class Interceptor(CallObserver):
+class CaptureMode(CallObserver):
     """Reports every attention call of `model` between `__enter__` and `__exit__`.
 
     Seen are torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn and
@@ -128,7 +136,7 @@ class Interceptor(CallObserver):
     def __init__(
         self,
         model: nn.Module,
-        report: Callable[[Sighting], None],
+        report: Callable[[CapturedCall], None],
         *,
         probing: bool = False,
         dispatch: bool = False,
@@ -149,7 +157,7 @@ class Interceptor(CallObserver):
         self.called_in: list[Frame] = []  # the calls of the modules in `only_in`
         self._only_in = only_in
         self.probing = probing
-        self.unread: list[Missed] = []
+        self.unread: list[UnrecognizedAttention] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
         self._below = OperatorMode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
@@ -161,7 +169,7 @@ class Interceptor(CallObserver):
         self.key_heads: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
         self._names = names_of(model) if probing else None
-        self.handwritten = Handwritten(
+        self.handwritten = EagerAttentionTracer(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
@@ -262,7 +270,7 @@ class Interceptor(CallObserver):
             self.apart(lambda: self._read(name, args, kwargs, out, more))
 
     @property
-    def missed(self) -> list[Missed]:
+    def missed(self) -> list[UnrecognizedAttention]:
         """The attentions of this pass that were seen and not understood."""
         return [*self.handwritten.lost.missed, *self.unread]
 
@@ -276,7 +284,7 @@ class Interceptor(CallObserver):
             _READING.reset(token)
 
     @property
-    def operations(self) -> Sequence[Operator]:
+    def operations(self) -> Sequence[TorchOperator]:
         """The operators that ran so far, where they are kept."""
         return () if self._below is None else self._below.operations
 
@@ -352,7 +360,7 @@ class Interceptor(CallObserver):
             call = FLASH_AND_FLEX[name](arguments)
         except UnreadError as error:
             reason = f"{name} is called with {error}, whose effect is not known"
-            self.unread.append(Missed(module=top.name, operation=name, reason=reason))
+            self.unread.append(UnrecognizedAttention(module=top.name, operation=name, reason=reason))
             return
         if isinstance(call, FlexCall):
             call = dataclasses.replace(call, largest=returned_rows(out)[1])
@@ -374,7 +382,7 @@ class Interceptor(CallObserver):
         ordinal, frame.calls = frame.calls, frame.calls + 1
         layout = call.layout if isinstance(call, ScoresCall) else layout
         self._report(
-            Sighting(
+            CapturedCall(
                 frame=frame,
                 ordinal=ordinal,
                 how=how,
@@ -390,7 +398,7 @@ class Interceptor(CallObserver):
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:
             frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
-            self._report(Sighting(frame=frame, ordinal=0, how="description", call=read()))
+            self._report(CapturedCall(frame=frame, ordinal=0, how="description", call=read()))
 
         self.apart(report)
 

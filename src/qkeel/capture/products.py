@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from qkeel.capture.modules import Frame
-from qkeel.patching.graph_nodes import base_of
+from qkeel.capture.example import Frame
+from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from qkeel.capture.calls import APART, hides, is_low
-from qkeel.capture.modules import Frame, tensors
+from qkeel.capture.example import Frame, tensors
 from qkeel.capture.products import (
     ELEMENTWISE,
     Lost,
@@ -27,9 +27,9 @@ from qkeel.capture.products import (
     narrowed,
     operand,
 )
-from qkeel.heads.site import Missed
+from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import nodes_of
-from qkeel.patching.graph_nodes import base_of
+from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
 # Names of sums, with the sign of what is added, and of what it is added to.
@@ -507,7 +507,7 @@ class LostScores:
     """Follows what scores became where an operation ended them; `missed` are the softmaxes that took it."""
 
     def __init__(self, tags: Tags) -> None:
-        self.missed: list[Missed] = []
+        self.missed: list[UnrecognizedAttention] = []
         self.ends: dict[str, None] = {}  # the operations that ended scores
         self._tags = tags
 
@@ -550,7 +550,7 @@ class LostScores:
 
     def miss(self, frame: Frame, operation: str, reason: str) -> None:
         """An attention that is not understood."""
-        self.missed.append(Missed(module=frame.name, operation=operation, reason=reason))
+        self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 
     def _put(self, out: Tensor, tag: Lost) -> None:
         if tag.passes_to(out):

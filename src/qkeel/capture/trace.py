@@ -23,23 +23,28 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, key_heads
-from qkeel.capture.engine import Interceptor, Sighting
-from qkeel.capture.example import ShortExample, Undo, copied, first_row, shorter, undisturbed
-from qkeel.capture.modules import Frame, tensors
+from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.example import Frame, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
-from qkeel.heads.operators import Record, Repetition, Values, memory
 from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
-from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, NormGain, Sites
+from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites
 from qkeel.heads.verification import RecordedCall, Verification
-from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
-from qkeel.patching.checkpointing import CheckpointedParts
-from qkeel.patching.compiler_state import uncompiled
-from qkeel.patching.forward_passes import extra_pass
-from qkeel.patching.guard import Guarded, Postponed, unguarded
-from qkeel.patching.modes import Args, Kwargs, Operator, no_operators_seen
-from qkeel.patching.parallel_training import running_stage
+from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
+from qkeel.patching.autograd import CheckpointedParts
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import (
+    Args,
+    DeferredError,
+    Guarded,
+    Kwargs,
+    TorchOperator,
+    no_operators_seen,
+    running_stage,
+    uncompiled,
+    unguarded,
+)
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
@@ -101,7 +106,7 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: frozenset[int]
     minima: dict[str, float]
-    operators: Sequence[Operator] = ()
+    operators: Sequence[TorchOperator] = ()
     frames: Sequence[Frame] = ()
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
@@ -205,13 +210,13 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
     """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
     found: set[str] = set()
 
-    def note(sighting: Sighting) -> None:
+    def note(sighting: CapturedCall) -> None:
         call = sighting.call
         if isinstance(call, ScoresCall) and not is_product(call):
             found.add(sighting.name)
 
     with extra_pass(model), undisturbed(model):
-        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
+        forward(model, CaptureMode(model, note, probing=True), copied(args), copied(kwargs))
     return found
 
 
@@ -259,7 +264,7 @@ def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace,
     least: dict[str, Tensor] = {}
     groups: dict[int, tuple[str, Frame]] = {}  # the frame is kept so that no other gets its number
 
-    def note(sighting: Sighting) -> None:
+    def note(sighting: CapturedCall) -> None:
         name, low = sighting.name, _least(sighting.call)
         if low is not None:
             least[name] = low if name not in least else torch.minimum(least[name], low.to(least[name].device))
@@ -272,7 +277,7 @@ def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace,
 
     layouts = {site.name: site.layout for site in sites if site.layout is not None}
     for below in (False, True):
-        watcher = Interceptor(model, note, dispatch=below, layouts=layouts)
+        watcher = CaptureMode(model, note, dispatch=below, layouts=layouts)
         watcher.key_heads = {s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None}
         forward(model, watcher, copied(args), copied(kwargs), graph=False)
         undo()
@@ -342,7 +347,7 @@ class _Reading:
     nothing is kept, those that are complete; the others at the end of the pass."""
 
     def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
-        self.watcher = Interceptor(
+        self.watcher = CaptureMode(
             model, self._note, probing=True, dispatch=dispatch, record=read == "verified", guard=_guard(model)
         )
         self.watcher.values = {}
@@ -352,11 +357,13 @@ class _Reading:
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
         self._names = names_of(model)
-        self._waiting: list[Sighting] = []
+        self._waiting: list[CapturedCall] = []
         self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
-        self._confirmed: dict[type[nn.Module], tuple[AttentionSite, Sighting]] = {}  # the last of each kind of module
+        self._confirmed: dict[
+            type[nn.Module], tuple[AttentionSite, CapturedCall]
+        ] = {}  # the last of each kind of module
 
-    def _note(self, sighting: Sighting) -> None:
+    def _note(self, sighting: CapturedCall) -> None:
         if sighting.name not in self.order:
             self.order[sighting.name] = RecordedCall(sighting=sighting, until=len(self.watcher.operations))
             self._waiting.append(sighting)
@@ -367,7 +374,7 @@ class _Reading:
             self.watcher.guard(self.watcher.apart, functools.partial(self._read, running))
 
     def _read(self, running: Sequence[Frame]) -> None:
-        left: list[Sighting] = []
+        left: list[CapturedCall] = []
         for calls in grouped(self._waiting):
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
                 left += calls  # more heads may come
@@ -399,7 +406,7 @@ class _Reading:
                 raise
         return not self.parts.missed
 
-    def _site(self, calls: list[Sighting], checks: Verification | None) -> AttentionSite:
+    def _site(self, calls: list[CapturedCall], checks: Verification | None) -> AttentionSite:
         """The site of a call, which may be of the kind of one that is known and confirmed."""
         recorded, kind = [self.order[call.name] for call in calls], type(calls[0].frame.module)
         if checks is not None and kind in self._confirmed:
@@ -477,7 +484,7 @@ def spread(model: nn.Module) -> bool:
 
 def _guard(model: nn.Module) -> Guarded:
     """A guard for what reads a pass: a fault waits for its end where other processes take part in it."""
-    return Postponed() if spread(model) else unguarded
+    return DeferredError() if spread(model) else unguarded
 
 
 def forward(
@@ -507,7 +514,7 @@ def forward(
     try:
         with agreed, eager, unoptimised, grads[0], grads[1], noticed, watcher:
             model(*args, **kwargs)
-        if isinstance(watcher, Interceptor) and isinstance(watcher.guard, Postponed):
+        if isinstance(watcher, CaptureMode) and isinstance(watcher.guard, DeferredError):
             watcher.guard.settle()
     except Exception as error:
         if spread(model) and not isinstance(error, dist.ApartError):
@@ -515,7 +522,7 @@ def forward(
         raise
 
 
-def grouped(firsts: Sequence[Sighting]) -> Iterator[list[Sighting]]:
+def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
     """The first call of each site; where a module computes its heads one by one, all of them as one group."""
     done: set[int] = set()
     for first in firsts:
@@ -528,7 +535,7 @@ def grouped(firsts: Sequence[Sighting]) -> Iterator[list[Sighting]]:
         yield heads
 
 
-def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> AttentionSite:
+def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> AttentionSite:
     first = calls[0]
     call = first.call
     q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
@@ -574,7 +581,7 @@ def _site(calls: list[Sighting], names: dict[int, str], read: Wanted) -> Attenti
 
 
 def _as_another(
-    known: AttentionSite, shown: Sighting, calls: list[Sighting], names: dict[int, str]
+    known: AttentionSite, shown: CapturedCall, calls: list[CapturedCall], names: dict[int, str]
 ) -> AttentionSite | None:
     """What the site of a call is if its weights are to its module what those of a known site, which another call
     has shown, are to that one's; None if the calls differ."""
@@ -594,7 +601,7 @@ def _as_another(
 
     try:
         terms = tuple(
-            LogitTerm(
+            QKProduct(
                 **{
                     part: tuple(
                         dataclasses.replace(s, parameter=here(s.parameter), bias=here(s.bias))
@@ -616,7 +623,7 @@ def _as_another(
     )
 
 
-def _form(sighting: Sighting) -> object:
+def _form(sighting: CapturedCall) -> object:
     """What two calls have in common if nothing but their numbers differs."""
     call, layout = sighting.call, sighting.layout
     products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
@@ -628,7 +635,7 @@ def _form(sighting: Sighting) -> object:
     return type(call), call.spec, scored(sighting).shape, shapes, lost, arranged, how
 
 
-def scored(sighting: Sighting) -> Tensor:
+def scored(sighting: CapturedCall) -> Tensor:
     """A tensor of a call whose second dimension are its heads: its logits, or q."""
     call = sighting.call
     return call.logits if isinstance(call, ScoresCall) else call.q
@@ -651,9 +658,9 @@ def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:
 def _terms(
     products: Sequence[tuple[Tensor | None, Tensor | None]],
     lost: Sequence[str],
-    first: Sighting,
+    first: CapturedCall,
     names: dict[int, str],
-) -> tuple[tuple[LogitTerm, ...], bool, str]:
+) -> tuple[tuple[QKProduct, ...], bool, str]:
     """The terms of a site, whether a norm lies between its weights and the logit, and why there are no terms."""
     if first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
         return (), False, "it is one of several in a scripted module, whose parts can't be distinguished"
@@ -666,7 +673,7 @@ def _terms(
     return ((), normed, "; ".join(lost)) if lost else (terms, normed, "")
 
 
-def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
+def _gains(calls: list[CapturedCall], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
     """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
     if q is None or k is None or not all(s.added is None and is_product(s.call) for s in calls):
         return (), ()
@@ -695,7 +702,7 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     return known[0] if len(known) == 1 else torch.cat(known, dim=1)
 
 
-def unseen(model: nn.Module, watcher: Interceptor) -> str:
+def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
@@ -732,7 +739,7 @@ def _operand(x: Tensor | None, frame: Frame, names: dict[int, str]) -> Operand |
     return Operand(width=x.shape[-1], lengths=x.detach().to(widest(x.device)).norm(dim=-1), tables=tables)
 
 
-def _value_slices(sighting: Sighting, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
+def _value_slices(sighting: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
     if v is None or v.ndim != 4:
         return "no product of its weights with values [b h s d] was seen"
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, head_counts, layout
-from qkeel.capture.modules import Frame
+from qkeel.capture.example import Frame
 from qkeel.capture.products import (
     ELEMENTWISE,
     PRODUCTS,
@@ -61,14 +61,14 @@ from qkeel.capture.scores import (
     written,
 )
 from qkeel.heads.rows import Sides, layout_of
-from qkeel.patching.graph_nodes import base_of
+from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
 Given = tuple[Args, Kwargs]
 
 
-class Handwritten:
+class EagerAttentionTracer:
     """A reader of every torch function of a forward pass that reports the softmaxes that are attention.
 
     Args:

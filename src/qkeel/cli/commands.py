@@ -16,11 +16,11 @@ COMMANDS = {
         "Train once, recording the logits of every head; the same command resumes it after an interruption.",
     ),
     "study precision": (
-        "studies.study_precision:study_precision",
+        "run:study_precision",
         "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
     ),
     "merge": (
-        "studies.merge:merge",
+        "run:merge",
         "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
     ),
     "report": ("report:report", "Write one self-contained HTML page about studies, runs or watched models."),
@@ -29,34 +29,34 @@ COMMANDS = {
         "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
     ),
     "recommend": (
-        "studies.recommend:recommend",
+        "run:recommend",
         "Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.",
     ),
     "replay": (
-        "replay:replay",
+        "inspect:replay",
         "Print what a policy of the autopilot would have done on a recorded run, when and why.",
     ),
     "check": (
-        "check:check",
+        "inspect:check",
         "Say in one sentence whether the attention of a run or a checkpoint is healthy.",
     ),
-    "figures": ("figures:figures", "Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG."),
+    "figures": ("report:figures", "Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG."),
     "scan": (
-        "scan:scan",
+        "inspect:scan",
         "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
         "allow.",
     ),
-    "export": ("export:export", "Write the records of a run as tables, CSV or Parquet."),
+    "export": ("inspect:export", "Write the records of a run as tables, CSV or Parquet."),
     "convert": (
-        "convert:convert",
+        "console:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
-    "explain": ("names:explain_command", "Print the formula of a preset or a remedy, and its source."),
-    "presets": ("names:list_presets", "List the published attention recipes."),
-    "remedies": ("names:list_remedies", "List the remedies."),
+    "explain": ("report:explain_command", "Print the formula of a preset or a remedy, and its source."),
+    "presets": ("report:list_presets", "List the published attention recipes."),
+    "remedies": ("report:list_remedies", "List the remedies."),
     "completion": ("app:completion", "Print the script that completes commands and options in bash, zsh or fish."),
     "config": ("run:print_config", "Print the configuration that a recipe and flags make, as a TOML recipe."),
-    "bench": ("bench:bench", "Time every attention kernel on this machine, side by side."),
+    "bench": ("inspect:bench", "Time every attention kernel on this machine, side by side."),
 }
 
 # The groups of `qkeel --help`, the first first; a study that no group names is one of Compare.
@@ -100,7 +100,7 @@ EXAMPLES = {
 def commands() -> dict[str, tuple[str, str]]:
     """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
     studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
-    found = COMMANDS | {command: (f"studies.study:{name}", line) for command, (name, line) in studies.items()}
+    found = COMMANDS | {command: (f"run:{name}", line) for command, (name, line) in studies.items()}
     return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
 
 

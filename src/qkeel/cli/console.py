@@ -1,26 +1,71 @@
-"""The output while runs go on: a bar with an ETA on a terminal, plain lines elsewhere."""
+"""What commands print and how they end: lines, tables, exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import final
+from typing import Annotated, Literal, final
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from qkeel.lab.execution.execute import run_directory
-from qkeel.lab.execution.progress import last_step
-from qkeel.lab.execution.workers import Outcome
+from qkeel.lab.execute import last_step, run_directory
+from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
 from qkeel.metrics import Row
 from qkeel.records import RunDirectory
-from qkeel.report.html import formats
+from qkeel.remedies.retrofit import convert as write
+from qkeel.report import html
+
+# Exit codes, and the command line as it was typed.
+
+OK = 0
+FAILED = 1  # a run failed
+USAGE = 2  # wrong usage or bad input
+COLLAPSED = 3  # with --fail-on-collapse
+INTERRUPTED = 130
+
+
+def command_line() -> str:
+    """The command line as typed, quoted for a shell."""
+    return shlex.join(["qkeel", *sys.argv[1:]])
+
+
+# `qkeel convert`: a checkpoint with q/k norms as an architecture that others load.
+
+
+def convert(
+    checkpoint: Path,
+    /,
+    *,
+    to: Literal["qwen3", "olmo2", "gemma3"],
+    out: Path,
+    norm_eps: Annotated[float | None, Parameter(show_default=False)] = None,
+) -> int:
+    """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
+
+    The norms come from qkeel.retrofit(model, "qk_norm", batches) and saved by save_pretrained. Nothing is run or
+    unpickled; what the architecture cannot compute is refused with the reason.
+
+    Args:
+        checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
+        to: The architecture to write.
+        out: The folder to write; it must not exist, or be empty.
+        norm_eps: The eps of the q/k norms, where it is not rms_norm_eps of config.json.
+    """
+    print(write(checkpoint, to, out, norm_eps=norm_eps))
+    return OK
+
+
+# The output while runs go on: a bar with an ETA on a terminal, plain lines elsewhere.
 
 POLL_SECONDS = 0.5
 
@@ -174,7 +219,7 @@ def numbers(lines: Sequence[Mapping[str, float | str]]) -> Table:
     for name, value in lines[0].items():
         shown.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
     for row in lines:
-        shown.add_row(*(v if isinstance(v, str) else "–" if v != v else formats.number(v) for v in row.values()))
+        shown.add_row(*(v if isinstance(v, str) else "–" if v != v else html.number(v) for v in row.values()))
     return shown
 
 

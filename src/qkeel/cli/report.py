@@ -1,14 +1,63 @@
-"""`qkeel report`: one HTML page about studies, runs or watched models."""
+"""Commands that need no torch: pages, figures, and the lists of presets and remedies."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from qkeel.cli.exits import OK
+from qkeel.cli.console import OK
 from qkeel.report import write
+from qkeel.report.render import WIDTH
+from qkeel.report.render import figures as draw
+
+# `qkeel presets`, `qkeel remedies`, `qkeel explain NAME`: what names stand for, printed without waiting for torch.
+
+# Written beforehand by tests/cli/answers.py, which a test compares: to make it imports torch, which takes seconds.
+ANSWERS = Path(__file__).with_name("answers.json")
+
+
+def list_presets() -> int:
+    """List the published attention recipes."""
+    return _print(answers()["presets"])
+
+
+def list_remedies() -> int:
+    """List the remedies."""
+    return _print(answers()["remedies"])
+
+
+def explain_command(name: str, /) -> int:
+    """Print the formula of a preset or a remedy, and its source.
+
+    Args:
+        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
+    """
+    known = answers()["explained"].get(name)
+    if known is None:  # one with options, several, or none
+        from qkeel.cli.inspect import explain
+
+        known = explain(name)
+    print(known)
+    return OK
+
+
+def answers() -> Mapping[str, Mapping[str, str]]:
+    """Presets and remedies with their lines, and what `explain` says of each."""
+    return json.loads(ANSWERS.read_text(encoding="utf-8"))
+
+
+def _print(names: Mapping[str, str]) -> int:
+    width = max(map(len, names))
+    for name, line in names.items():
+        print(f"{name:<{width}}  {line}")
+    return OK
+
+
+# `qkeel report`: one HTML page about studies, runs or watched models.
 
 
 def report(
@@ -27,4 +76,37 @@ def report(
     """
     write(runs, output, baseline=baseline)
     print(output)
+    return OK
+
+
+# `qkeel figures`: the figures of a study or a watched run as files for a paper.
+
+Format = Literal["pdf", "svg", "png"]
+_DEFAULT: list[Format] = ["pdf", "svg"]
+
+
+def figures(
+    run: Path,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(show_default=False)] = None,
+    formats: Annotated[list[Format], Parameter(consume_multiple=True, negative_iterable=())] = _DEFAULT,
+    width: float = WIDTH,
+    baseline: str = "none",
+) -> int:
+    """Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG.
+
+    They are drawn by matplotlib, which `pip install "qkeel[plot]"` installs; the same numbers make the same files.
+
+    Args:
+        run: Directory of a study, of a run, or of a watched model.
+        out: The folder to write to [default: NAME-figures].
+        formats: pdf, svg, png, or several of them.
+        width: Width of a figure in inches; a column of a two-column page is 3.3.
+        baseline: Of a study, the remedy that gains are over, like qk_norm.
+    """
+    for path in draw(
+        run, out or Path(f"{run.resolve().name}-figures"), formats=formats, width=width, baseline=baseline
+    ):
+        print(path)
     return OK

@@ -1,24 +1,210 @@
-"""`qkeel run`: one training run; `qkeel config`: its configuration."""
+"""Commands that train: `qkeel run`, `qkeel config`, studies, their merge, and `qkeel recommend`."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import platform
 import signal
 import sys
-from collections.abc import Callable
+import time
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+import docstring_parser
 from cyclopts import Parameter
+from rich.console import Console
 
-from qkeel.cli.console import RunView, make_console, number, print_line
-from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
-from qkeel.cli.flags import as_toml, configure, starting, view
-from qkeel.errors import QkeelError
+from qkeel.cli.commands import HELP_ALL
+from qkeel.cli.console import (
+    COLLAPSED,
+    FAILED,
+    OK,
+    RunView,
+    StudyView,
+    command_line,
+    extrapolated,
+    make_console,
+    number,
+    numbers,
+    print_line,
+    ranking,
+    spent,
+)
+from qkeel.errors import InvalidValueError, QkeelError, check_known
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
-from qkeel.lab.model.build_model import resolve
+from qkeel.lab.checkpoint import computed_with
+from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.execute import (
+    Execution,
+    StudyResult,
+    estimate_seconds,
+    make_plan,
+    merge_studies,
+    pending,
+    run_directory,
+    run_plan,
+)
+from qkeel.lab.executors import Shard, executor
+from qkeel.lab.model import canonical, resolve
+from qkeel.lab.plan import (
+    FOLDER,
+    Grid,
+    LongContexts,
+    Plan,
+    PlannedRun,
+    Study,
+    StudyOption,
+    in_words,
+    tuned_plan,
+    tuning_plan,
+)
+from qkeel.lab.recommendation import read_configuration
+from qkeel.lab.recommendation import recommend as advise
+from qkeel.lab.stack_models import check_how
+from qkeel.lab.studies import STUDIES, find_study, grids
+from qkeel.lab.studies.grids import MULTIMODAL_BASE
+from qkeel.lab.study_record import write_table
+from qkeel.options import annotations
+from qkeel.records import write_text
+from qkeel.records.disk import make_directory
+from qkeel.records.parse import read_toml, toml_line
+from qkeel.records.run_directory import made_on
+from qkeel.report import write
+from qkeel.report.study.collect import BASELINE
+from qkeel.report.study.page import precision_page
+
+# Flags as views of the configuration dataclasses: names, types, choices and help come from there.
+
+Settings = dict[str, Any]  # a TOML table: numbers, text, booleans, lists and tables by name
+Flag = tuple[str, object, Parameter]  # its name, its type, and how it is shown
+_SECTIONS: dict[str, tuple[type, str]] = {
+    "": (RunConfig, "Run"),
+    "data": (DataConfig, "Data"),
+    "optim": (OptimConfig, "Optimizer"),
+    "model": (ModelConfig, "Model"),
+    "images": (ImagesConfig, "Images"),
+}
+# What `--help` shows; the rest is for `--help-all`, and for recipes.
+_COMMON = {
+    *("data", "task", "context", "batch", "images"),
+    *("d_model", "n_layers", "n_heads", "attention", "position", "block"),
+    *("optimizer", "lr", "warmup", "schedule", "remedy", "steps", "seed", "device", "dtype", "log_every"),
+}
+_RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
+
+
+# Flag attribute -> (section, field).
+_ENTRIES: dict[str, tuple[str, str]] = {
+    _RENAMED.get((section, field), field): (section, field)
+    for section, (cls, _) in _SECTIONS.items()
+    for field, kind in annotations(cls).items()
+    if not dataclasses.is_dataclass(kind)
+}
+
+
+def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
+    """Returns a dataclass of flags, None where not given: one per plain field of RunConfig and its parts, and more.
+
+    Those of `several` take a list of values.
+    """
+    docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
+    flags = list(more)
+    for flag, (section, field) in _ENTRIES.items():
+        if (section, field) not in without:
+            cls, group = _SECTIONS[section]
+            shown = _parameter(flag, cls, field, group, docs[section][field], flag in several)
+            flags.append((flag, _kind(cls, field, flag in several), shown))
+    fields = [(flag, Annotated[_optional(kind), shown], dataclasses.field(default=None)) for flag, kind, shown in flags]
+    made = dataclasses.make_dataclass("RunFlags", fields, frozen=True, kw_only=True)
+    made.__module__ = __name__  # else it passes for a built-in type
+    return made
+
+
+def _kind(cls: type, field: str, several: bool) -> object:
+    """The type of a field's flag: a list of the field's where it may be given several times, of which none is None."""
+    kind: Any = annotations(cls)[field]
+    alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+    return list[alone] if several else kind
+
+
+def _parameter(flag: str, cls: type, field: str, group: str, line: str, several: bool) -> Parameter:
+    default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
+    shown = "" if default is None else f" [default: {str(default).lower() if default is False else default}]"
+    dashed = flag.replace("_", "-")
+    negative = f"--no-{dashed}" if isinstance(default, bool) else None
+    made = Parameter(
+        name=f"--{dashed}",
+        group=group,
+        help=line + shown,
+        show_default=False,
+        negative=negative,
+        show=flag in _COMMON or HELP_ALL in sys.argv,
+    )
+    if not several:
+        return made
+    more = Parameter(help=f"{line} Several values stand side by side.{shown}", negative_iterable=())
+    return Parameter.combine(made, more, Parameter(consume_multiple=True))
+
+
+@functools.cache  # the command of each study asks for the same five
+def _documents(cls: type) -> dict[str, str]:
+    parsed = docstring_parser.parse_from_object(cls)
+    said = {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
+    return said | {"remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."}
+
+
+def _optional(kind: object) -> object:
+    return kind if isinstance(kind, types.UnionType) else typing.Optional[kind]  # noqa: UP045 - of a Literal too
+
+
+def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, Settings]:
+    """Returns the configuration of a recipe with flags over it and `base` under it, and the recipe's [study] table."""
+    values = _over(base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe))
+    study = values.pop("study", {})
+    for flag, (section, field) in _ENTRIES.items():
+        given = vars(flags).get(flag)
+        given = given[0] if isinstance(given, list) else given  # several values are a grid's, which has them over this
+        if given is not None:
+            (values.setdefault(section, {}) if section else values)[field] = given
+    if not isinstance(study, dict):
+        raise InvalidValueError(f"expected [study] to be a table, got {study!r}; write it as [study] and lines below")
+    return RunConfig.from_dict(values), study
+
+
+def starting(flags: object) -> RunConfig | None:
+    """Returns the configuration under flags and recipe, by the task that the flags name; None for the defaults."""
+    task = vars(flags).get("task")
+    if task == "vision":
+        return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))
+    return MULTIMODAL_BASE if task == "multimodal" else None
+
+
+def _over(values: Settings, more: Settings) -> Settings:
+    """Nested values, with others in place of those of the same name."""
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = _over(values[key], value) if both else value
+    return values
+
+
+def as_toml(config: RunConfig) -> str:
+    """Returns the configuration as a recipe, without what is not set."""
+    values = config.to_dict()
+    lines = [toml_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
+    for section, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{section}]", *(toml_line(k, v) for k, v in table.items() if v is not None)]
+    return "\n".join(lines)
+
+
+# `qkeel run`: one training run; `qkeel config`: its configuration.
 
 RunFlags: Any = view()
 
@@ -86,3 +272,290 @@ def _stop_on_interrupt() -> Callable[[], bool]:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
     return lambda: bool(asked)
+
+
+# `qkeel study` and `qkeel demo`: many runs, one table, one report. Each study says which options its command has.
+
+_FLAT = Parameter(name="*")
+_SWITCH = Parameter(negative=(), show_default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HowFlags:
+    """The options of a study's execution; nothing here changes a number."""
+
+    jobs: Annotated[int | None, Parameter(show_default=False)] = None
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; of a cluster all
+    it has]."""
+    executor: Annotated[str, Parameter(show_default=False)] = "local"
+    """Where the runs are done: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
+    stack: Annotated[str, Parameter(show_default=False)] = "auto"
+    """Train runs that differ in seed, steps and rates only as one model: auto, for small models, off, or how many."""
+    shard: Annotated[str | None, Parameter(show_default=False)] = None
+    """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
+    dry_run: Annotated[bool, _SWITCH] = False
+    """Only say what would be run, and for about how long."""
+    baseline: Annotated[str, Parameter(show_default=False)] = "none"
+    """The remedy that the report compares the others with, like qk_norm [default: none]."""
+    fail_on_collapse: Annotated[bool, _SWITCH] = False
+    """Exit with code 3 if attention collapsed in a run or its loss is NaN."""
+
+
+def __getattr__(name: str) -> Callable[..., int]:
+    """Makes the command of a study when it is asked for by the study's name."""
+    if name not in STUDIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return study_command(name)
+
+
+def study_command(name: str) -> Callable[..., int]:
+    """Returns the function behind the command of a study: its parameters are the flags."""
+    study = find_study(name)
+    options = [*study.options, *(StudyOption(switch, bool, other.help) for switch, other in study.instead.items())]
+    without = {("", "remedy"), ("", "seed"), *study.decides}
+    flags: Any = view(without=without, more=map(_flag, options), several=study.axes)
+
+    def command(
+        *,
+        out: Path = Path(study.out or f"runs/{name}"),
+        recipe: Path | None = None,
+        how: Annotated[HowFlags, _FLAT] = HowFlags(),
+        flags: object = flags(),
+    ) -> int:
+        names = (*(option.name for option in options), *study.axes)
+        given = {name: value for name in names if (value := vars(flags)[name]) is not None}
+        asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
+        config, table = configure(flags, recipe, asked.base or starting(flags))
+        _check_table(table, study)
+
+        return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
+
+    command.__annotations__ |= {"flags": Annotated[flags, _FLAT]}
+    command.__doc__ = f"""{STUDIES[name][1]}
+
+    {study.help}
+
+    Args:
+        out: Directory of the study.
+        recipe: TOML file of settings, a table [study] for the options of the study; flags go over it.
+    """
+    return command
+
+
+def _flag(option: StudyOption) -> Flag:
+    """Name, type and help of the flag of a study's option."""
+    shown = Parameter(
+        help=option.about,
+        show_default=False,
+        group="Grid",
+        consume_multiple=option.kind not in (int, float, str, bool),
+        negative_iterable=(),
+        negative=() if option.kind is bool else None,
+    )
+    return option.name, option.kind, shown
+
+
+def _check_table(table: Settings, study: Study) -> None:
+    """Raises UnknownNameError for a key of a recipe's [study] table that the study does not know."""
+    known = [*(option.name for option in study.options if option.kind is not bool), *study.axes]
+    for key in table:
+        check_known("key in [study]", key, known)
+
+
+# `qkeel study precision`: where low precision loses attention.
+
+_SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
+
+
+def study_precision(
+    *,
+    out: Path = Path("runs/precision"),
+    remedies: Annotated[list[str] | None, _SEVERAL] = None,
+    head_dim: int = 64,
+    seed: int = 0,
+) -> int:
+    """The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
+
+    Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and seen).
+
+    Args:
+        out: Directory of the study.
+        remedies: Of none, qk_norm, cosine and softcap:cap=50 [default: all].
+        head_dim: Dimensions of a head.
+        seed: Seed for the random q, k and v.
+    """
+    if head_dim < 2:
+        raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger one")
+    shape = grids.HeadShape(head_dim=head_dim)
+    make_directory(out)
+    table = list(grids.rows(shape, remedies=remedies or tuple(grids.REMEDIES), seed=seed))
+    write_table(out, table, grids.COLUMNS)
+    lines = grids.thresholds(table)
+    versions = computed_with(RunConfig(device="cpu"))
+    made = {
+        "Made": time.strftime("%Y-%m-%d %H:%M"),
+        "qkeel": versions["qkeel"],
+        "torch": versions["torch"],
+        "Python": platform.python_version(),
+        "Processor": versions["cpu"],
+        **{name.capitalize(): value for name, value in made_on().items()},
+    }
+    write_text(out / "report.html", precision_page(table, lines, grids.TOLERANCE, made, command_line()))
+    console = make_console()
+    text = f"largest logit at which rounding moves logits by {grids.TOLERANCE:g} nats (– where it never does):"
+    console.print(text, highlight=False)
+    console.print(numbers(lines))
+    print_line(console, f"report {out / 'report.html'}")
+    return OK
+
+
+# A study from the command line: plan, progress, table, report, exit code.
+
+_LONG = 60  # seconds; a study that takes longer says so before its first run ends
+
+
+def run_study(
+    name: str, base: RunConfig, grid: Grid, contexts: LongContexts | None, *, out: Path, how: HowFlags
+) -> int:
+    """Runs a study, writes its table and report, and returns the exit code; the directory is printed first and last.
+
+    Args:
+        name: the study, as in lab.studies.
+        base: the configuration that all runs share.
+        grid: the axes.
+        contexts: lengths of the test and post-hoc methods, where the study has them.
+        out: directory of the study.
+        how: processes, stacking, shard, dry run.
+    """
+    console = make_console()
+    shard = Shard.parse(how.shard) if how.shard else Shard()
+    place = executor(how.executor)
+    check_how(how.stack)
+    plan = make_plan(name, base, grid, contexts)
+    if grid.tuning_seeds and not how.dry_run:
+        plan = _tuned(console, plan, out, how)
+    baseline = canonical(how.baseline)
+    if baseline != BASELINE:
+        check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
+    left = pending(plan, out, shard)
+    print_line(console, f"study {out}")
+    jobs = how.jobs if how.jobs is not None else place.capacity() if left else 1
+    part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
+    console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
+    if left and not how.dry_run and (seconds := estimate_seconds(left, jobs)) >= _LONG:
+        console.print(f"about {spent(seconds)} on this machine", highlight=False)
+    if how.dry_run:
+        return _dry_run(console, plan, out, left, jobs)
+    result = _execute(console, plan, out, how, jobs)
+    write(out, out / "report.html", baseline=baseline)
+    _print_tables(console, plan, result)
+    for failure in result.failures:
+        print_line(console, f"failed: {failure.directory}: {failure.error}")
+    print_line(console, f"report {out / 'report.html'}")
+    print_line(console, f"study {out}")
+    if result.failures:
+        return FAILED
+    collapsed = any(row["collapsed"] for row in result.table)
+    return COLLAPSED if how.fail_on_collapse and collapsed else OK
+
+
+def _tuned(console: Console, plan: Plan, out: Path, how: HowFlags) -> Plan:
+    """The plan at the rates that are best on the tuning seeds, which are printed."""
+    jobs = how.jobs if how.jobs is not None else executor(how.executor).capacity()
+    trial = tuning_plan(plan)
+    console.print(f"{len(trial.runs)} runs choose the rates", highlight=False)
+    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, how, jobs).table)
+    for choice in tuned.tuned:
+        print_line(console, in_words(choice))
+    return tuned
+
+
+def _execute(console: Console, plan: Plan, out: Path, how: HowFlags, jobs: int) -> StudyResult:
+    """Does what is left of a plan, with its progress on the console."""
+    shard = Shard.parse(how.shard) if how.shard else Shard()
+    view = StudyView(console, pending(plan, out, shard), out)
+    execution = Execution(
+        workers=jobs,
+        stack=check_how(how.stack),
+        executor=how.executor,
+        shard=shard,
+        command=command_line(),
+        on_outcome=view.on_outcome,
+    )
+    with view.following():
+        return run_plan(plan, out, execution)
+
+
+def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
+    if plan.contexts:
+        console.print("mean over seeds, next tokens predicted in %:", highlight=False)
+        console.print(extrapolated(result.long_table))
+        return
+    for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
+        ids = {run.config.run_id for run in plan.runs if run.role == role}
+        title = "" if role == "grid" else f"{role}: "
+        console.print(f"{title}mean val_loss over seeds (largest max logit):", highlight=False)
+        console.print(ranking([row for row in result.table if row["run_id"] in ids]))
+
+
+def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int) -> int:
+    for run in plan.runs:
+        state = "to do" if run in left else "done, or another shard's"
+        about = f"{run.title}, {run.config.steps} steps: {state}"
+        print_line(console, f"{run_directory(out, run).name}  {about}")
+    console.print(f"about {spent(estimate_seconds(left, jobs))} on this machine; nothing was written", highlight=False)
+    return OK
+
+
+# `qkeel merge`: parts of one study, made apart, in one directory.
+
+
+def merge(
+    parts: Annotated[list[Path], Parameter(consume_multiple=True, negative_iterable=())],
+    /,
+    *,
+    out: Path,
+) -> int:
+    """Merge directories of one study, made apart on several machines, into a new one; they stay as they are.
+
+    If a run appears more than once, the finished, else the most advanced copy is used; two finished copies with
+    different results are an error. The study's own command with this directory as --out does what is left.
+
+    Args:
+        parts: Directories of the study.
+        out: The directory to make; it must be new or empty.
+    """
+    merged = merge_studies(parts, out)
+    write(out, out / "report.html")
+    console = make_console()
+    console.print(f"{len(merged.table)} runs, {merged.done} done", highlight=False)
+    print_line(console, f"report {out / 'report.html'}")
+    print_line(console, f"study {out}")
+    return OK
+
+
+# `qkeel recommend`: the logits to expect of a configuration, and the remedy for it, from what was measured.
+
+RecommendFlags = view()
+
+
+def recommend(
+    source: Path | None = None,
+    *,
+    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
+    flags: Annotated[RecommendFlags, Parameter(name="*")] = RecommendFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+) -> int:
+    """Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.
+
+    Every number has an interval and the measurements behind it. Outside of what was measured the answer is "not known",
+    and which setting is outside.
+
+    Args:
+        source: A recipe, a config.json of transformers or its folder, or the directory of a run; flags go over it.
+        json_: Print everything as JSON.
+    """
+    base, unknown = read_configuration(source) if source else (starting(flags), ())
+    found = advise(configure(flags, None, base)[0])
+    found = dataclasses.replace(found, outside=(*unknown, *found.outside), outside_gain=(*unknown, *found.outside_gain))
+    print(json.dumps({**dataclasses.asdict(found), "remedy": found.remedy}) if json_ else found)
+    return OK

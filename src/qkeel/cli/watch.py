@@ -15,17 +15,26 @@ from typing import Annotated, NoReturn
 from cyclopts import Parameter
 
 from qkeel.autopilot import policy as known_policy
-from qkeel.cli.exits import OK
-from qkeel.cli.watched_script.messages import Fix, MessageWriter
-from qkeel.cli.watched_script.run_program import EXAMPLE, Program, execute, parse, prepare, under_torchrun
-from qkeel.cli.watched_script.watch_session import WatchPlan, WatchSession
+from qkeel.cli.console import OK
+from qkeel.cli.watched_program import (
+    EXAMPLE,
+    Fix,
+    MessageWriter,
+    Program,
+    WatchPlan,
+    WatchSession,
+    execute,
+    parse,
+    prepare,
+    under_torchrun,
+)
 from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks
 from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
 from qkeel.records import fresh_directory
 from qkeel.remedies.apply import canonical
-from qkeel.report.live import serve
+from qkeel.report.render import serve
 
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
 _OPTIONAL = Parameter(show_default=False)

@@ -1,32 +1,32 @@
 """The layer over torch.distributed: which processes run this model, what they agree on, how its weights are split."""
 
-from qkeel.dist.layout import head_axes as head_axes
-from qkeel.dist.reductions import gather as gather
-from qkeel.dist.reductions import say_failed as say_failed
-from qkeel.dist.sharding import is_split as is_split
-from qkeel.dist.sharding import sharded as sharded
-from qkeel.dist.sharding import splits_heads as splits_heads
-from qkeel.dist.sharding import whole as whole
-from qkeel.dist.shards import PartialSums as PartialSums
-from qkeel.dist.shards import Span as Span
-from qkeel.dist.shards import local as local
-from qkeel.dist.shards import shard as shard
-from qkeel.dist.shards import shards_of as shards_of
-from qkeel.dist.step_gather import StepGather as StepGather
-from qkeel.dist.step_gather import StepMaxima as StepMaxima
-from qkeel.dist.unanimity import PATIENCE as PATIENCE
-from qkeel.dist.unanimity import ApartError as ApartError
-from qkeel.dist.unanimity import Membership as Membership
-from qkeel.dist.unanimity import agreed_collectives as agreed_collectives
-from qkeel.dist.unanimity import done_by_all as done_by_all
-from qkeel.dist.unanimity import failed_on_all as failed_on_all
-from qkeel.dist.unanimity import words_of_all as words_of_all
-from qkeel.dist.words import ordinal as ordinal
-from qkeel.dist.world import collective_device as collective_device
-from qkeel.dist.world import rank as rank
-from qkeel.dist.world import world as world
-from qkeel.dist.wrappers import is_flat as is_flat
-from qkeel.dist.wrappers import mates as mates
-from qkeel.dist.wrappers import stage_of as stage_of
-from qkeel.dist.wrappers import wrapped_by as wrapped_by
-from qkeel.dist.wrappers import wrappers as wrappers
+from qkeel.dist.sharding import head_axes
+from qkeel.dist.agreement import gather
+from qkeel.dist.agreement import say_failed
+from qkeel.dist.sharding import is_split
+from qkeel.dist.sharding import sharded
+from qkeel.dist.sharding import splits_heads
+from qkeel.dist.sharding import whole
+from qkeel.dist.sharding import PartialSums
+from qkeel.dist.sharding import Span
+from qkeel.dist.sharding import local
+from qkeel.dist.sharding import shard
+from qkeel.dist.sharding import shards_of
+from qkeel.dist.agreement import StepGather
+from qkeel.dist.agreement import StepMaxima
+from qkeel.dist.agreement import PATIENCE
+from qkeel.dist.agreement import ApartError
+from qkeel.dist.agreement import Membership
+from qkeel.dist.agreement import agreed_collectives
+from qkeel.dist.agreement import done_by_all
+from qkeel.dist.agreement import failed_on_all
+from qkeel.dist.agreement import words_of_all
+from qkeel.dist.agreement import ordinal
+from qkeel.dist.agreement import collective_device
+from qkeel.dist.agreement import rank
+from qkeel.dist.agreement import world
+from qkeel.dist.sharding import is_flat
+from qkeel.dist.sharding import mates
+from qkeel.dist.sharding import stage_of
+from qkeel.dist.sharding import wrapped_by
+from qkeel.dist.sharding import wrappers

@@ -1,12 +1,18 @@
-"""Bounds on logits and entropy from norms of q, k and their weights, without a T×T or D×D matrix."""
+"""Bounds on logits from norms of activations and weights, and how far a step changes them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from qkeel.errors import check
+from qkeel.functional.statistics import PerHead, VisibleKeys
+
+# Bounds on logits and entropy from norms of q, k and their weights, without a T×T or D×D matrix.
 
 
 def entropy_floor(sigma: float, n: int) -> float:
@@ -138,3 +144,189 @@ def squared_eigenvalue(
 
 def _trace(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+# The values that position methods make of the distance r = i - j between a query at i and a key at j.
+
+
+def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
+    """The slopes m_h = 2^(-8h/H), h = 1 … H; for other H those of the power of 2 below, then every second of the next.
+
+    Returns [h], each in (0, 1). Raises: InvalidValueError if n_heads is under 1.
+
+    Source: Press et al. 2022, arXiv 2108.12409, and its released code.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    check(n_heads >= 1, "at least one head", n_heads)
+
+    def slopes(n: int) -> list[float]:
+        return [2 ** (-8 * h / n) for h in range(1, n + 1)]
+
+    lower = 2 ** int(math.log2(n_heads))
+    more = slopes(2 * lower)[::2][: n_heads - lower]
+    return torch.tensor(slopes(lower) + more, dtype=torch.float64, device="cpu")
+
+
+def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
+    """The bias -p ln(1 + a|r|) on logits, in nats, at most 0, of the shape that r, a and p broadcast to.
+
+    a and p count as at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic).
+    """
+    return -p.clamp_min(0.01) * torch.log1p(a.clamp_min(0.01) * distance.abs())
+
+
+def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
+    """The bias -a|r|^p on logits, in nats, at most 0, of the shape that r, a and p broadcast to.
+
+    a counts as at least 0.01, p as from 0.01 to 2. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
+    """
+    r = distance.abs()
+    # The derivative of r^p at r = 0 is infinite or no number; the value is 0 whatever p is.
+    grown = r.clamp_min(1e-6) ** p.clamp(0.01, 2.0)
+    return -a.clamp_min(0.01) * torch.where(r > 0, grown, 0.0)
+
+
+def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
+    """ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: what pair i/2 keeps of a score over 512 tokens, in (0, 1).
+
+    Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
+    """
+    i = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu")
+    return (i + 0.4 * rotary_dim) / (1.4 * rotary_dim)
+
+
+# Expectations: how long queries are, how far logits spread, how much of a softmax still moves.
+
+
+def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -> Float[Tensor, "*h"]:
+    """E‖W x‖² = σ² ‖W‖_F² at fixed W, for x of independent entries with mean 0 and standard deviation σ.
+
+    Of one set of weights: inputs of a class whose entries vary k times as much give queries k times as long. Behind a
+    norm of x (RMS 1 for every token) σ is 1 for all. Source: derived, E[x xᵀ] = σ² I.
+    """
+    return sigma**2 * weight.square().sum((-2, -1))
+
+
+def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | None = None) -> float:
+    """The standard deviation scale · √d · rms(q) · rms(k) of logits of independent q and k; scale 1/√d if not given.
+
+    rms: per entry. With 1/√d and entries of RMS 1 it is 1 at any d, without the root √d, with 1/d it is 1/√d. In nats.
+    Source: derived, a sum of d products of variance rms(q)² rms(k)² each.
+
+    Args:
+        query_rms: of the entries of queries.
+        key_rms: of the entries of keys.
+        head_dim: d.
+        scale: the factor on q·k; 1/√d if not given.
+
+    >>> [round(logit_std(1, 1, 64, scale), 3) for scale in (1.0, 64**-0.5, 1 / 64)]
+    [8.0, 1.0, 0.125]
+    """
+    return (head_dim**-0.5 if scale is None else scale) * math.sqrt(head_dim) * query_rms * key_rms
+
+
+def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+    """‖diag(p) - p pᵀ‖_F = √(Σp² - 2 Σp³ + (Σp²)²) of rows p of softmax weights: what is left of a gradient.
+
+    0 for one key with all the weight; √(n - 1) / n for equal weights; at most 1/2, that of two keys with half each.
+    Below about 1e-8 (float64) it is rounding. Source: derived, the sum of the squared entries p_i (δ_ij - p_j).
+    """
+    square = weights.square().sum(-1)
+    return (square - 2 * weights.pow(3).sum(-1) + square.square()).clamp_min(0).sqrt()
+
+
+# Formulas on weights between steps: QK-Clip and Newton-Schulz. Those of lalr are `remedies.lalr.Rates`.
+
+
+def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:
+    """γ_h = τ / S_h where S_h > τ, else exactly 1.
+
+    S_h is the largest signed scaled logit. Zero, negative and -inf maxima (a head without data) give 1, and
+    so do NaN and +inf, which would set the head's weights to zero for good: a clip never makes a weight worse.
+
+    Source: Kimi K2, arXiv 2507.20534, section 2.1, equation 1.
+
+    >>> qk_clip_gamma(torch.tensor([200.0, 100.0, -3.0, float("-inf")]), 100.0)
+    tensor([0.5000, 1.0000, 1.0000, 1.0000])
+    """
+    over = (max_logit > threshold) & max_logit.isfinite()
+    return torch.where(over, threshold / torch.where(over, max_logit, torch.ones_like(max_logit)), 1.0)
+
+
+def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h ..."]:
+    """Each group's value, once for each of the h / g consecutive query heads that share it."""
+    return x.repeat_interleave(n_heads // x.shape[0], dim=0)
+
+
+def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "*b m n"]:
+    """An approximate orthogonal factor of g (singular values to 1 ± 0.3), in g's own dtype.
+
+    X ← aX + (b A + c A²) X with A = X Xᵀ, (a, b, c) = (3.4445, -4.7750, 2.0315), X₀ = g / (‖g‖_F + 1e-7).
+
+    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. They iterate in bfloat16, which CPUs
+    without bfloat16 units emulate; float32 is faster there and no less exact.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = g.shape[-2] > g.shape[-1]
+    x = g.mT if tall else g
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+# The change of the logits of a fixed batch by one optimizer step, per head.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitChange:
+    """Per query head, the change of signed logits before the cap, in nats, over `n_pairs` visible pairs. 0 where
+    there is none. Detached; float32 or wider.
+    """
+
+    rms: PerHead  #: root mean square of the change
+    mean_abs: PerHead  #: mean magnitude
+    max_abs: PerHead  #: largest magnitude
+    n_pairs: Int[Tensor, " h"]
+
+
+def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
+
+    In the steps, not as [q' q][k' -k]ᵀ: that one subtracts numbers of the size of the logits, and a step of 1e-3 is
+    lost in float32. `bounds.logit_frobenius` of both is ‖q' k'ᵀ - q kᵀ‖_F.
+    """
+    return torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1)
+
+
+def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
+    """Per query row of blanked changes [b h r n]: their root sum of squares, sum of magnitudes, largest, and count."""
+    b, h, r, _ = change.shape
+    norm = torch.linalg.vector_norm(change, dim=-1)
+    size = change.abs_()
+    count = seen.counts(r, change.device).expand(b, h, r)
+    return {"norm": norm, "total": size.sum(-1), "most": size.amax(-1), "n": count}
+
+
+def no_change_rows(like: Tensor) -> dict[str, Tensor]:
+    """Rows that see no key, as many as there are in `like` [b h r]."""
+    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+    return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
+
+
+def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
+    """The change over the rows of all parts that see a key and count."""
+    rows = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
+    out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
+    norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))
+    n_pairs = rows["n"].masked_fill(out, 0).sum((0, 2))
+    divisor = n_pairs.clamp_min(1).to(norm.dtype)
+    return LogitChange(
+        rms=torch.linalg.vector_norm(norm, dim=(0, 2)) / divisor.sqrt(),
+        mean_abs=total.sum((0, 2)) / divisor,
+        max_abs=most.amax((0, 2)),
+        n_pairs=n_pairs,
+    )

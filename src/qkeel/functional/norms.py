@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError
-from qkeel.patching.compiler_state import with_tangents
+from qkeel.patching.modes import with_tangents
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 

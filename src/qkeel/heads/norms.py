@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from qkeel.functional.norms import widest
 from qkeel.heads.site import Kind, NormGain
 from qkeel.heads.walk import MOVES, variable_of
-from qkeel.patching.graph_nodes import normalized_shape, saved_gain, saved_operand
+from qkeel.patching.autograd import normalized_shape, saved_gain, saved_operand
 from qkeel.spec.norm import Norm as SpecNorm
 
 # Besides MOVES what adds numbers up: both keep lengths, or stretch them by what a probe shows.

@@ -23,13 +23,13 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from qkeel.capture.calls import Layout
-from qkeel.capture.modules import Frame
+from qkeel.capture.example import Frame
 from qkeel.capture.products import Operand
 from qkeel.errors import QkeelError
 from qkeel.functional.norms import widest
-from qkeel.heads.site import HeadSlice, LogitTerm
+from qkeel.heads.site import HeadSlice, QKProduct
 from qkeel.heads.walk import WHOLE_NORMS, Projection, Walk, leaves_of, nodes_of, variable_of, walk
-from qkeel.patching.graph_nodes import is_wrapper
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import no_operators_seen
 
 
@@ -72,7 +72,7 @@ class Side:
 
 def logit_terms(
     q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: Frame, names: dict[int, str]
-) -> tuple[tuple[LogitTerm, ...], bool]:
+) -> tuple[tuple[QKProduct, ...], bool]:
     """The terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
 
     Raises:
@@ -80,7 +80,7 @@ def logit_terms(
     """
     query, key = side(q, frame, names, "q"), side(k, frame, names, "k")
     terms = tuple(
-        LogitTerm(query=query.slices(a, shared), key=key.slices(b, shared))
+        QKProduct(query=query.slices(a, shared), key=key.slices(b, shared))
         for a in query.paths
         for b in key.paths
         if (shared := a.dims & b.dims)
@@ -92,7 +92,7 @@ def logit_terms(
 
 def sum_terms(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
-) -> tuple[tuple[LogitTerm, ...], bool]:
+) -> tuple[tuple[QKProduct, ...], bool]:
     """The terms of a sum of products, each q [b h t d] · k [b g s d], as `logit_terms` of one.
 
     Raises:

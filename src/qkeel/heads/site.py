@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qkeel.capture.calls import Layout
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.frames import Frame
-from qkeel.frames.markup import join, tag
-from qkeel.functional.updates import repeat_groups
+from qkeel.frames.tables import join, tag
+from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
@@ -143,7 +143,7 @@ def _grid(index: Tensor) -> Grid | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LogitTerm:
+class QKProduct:
     """A product that the logit is a sum of: the matrices on the query's logit path and on the key's, input first.
 
     Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
@@ -247,7 +247,7 @@ class AttentionSite:
     `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
     heads. `normed`: a norm stands between the weights and the logit, one that is part of the model, not of the spec.
-    `below`: only an Interceptor with dispatch=True sees it. `description` is there for a site described by hand.
+    `below`: only an CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
     `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
@@ -260,7 +260,7 @@ class AttentionSite:
     n_heads: int  #: query heads
     n_kv_heads: int  #: key heads
     head_dim: int
-    terms: tuple[LogitTerm, ...] = ()
+    terms: tuple[QKProduct, ...] = ()
     why: str = ""
     normed: bool = False
     below: bool = False
@@ -342,7 +342,7 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Missed:
+class UnrecognizedAttention:
     """An attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
 
     `module` is the name of the module in which it happens, `operation` what its logits could not be followed through,
@@ -361,7 +361,7 @@ class Missed:
 class Sites(list[AttentionSite]):
     """The attention sites of a model; `missed` are those that were seen but not understood."""
 
-    def __init__(self, sites: Iterable[AttentionSite] = (), missed: Iterable[Missed] = ()) -> None:
+    def __init__(self, sites: Iterable[AttentionSite] = (), missed: Iterable[UnrecognizedAttention] = ()) -> None:
         super().__init__(sites)
         self.missed = tuple(dict.fromkeys(missed))
 
@@ -369,7 +369,7 @@ class Sites(list[AttentionSite]):
     def share(self) -> str:
         """Returns in words how many of those that were seen are understood.
 
-        >>> Sites([], [Missed(module="attn", operation="relu", reason="…")]).share
+        >>> Sites([], [UnrecognizedAttention(module="attn", operation="relu", reason="…")]).share
         '0 of 1 attentions'
         """
         return share(len(self), len(self.missed))

@@ -22,25 +22,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall
-from qkeel.capture.engine import Sighting
-from qkeel.capture.modules import tensors
-from qkeel.capture.statistics import Seen
+from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.engine import CapturedCall
+from qkeel.capture.example import tensors
 from qkeel.functional.norms import wide
-from qkeel.heads.operators import (
-    Contents,
-    Lookup,
-    Operation,
-    Place,
-    Record,
-    Repetition,
-    Values,
-    at_place,
-    memory,
-    place,
-)
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.patching.modes import Args, Kwargs, Operator, function_name
+from qkeel.heads.walk import Contents, Lookup, Operation, Place, Record, Repetition, Values, at_place, memory, place
+from qkeel.patching.modes import Args, Kwargs, TorchOperator, function_name
 from qkeel.spec import AttentionCall
 
 Parameters = Mapping[str, nn.Parameter]
@@ -53,7 +41,7 @@ _AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 class RecordedCall:
     """A sighting, and how many operators had run then."""
 
-    sighting: Sighting
+    sighting: CapturedCall
     until: int
 
 
@@ -67,7 +55,7 @@ class Verification:
         given: its arguments.
     """
 
-    def __init__(self, model: nn.Module, operators: Sequence[Operator], given: tuple[Args, Kwargs]) -> None:
+    def __init__(self, model: nn.Module, operators: Sequence[TorchOperator], given: tuple[Args, Kwargs]) -> None:
         self.model, self.record = model, Record(operators)
         self.dynamic = self.record.reached(map(memory, tensors(given)))
         self.kinds: dict[Hashable, _Kind] = {}

@@ -5,7 +5,7 @@ One file each; the outside library is imported there, when it is used.
 
 import importlib
 
-from qkeel.monitor.record.sinks import SINKS, sink, sinks
+from qkeel.monitor.sinks import SINKS, sink, sinks
 
 __all__ = ["SINKS", "register_attention", "sink", "sinks"]
 
@@ -18,4 +18,4 @@ def register_attention() -> str:
 
     Raises: MissingLibraryError without transformers.
     """
-    return importlib.import_module("qkeel.integrations.transformers_attention").register()
+    return importlib.import_module("qkeel.integrations.huggingface").register()

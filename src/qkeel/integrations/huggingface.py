@@ -1,26 +1,180 @@
-"""The Trainer of transformers: watch while it trains, and give the numbers to its reporters."""
+"""transformers: its Trainer's callback, and qkeel's attention function."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Policy, attach
 from qkeel.capture.example import same_random_streams
-from qkeel.errors import caution, needed
+from qkeel.errors import RefusedError, caution, needed
 from qkeel.frames import Foreign
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
-from qkeel.monitor.measure.query_mask import Given
-from qkeel.patching.compiler_state import running_frames
+from qkeel.monitor.token_classes import MaskSource
+from qkeel.nn import functional_attention
+from qkeel.ops import attention
+from qkeel.patching.modes import Kwargs, constant_when_compiled, running_frames
 from qkeel.records import layer_fields, write_bytes
+from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
+
+# `attn_implementation="qkeel"`: qkeel's attention in any model of transformers, by the switch that they all have.
+
+with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
+    from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+NAME = "qkeel"
+# Tensors that come along and change nothing: the mask and the rotation have them in already, or only a loss reads them.
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
+        *("token_type_ids", "num_items_in_batch", "shift_labels", "labels"),
+    }
+)
+_COMPUTED = frozenset({"position_bias", "s_aux", "sinks", "indices"})
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Returns what transformers' "sdpa" does, by `qkeel.nn.functional_attention`; with a softcap too.
+
+    Args:
+        module: the attention module.
+        query, key, value: [b h t d], [b g s d], [b g s e]; h a multiple of g.
+        attention_mask: boolean or additive, broadcast to [b h t s]; None: `is_causal` says what is visible.
+        more: `dropout`, `scaling` (1/√d by default), `is_causal` (by default what the module says of itself, else
+            true), `position_bias` added to the logits, `softcap`, a learned sink of each head (`s_aux` [h]: GPT-OSS),
+            the keys that an indexer chose for each query (`indices` [b t n]: DeepSeek V3.2). A tensor besides that the
+            attention module itself names is refused; one that the model's caller gave, as a Trainer gives
+            `num_items_in_batch`, passes through to reach the loss and is ignored.
+
+    Returns: the output [b t h e], and no weights: they are never made.
+
+    Raises: RefusedError if the model gives an argument that changes attention otherwise.
+    """
+    _check(module, query, more)
+    scaling, bias, causal = more.get("scaling"), more.get("position_bias"), more.get("is_causal")
+    t, s = query.shape[2], key.shape[2]
+    causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
+    causal = causal and attention_mask is None and t > 1
+    if causal and s > t:  # a cache of fixed size that is still empty: its first keys are those of the queries
+        key, value = key[:, :, :t], value[:, :, :t]
+        bias = None if bias is None else bias[..., :t]
+    if bias is not None:
+        attention_mask, causal = _biased(bias, attention_mask, causal), False
+    if more.get("indices") is not None:
+        attention_mask, causal = _chosen(more["indices"], attention_mask, causal, s), False
+    dropout, sinks = more.get("dropout", 0.0), _sinks(more)
+    if more.get("softcap") is not None or sinks is not None:
+        scale = Fixed(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        cap = NoCap() if more.get("softcap") is None else Softcap(more["softcap"])
+        spec = AttentionSpec(scale=scale, cap=cap, normalizer=Softmax() if sinks is None else Sink())
+        params = None if sinks is None else {"sink": sinks.view(-1, 1, 1)}
+        how = {"causal": causal, "mask": attention_mask, "dropout": dropout}
+        out = attention(query, key, value, spec=spec, params=params, **how)
+        return out.transpose(1, 2).contiguous(), None
+    share = query.shape[1] // key.shape[1]
+    if share > 1 and attention_mask is not None and not query.is_cpu:  # fused operators of GPUs take one of both
+        key, value, share = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1), 1
+    gqa = share > 1
+    out = functional_attention(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=gqa)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
+    for name, given in more.items():
+        unknown = isinstance(given, Tensor) and name not in _HARMLESS | _COMPUTED and _names(type(module), name)
+        several = name in ("s_aux", "sinks") and isinstance(given, Tensor) and given.numel() != query.shape[1]
+        chosen = name == "indices" and isinstance(given, Tensor) and given.ndim != 3
+        if unknown or several or chosen or (name == "cache" and given is not None):
+            raise RefusedError(
+                f"{type(module).__name__} gives attention {name}=, which {NAME!r} does not compute; "
+                'load the model with attn_implementation="eager"'
+            )
+
+
+@constant_when_compiled
+def _names(kind: type[nn.Module], argument: str) -> bool:
+    """True if the code of a module's forward names this argument in a call, or that code cannot be read: then it is the
+    module that gives it to attention, not the model's caller."""
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, types.FunctionType):
+        return True
+    consts = forward.__code__.co_consts  # the names of a call are one tuple, or beside **kwargs strings of their own
+    return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
+
+
+def _sinks(more: Kwargs) -> Tensor | None:
+    """The logit of each head's sink [h], where there is one."""
+    return more.get("s_aux") if more.get("sinks") is None else more["sinks"]
+
+
+def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
+    """The mask without the keys [b 1 t s] that were not chosen by their numbers [b t n]."""
+    b, t, _ = indices.shape
+    chosen = torch.zeros(b, t, keys, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return chosen & torch.ones(t, keys, dtype=torch.bool, device=indices.device).tril() if causal else chosen
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """The bias with the most negative number where a mask or causality hides."""
+    if mask is not None and mask.dtype != torch.bool:
+        return bias + mask
+    if mask is None and not causal:
+        return bias
+    if mask is None:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+
+
+def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what transformers gives any mask
+    """Returns the mask of transformers' "sdpa" for models that call the attention they are set to; else "eager"'s.
+
+    The first is None where causality alone hides, and else boolean; a model that writes attention out itself would
+    compute something else with it. Of a model whose class is not known neither is.
+
+    Raises: RefusedError for a model that writes attention out itself: it would not be qkeel's.
+    """
+    try:
+        home = MODEL_MAPPING[type(given["config"])]
+    except KeyError:
+        return eager_mask(**given)
+    home = home[0] if isinstance(home, tuple) else home
+    if home is not None and not (home._supports_sdpa or home._supports_attention_backend):
+        raise RefusedError(
+            f"{home.__name__} writes its attention out itself, which {NAME!r} cannot reach; load it "
+            'with attn_implementation="eager", which qkeel.watch sees as well'
+        )
+    # A model that does not know "sdpa" may widen the mask for keys of its own, as DeepSeek V4 does, and finds none.
+    return sdpa_mask(**given) if home is None or home._supports_sdpa else eager_mask(**given)
+
+
+def register() -> str:
+    """Makes `attn_implementation="qkeel"` known to transformers; returns that name. Any number of times."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    return NAME
+
+
+# The Trainer of transformers: watch while it trains, and give the numbers to its reporters.
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -55,7 +209,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
-        query_mask: Given | None = "attention_mask",
+        query_mask: MaskSource | None = "attention_mask",
         per_layer: bool = True,
         autopilot: bool | str | Policy = False,
     ) -> None:

@@ -13,7 +13,7 @@ from qkeel.errors import InvalidValueError, needed
 from qkeel.handle import State
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
-from qkeel.monitor.measure.query_mask import Given
+from qkeel.monitor.token_classes import MaskSource
 
 with needed("qkeel.integrations.lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found]
@@ -47,7 +47,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
-        query_mask: Given | None = None,
+        query_mask: MaskSource | None = None,
         autopilot: bool | str | Policy = False,
         example: object = None,
     ) -> None:

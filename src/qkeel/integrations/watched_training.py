@@ -1,4 +1,4 @@
-"""The part that the callbacks of trainers share: a training under watch, and its samples not passed on yet."""
+"""Training loops of others under a monitor: what their callbacks share, and accelerate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,46 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot, Policy, policy
+from qkeel.errors import InvalidTypeError
+from qkeel.frames import Foreign
 from qkeel.monitor import Adaptive, Alarm, Cadence, Rule, Sample, Sink
-from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
+
+# Accelerate: summaries to every tracker of an Accelerator, by its own `log`.
+
+
+@final
+class AccelerateSink(Sink):
+    """Calls `accelerator.log(numbers, step)` for each sample: `watch(model, optimizer, sinks=AccelerateSink(acc))`.
+
+    W&B drops a step that lies before the last one its run was given; where steps of another count go there,
+    `sinks="wandb"` joins the tracker's run with an axis of its own.
+    """
+
+    def __init__(self, accelerator: Foreign) -> None:
+        """Takes the `accelerate.Accelerator`, whose `init_trackers` has been called before the first sample."""
+        if not callable(vars(type(accelerator)).get("log")):
+            raise InvalidTypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
+        self.accelerator = accelerator
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Nothing to open: trackers have been opened by `init_trackers`."""
+
+    def write(self, sample: Sample) -> None:
+        """One log call."""
+        self.accelerator.log(sample.summaries(), step=sample.step)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """A one at the alarm's step: trackers of Accelerate have no alerts in common."""
+        self.accelerator.log({f"alarms/{alarm.rule}": 1.0}, step=alarm.step)
+
+    def close(self, complete: bool) -> None:
+        """Nothing to close: `end_training` is the owner's call."""
+
+
+# The part that the callbacks of trainers share: a training under watch, and its samples not passed on yet.
 
 CALLBACK_CADENCE = Adaptive(least=5, most=50, change=0.25, start=20)
 Sinks = Sink | str | Path | Sequence[Sink | str | Path]
@@ -57,7 +93,7 @@ class WatchedTraining:
         every: int | Cadence,
         sinks: Sinks,
         rules: Sequence[Rule] | None,
-        query_mask: Given | None,
+        query_mask: MaskSource | None,
         autopilot: bool | str | Policy,
     ) -> None:
         super().__init__()  # of the trainer's own callback

@@ -11,15 +11,11 @@ from typing import final
 import torch
 
 from qkeel.errors import RefusedError
-from qkeel.kernels.chunked import Chunked
-from qkeel.kernels.compiled_attention import Native
-from qkeel.kernels.compiled_decode import Decode
+from qkeel.kernels.compiled_attention import Decode, Native
 from qkeel.kernels.contract import Kernel, Refusal
-from qkeel.kernels.flex import Flex
-from qkeel.kernels.sdpa import Sdpa
-from qkeel.kernels.windowed import Windowed
-from qkeel.patching.compiler_state import constant_when_compiled
-from qkeel.registry import lookup
+from qkeel.kernels.torch_kernels import Chunked, Flex, Sdpa, Windowed
+from qkeel.options import lookup
+from qkeel.patching.modes import constant_when_compiled
 from qkeel.spec.call import AttentionCall
 
 KERNELS: dict[str, Kernel] = {

@@ -1,23 +1,24 @@
-"""Softmax attention on a CPU in C++: exact largest logit and entropy of every row in the same pass."""
+"""The compiled kernels on a CPU: attention of whole sequences, and decoding of one token."""
 
 from __future__ import annotations
 
 from typing import final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.functional.distances import alibi_slopes
-from qkeel.functional.statistics.logit_stats import LogitBracket
-from qkeel.functional.statistics.rows import KernelRows
+from qkeel.functional.bounds import alibi_slopes
+from qkeel.functional.statistics import KernelRows, LogitBracket
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import dense, folded
-from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain
-from qkeel.spec.band_call import BandCall
-from qkeel.spec.call import AttentionCall
-from qkeel.spec.shapes import Outputs
+from qkeel.kernels.native.operators import STORED, OperatorSource, is_plain, reads
+from qkeel.spec.call import AttentionCall, BandCall
+from qkeel.spec.slot import Outputs
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor]
+# Softmax attention on a CPU in C++: exact largest logit and entropy of every row in the same pass.
+
+OutputAndRows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _MASKS = (torch.bool, torch.float64, *STORED)
 
@@ -116,7 +117,7 @@ def _derived_by_torch(call: AttentionCall) -> bool:
     return plain and q.shape[-1] == v.shape[-1] and (not call.causal or q.shape[2] == k.shape[2])
 
 
-def _run(call: AttentionCall, stats: bool) -> Found:
+def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
     """Returns out [b h t e] in q's dtype; float32 lse, largest logit before the cap and entropy [b h t].
 
     The last two are empty without `stats`.
@@ -127,7 +128,7 @@ def _run(call: AttentionCall, stats: bool) -> Found:
     return torch.ops.qkeel_native.attention(q, k, v, call.mask, slopes, *how)
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Found:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> OutputAndRows:
     b, h, t, _ = q.shape
     out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
     rows, stats = (b, h, t), rest[-1]
@@ -146,3 +147,95 @@ def _backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: obje
 OPERATORS = OperatorSource("attention", {"attention": _shapes})
 BACKWARD = OperatorSource("attention_backward", {"attention_backward": _backward_shapes})
 ready, backward_ready = OPERATORS.ready, BACKWARD.ready
+
+
+# Attention of a few new tokens to a long cache on a CPU in C++, for inference; keys may be latents.
+
+ROWS, TOKENS = 128, 32  # queries per key head, and queries per query head: beyond these other kernels are faster
+LATENT_ROWS = 512  # queries of all heads that share a latent
+
+
+@final
+class Decode(Kernel):
+    """The kernel for few queries and many keys, without a gradient: softmax(scale · q kᵀ) v.
+
+    Keys and values are read once for all query heads that share them. Boolean masks, windows and positions of any kind;
+    a query for which no key is visible gets 0.
+    """
+
+    def supports(self, call: AttentionCall) -> Refusal | None:
+        reason = _decode_refuses_tensors(call) or _decode_refuses_spec(call)
+        if reason is None and not decode_ready():
+            reason = "the compiled kernel for decoding is switched off, or cannot be used here and now"
+        return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
+
+    def __call__(self, call: AttentionCall) -> Outputs:
+        q, k, v, scale = folded(call)
+        mask, causal, window = _visibility(call)
+        return torch.ops.qkeel_native.decode(q, k, v, mask, None, scale, 0.0, causal, window)
+
+
+def latents(
+    call: AttentionCall, scale: float | Tensor, inverse: Float[Tensor, "b _ s"] | None
+) -> Float[Tensor, "b h t e"] | None:
+    """Returns softmax(cap(scale · inverse ∘ q kᵀ)) v in float32, without a gradient; None where torch must.
+
+    Args:
+        call: q [b h t d] encoded already, k [b 1 s d]; v, the first numbers of each key, is read with it.
+        scale: of the logits, [b|1 h|1 t|1 1] or a number.
+        inverse: [b h|1 s], multiplies the logits before the cap.
+    """
+    q, k, spec = call.q, call.k, call.spec
+    factors = () if inverse is None else (inverse,)
+    fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(x.dtype == torch.float32 for x in factors)
+    known = spec.normalizer.kind == "softmax" and spec.cap.kind != "other" and spec.position.folds
+    if not (fits and known) or _of_any(call, *factors) or not decode_ready():
+        return None
+    wide = q.float()
+    if isinstance(scale, Tensor):
+        wide, scale = wide * scale, 1.0
+    mask, causal, window = _visibility(call)
+    return torch.ops.qkeel_native.decode(wide, k, call.v, mask, inverse, scale, spec.cap.limit or 0.0, causal, window)
+
+
+def _visibility(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
+    """Returns mask, causality and window (0: none) of a call; for positions of its own all in the mask."""
+    if call.plain:
+        return call.mask, call.causal, call.window or 0
+    return call.visible(slice(0, call.q.shape[2]), slice(0, call.k.shape[2])), False, 0
+
+
+def _decode_refuses_tensors(call: AttentionCall) -> str | None:
+    q, k = call.q, call.k
+    rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
+        most = f"{ROWS} queries per key head at most, {TOKENS} per query head,"
+        return f"decoding is for {most} and more keys than queries"
+    return _of_any(call)
+
+
+def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
+    q, k, v = call.q, call.k, call.v
+    if not all(x.is_cpu and reads(x) for x in (q, k, v)):
+        return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
+    if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
+        return "decoding drops no weights and takes boolean masks only"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):
+        return "decoding has no derivative"
+    return None
+
+
+def _decode_refuses_spec(call: AttentionCall) -> str | None:
+    spec = call.spec
+    if spec.normalizer.kind != "softmax" or spec.cap.kind != "none" or not spec.position.folds:
+        return "decoding is for softmax without a cap, after a position that folds into q and k"
+    return None
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    b, h, t, _d = q.shape
+    return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+
+
+DECODE_OPERATORS = OperatorSource("decode", {"decode": _shape})
+decode_ready = DECODE_OPERATORS.ready

@@ -1,12 +1,25 @@
-"""The interface of a kernel: it says what it cannot do, and why, before it computes."""
+"""What a kernel is: what it is given, how the call is prepared, and how it refuses."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from qkeel.spec.call import AttentionCall
-from qkeel.spec.shapes import Outputs
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from qkeel.functional.norms import unrounded, wide
+from qkeel.functional.statistics import KernelRows
+from qkeel.kernels.triton import available
+from qkeel.spec.call import AttentionCall, BandCall
+from qkeel.spec.slot import Keys, Logits, Outputs, PerRow, Queries, Values
+
+# The interface of a kernel: it says what it cannot do, and why, before it computes.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,3 +43,144 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def __call__(self, call: AttentionCall) -> Outputs:
         """Returns out [b h t d'] in q's dtype."""
+
+
+# Steps that several kernels share: blocks of its rows, the average of values, statistics of rows on a GPU.
+
+LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
+# Of samples of rows: another one for each call, the same ones in every run. For 1 and multiples of 16 Triton compiles
+# kernels of their own.
+_SEEDS = itertools.count(3, 2)
+
+
+def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
+    """Blocks of at least `least` query rows whose logits hold about `elements` numbers: O(T) memory at any T. Under
+    a window blocks are about as tall as it is wide, so that they see few keys outside it.
+    """
+    b, h, t, _ = call.q.shape
+    rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
+    if call.window is not None:
+        rows = min(rows, max(LEAST_UNDER_WINDOW, call.window))
+    for start in range(0, t, rows):
+        yield slice(start, min(t, start + rows))
+
+
+def average(weights: Logits, v: Values) -> Outputs:
+    """Returns weights [b h t s] times v [b g s d], each key head serving h / g query heads, without repeating v."""
+    b, h, t, s = weights.shape
+    g = v.shape[1]
+    with unrounded(v):
+        if g == h:
+            return weights @ v
+        return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
+
+
+def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
+    """Returns the output where there is no query or no key: zeros with a gradient of zeros."""
+    share = q.shape[1] // k.shape[1]
+    return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)
+
+
+class _LogitOperands(NamedTuple):
+    """The q, k and scale of a call whose products are its logits before a cap, and `how`: which keys are visible."""
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    how: dict[str, Any]
+
+
+def _read(call: AttentionCall, family: available.Family = "statistics") -> _LogitOperands | None:
+    """None where Triton's kernels do not read a call: other devices, biases, masks of pairs, positions of the caller's
+    own, other subclasses than BandCall. q and k are those that the definition takes, in float32; where the spec leaves
+    them as they are, in their own precision, which makes the same products.
+    """
+    band = call if isinstance(call, BandCall) else None
+    if type(call) is not AttentionCall and (band is None or band.slopes is not None):
+        return None  # which keys are visible, and what is added, are functions of a subclass
+    spec, mask = call.spec, call.mask if band is None else band.padding
+    padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
+    if not (padding and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
+        return None
+    if not available.takes(call.q, call.k, family):
+        return None
+    scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
+    bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
+    q, k = (call.q, call.k) if bare else call.encoded()
+    if isinstance(scale, Tensor):
+        q, scale = q * scale, 1.0
+    how: dict[str, Any] = {"keys": None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])}
+    if band is None:
+        how |= {"causal": call.causal, "window": call.window}
+    else:
+        how |= {"causal": False, "window": (band.low, band.high)}
+    return _LogitOperands(q, k, scale, how)
+
+
+def row_statistics(call: AttentionCall) -> available.RowNumbers | None:
+    """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
+
+    Rows that the call's `query_mask` leaves out are as if they saw nothing. None where that does not do.
+    """
+    read = _read(call)
+    if read is None:
+        return None
+    from qkeel.kernels.triton import statistics
+
+    found = statistics.row_statistics(read.q, read.k, read.scale, cap=call.spec.cap.limit, **read.how)
+    if call.query_mask is None:
+        return found
+    out, nothing = ~call.query_mask[:, None], (-torch.inf, torch.inf, -torch.inf, 0.0)
+    return available.RowNumbers(*(x.masked_fill(out, empty) for x, empty in zip(found, nothing)))
+
+
+def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """The largest and smallest logit [h] by a pass of two comparisons a logit on a GPU; None where that does not do."""
+    read = _read(call, "sampled statistics")
+    if read is None:
+        return None
+    from qkeel.kernels.triton import statistics as sampled
+
+    top, low = sampled.extremes(read.q, read.k, read.scale, counted=call.query_mask, **read.how)
+    return top.amax((0, 2)), low.amin((0, 2))
+
+
+def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -> available.HeadNumbers | None:
+    """Statistics of heads on a GPU, the entropy from every `rate`-th row in the mean, the largest logit from all.
+
+    lse: the logsumexps of a call without mask and window, if they are known; then tiles of rows in which none can hold
+    the largest logit are not read. None where that does not do, or where a sequence has fewer than two strata of
+    2 · rate rows: then all rows cost no more.
+    """
+    t = call.q.shape[2]
+    strata = t // (2 * rate)
+    read = _read(call, "sampled statistics") if strata > 1 else None
+    if read is None:
+        return None
+    from qkeel.kernels.triton import statistics
+    from qkeel.kernels.triton import statistics as sampled
+
+    q, k, scale, how = read
+    s, counted = k.shape[2], call.query_mask
+    known = None if lse is None else (lse, sampled.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
+    tops = sampled.extremes(q, k, scale, counted=counted, known=known, **how)
+    rows, picked = statistics.rows_of(q, k, scale, cap=call.spec.cap.limit, sample=(strata, next(_SEEDS)), **how)
+    return sampled.sampled_head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
+
+
+def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
+    """Bounds [2 h] on the largest logits from logsumexps of a whole call, in one launch of a GPU; None elsewhere."""
+    if lse.dtype != torch.float32 or not lse.numel() or not available.trusted("sampled statistics", lse.device):
+        return None
+    from qkeel.kernels.triton import statistics as sampled
+
+    return sampled.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
+
+
+def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
+    """Returns the statistics of heads from those of rows, in one launch of a GPU; None on other devices."""
+    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.trusted("statistics", rows.lse.device)):
+        return None
+    from qkeel.kernels.triton import statistics
+
+    return statistics.head_numbers(rows, counted)

@@ -10,15 +10,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.kernels.native.norm_rope import NONE, WHOLE, functions, norm_rope, ready
-from qkeel.kernels.native.operator import reads
+from qkeel.kernels.native.operators import NONE, WHOLE, functions, norm_rope, norm_rope_ready, reads
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.norm import Norm, NormKind, Part
-from qkeel.spec.position.rotary import Position, Rope
-from qkeel.spec.shapes import Keys, PosK, PosQ, Queries, Values
-from qkeel.spec.slot import Params
+from qkeel.spec.norm import Norm, NormedPart, NormKind
+from qkeel.spec.rope import Position, Rope
+from qkeel.spec.slot import Keys, Params, PosK, PosQ, Queries, Values
 
 # The numbers of the norms in the operators' sources; torch computes a norm that is not here.
 KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
@@ -26,14 +24,14 @@ KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 _WIDEST_TOKEN = 8192  # numbers of all heads, a power of two of them, that one program holds
 
-Table = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
-Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
+EncodeOperator = Callable[[Tensor, Tensor | None, CosSin | None, int, float, bool], Tensor]
 BothOperator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Plan:
+class _EncodePlan:
     """The arguments of the operators for a norm and a position, resolved once: one object for equal specs."""
 
     norm: Norm
@@ -44,19 +42,19 @@ class _Plan:
     on_gpu: bool  # with interleaved pairs, or a norm over all heads of a token: only there
 
 
-def _planned(norm: Norm, position: Position) -> _Plan | None:
+def _planned(norm: Norm, position: Position) -> _EncodePlan | None:
     """None where the operators do not do it."""
     return _plan(norm, position) if torch.compiler.is_compiling() else _plan_once(norm, position)
 
 
-def _plan(norm: Norm, position: Position) -> _Plan | None:
+def _plan(norm: Norm, position: Position) -> _EncodePlan | None:
     if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
         return None
     whole = WHOLE if norm.over == "layer" else 0
     kind_q, kind_k = (KINDS[norm.kind] + whole if part in norm.sides else NONE for part in "qk")
     rope = position.rope
     on_gpu = bool(whole) or (rope is not None and rope.pairing == "interleaved")
-    return _Plan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, on_gpu=on_gpu)
+    return _EncodePlan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, on_gpu=on_gpu)
 
 
 _plan_once = functools.lru_cache(maxsize=256)(_plan)
@@ -144,7 +142,7 @@ def fused(
 
 
 def _directly(
-    plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+    plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
 ) -> tuple[Tensor, Tensor] | None:
     """Without torch's dispatcher, which is most of the price of a token."""
     if pos_q is not pos_k and plan.position is not None:
@@ -169,10 +167,10 @@ def _directly(
     return native.encode(q, k, gain_q, gain_k, cos, sin, plan.kind_q, plan.kind_k, plan.eps)
 
 
-def operator_for(device: torch.device) -> Operator | None:
+def operator_for(device: torch.device) -> EncodeOperator | None:
     """The operators that norm and rotate tensors on a device; None where torch does."""
     if device.type == "cpu":
-        return norm_rope if ready() else None
+        return norm_rope if norm_rope_ready() else None
     if not available.trusted("norm and rotation", device):
         return None
     from qkeel.kernels.triton import norm_rope as triton_norm_rope
@@ -184,12 +182,14 @@ def both_operator(device: torch.device) -> BothOperator | None:
     """The operator that norms and rotates q and k in one launch, with a gradient too; None where there is none."""
     if device.type == "cpu" or not available.trusted("norm and rotation", device):
         return None
-    from qkeel.kernels.triton import norm_rope_two
+    from qkeel.kernels.triton import norm_rope as norm_rope_two
 
     return norm_rope_two.norm_rope_two
 
 
-def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Table | None, Table | None]:
+def _tables(
+    plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
+) -> tuple[CosSin | None, CosSin | None]:
     """The cos and sin that turn q and those that turn k, one object where they are the same."""
     position = plan.position
     if position is None:
@@ -204,14 +204,14 @@ def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> 
 
 
 @functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other
-def _of_place(plan: _Plan, size: int, dtype: torch.dtype, place: int) -> Table:
+def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, place: int) -> CosSin:
     assert plan.position is not None
     like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
     with torch.inference_mode(False):
         return _turned(plan.position, plan.position.tables(like, like, pos, pos)[1])
 
 
-def _turned(position: Rope, table: Table) -> Table:
+def _turned(position: Rope, table: CosSin) -> CosSin:
     return (table[0], -table[1]) if position.pairing == "half_reversed" else table
 
 
@@ -225,7 +225,7 @@ def _takes(norm: Norm, position: Position) -> bool:
     return before
 
 
-def _fits(plan: _Plan, q: Tensor, k: Tensor) -> bool:
+def _fits(plan: _EncodePlan, q: Tensor, k: Tensor) -> bool:
     """Returns whether a program holds a token's heads, where a norm is over all of them."""
     widest = max(
         (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind >= WHOLE else 0
@@ -234,13 +234,15 @@ def _fits(plan: _Plan, q: Tensor, k: Tensor) -> bool:
     return widest <= _WIDEST_TOKEN
 
 
-def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:
+def _one(
+    operator: EncodeOperator, x: Tensor, gain: Tensor | None, table: CosSin | None, kind: int, eps: float
+) -> Tensor:
     if kind == NONE:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
     return operator(x, gain, table, kind, eps, _keeps(x, gain))
 
 
-def _gain(plan: _Plan, part: Part, params: Params) -> Tensor | None:
+def _gain(plan: _EncodePlan, part: NormedPart, params: Params) -> Tensor | None:
     """[], [d], [h 1] or [h d]; a stack of runs gives [h 1 1|d]."""
     gain = plan.norm.weight(part, params)
     return gain[:, 0] if gain is not None and gain.ndim == 3 else gain

@@ -4,12 +4,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.lab.advice.recommendation import Recommendation, RemedyAdvice, recommend
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-    from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, run_plan, study
-    from qkeel.lab.execution.merge_studies import MergedStudy, merge_studies
-    from qkeel.lab.execution.workers import Shard
+    from qkeel.lab.execute import Execution, MergedStudy, StudyResult, make_plan, merge_studies, run_plan, study
+    from qkeel.lab.executors import Shard
     from qkeel.lab.plan import Grid, LongContexts, Plan
+    from qkeel.lab.recommendation import Recommendation, RemedyAdvice, recommend
     from qkeel.lab.train_runs import Watcher, run
 
 __all__ = [
@@ -39,12 +38,12 @@ __all__ = [
 # Loaded when first asked for, so that `qkeel --help` does not wait for torch.
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
-    **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execution.execute"),
-    **dict.fromkeys(("MergedStudy", "merge_studies"), "execution.merge_studies"),
+    **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execute"),
+    **dict.fromkeys(("MergedStudy", "merge_studies"), "execute"),
     **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
-    **dict.fromkeys(("Recommendation", "RemedyAdvice", "recommend"), "advice.recommendation"),
+    **dict.fromkeys(("Recommendation", "RemedyAdvice", "recommend"), "recommendation"),
     **dict.fromkeys(("Watcher", "run"), "train_runs"),
-    "Shard": "execution.workers",
+    "Shard": "executors",
 }
 
 

@@ -1,17 +1,18 @@
-"""The plan of a study: a product of remedies, rates and seeds, and what is done with the trained weights."""
+"""The runs of a study: its grid, its plan, and rates tuned on one seed."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, check
-from qkeel.lab.axes import SETTINGS, variants
-from qkeel.lab.config import RunConfig, with_values
-from qkeel.options import Json
-from qkeel.registry import Term, parse
+from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, check
+from qkeel.lab.config import SETTINGS, RunConfig, variants, with_values
+from qkeel.options import Json, Term, parse
+
+# The plan of a study: a product of remedies, rates and seeds, and what is done with the trained weights.
 
 # The types of an axis; the others are text.
 _NUMBERS = ("lrs", "weight_decay")
@@ -208,12 +209,12 @@ class Plan:
 
 
 Request = tuple[RunConfig, Grid, LongContexts | None]
-Given = Mapping[str, Any]  # options by name, as a command line or a recipe gives them
+GivenOptions = Mapping[str, Any]  # options by name, as a command line or a recipe gives them
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Option:
+class StudyOption:
     """An option of a study as a whole: a flag of its command, and a key of the table [study] of a recipe."""
 
     name: str
@@ -224,20 +225,20 @@ class Option:
 
 
 AXIS_OPTIONS = (
-    Option("remedies", list[str], "Remedies as spec strings."),
-    Option("lrs", list[float], "Peak learning rates."),
-    Option("seeds", list[int], "Seeds of weights and batches [default: 0 1 2]."),
-    Option("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
-    Option("tune", Literal["lr"], "Compare each remedy at the best of the rates, which is chosen on other seeds."),
-    Option("tuning_seeds", list[int], "Seeds that rates are chosen on [default: 1000 1001 1002]."),
+    StudyOption("remedies", list[str], "Remedies as spec strings."),
+    StudyOption("lrs", list[float], "Peak learning rates."),
+    StudyOption("seeds", list[int], "Seeds of weights and batches [default: 0 1 2]."),
+    StudyOption("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
+    StudyOption("tune", Literal["lr"], "Compare each remedy at the best of the rates, which is chosen on other seeds."),
+    StudyOption("tuning_seeds", list[int], "Seeds that rates are chosen on [default: 1000 1001 1002]."),
 )
-OPTIMIZERS = Option(
+OPTIMIZERS = StudyOption(
     "optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers, side by side; of mla adamw and muon if not given."
 )
 TUNING_SEEDS = (1000, 1001, 1002)
 
 
-def on_axes(base: RunConfig, default: Grid, given: Given) -> Request:
+def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
     """Returns the request of a study whose options are axes: what is given of them over the default."""
     axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
     if given.get("full_grid"):
@@ -263,8 +264,8 @@ class Study:
     base: RunConfig | None = None
     """The configuration that it starts from, where that is not the default one."""
     contexts: LongContexts | None = None
-    options: Sequence[Option] = AXIS_OPTIONS
-    request: Callable[[RunConfig, Grid, Given], Request] = on_axes
+    options: Sequence[StudyOption] = AXIS_OPTIONS
+    request: Callable[[RunConfig, Grid, GivenOptions], Request] = on_axes
     """Makes configuration, grid and contexts of the options that are given and of the default grid."""
     decides: Collection[tuple[str, str]] = (("optim", "lr"),)
     """Section and name of the settings that the study gives its runs, as it gives them remedy and seed: no flags of its
@@ -383,3 +384,89 @@ class Method:
 
     def __str__(self) -> str:
         return f"{self.form}/{self.label}" if self.form else self.label
+
+
+# The learning rate of each remedy, chosen on seeds that no compared run has.
+
+FOLDER = "tuning"  # of a study's directory: the study that its rates are chosen by
+
+
+def tuning_plan(plan: Plan) -> Plan:
+    """Returns the plan of what rates are chosen by: the runs of a plan, on the grid's tuning seeds."""
+    grid = plan.grid
+    first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
+    configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
+    runs = [dataclasses.replace(run, config=config) for run, config in configs]
+    own = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
+    return dataclasses.replace(plan, grid=own, runs=runs, contexts=None)
+
+
+def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
+    """Returns the plan with each remedy of each role at its best rate only: of the smallest mean loss on tuning seeds.
+
+    A loss that is not finite counts as infinite; of two rates that are equally good the lower is taken. `border` of a
+    choice says whether it is the lowest or highest rate of the grid, so that a better one may lie outside.
+
+    Args:
+        plan: with all rates. table: a row for each run of `tuning_plan(plan)`, and for others.
+
+    Raises: RunDirectoryError where a run has no row, since it failed or another shard is to do it.
+    """
+    losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for run in tuning_plan(plan).runs:
+        if run.config.run_id not in losses:
+            raise RunDirectoryError(
+                f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} is not done, "
+                "so no rate can be chosen: it failed, or another shard is to do it. Start this command again then"
+            )
+        by_rate = found.setdefault((run.role, run.name), {})
+        by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
+    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in found.items()]
+    best = {(choice["role"], choice["remedy"]): choice["lr"] for choice in tuned}
+    runs = [run for run in plan.runs if run.config.optim.lr == best[run.role, run.name]]
+    return dataclasses.replace(plan, runs=runs, tuned=tuned)
+
+
+def _chosen(role: str, name: str, by_rate: Mapping[float, Sequence[float]], seeds: Sequence[int]) -> Json:
+    means = {lr: sum(losses) / len(losses) for lr, losses in sorted(by_rate.items())}
+    rates = list(means)
+    best = min(rates, key=lambda lr: means[lr])
+    border = "lowest" if best == rates[0] else "highest" if best == rates[-1] else ""
+    return {
+        "role": role,
+        "remedy": name,
+        "lr": best,
+        "val_loss": means[best] if math.isfinite(means[best]) else None,
+        "border": border if len(rates) > 1 else "only",
+        "lrs": rates,
+        "seeds": list(seeds),
+    }
+
+
+def _loss(value: object) -> float:
+    return value if isinstance(value, float) and math.isfinite(value) else math.inf
+
+
+def in_words(choice: Json) -> str:
+    """Returns a sentence about a choice.
+
+    >>> in_words({"role": "grid", "remedy": "none", "lr": 0.1, "border": "highest", "seeds": [7]})
+    'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better one may lie outside'
+    """
+    part = "" if choice["role"] == "grid" else f"{choice['role']}, "
+    edge = f"; the {choice['border']} rate of the grid, so a better one may lie outside" if choice["border"] else ""
+    seeds = " ".join(map(str, choice["seeds"]))
+    return f"{part}{choice['remedy']}: rate {choice['lr']:g}, chosen on seeds {seeds}{edge}"
+
+
+def check_choices(old: Sequence[Json], new: Sequence[Json], out: object) -> None:
+    """Raises RunDirectoryError where a remedy was compared at another rate in the directory before."""
+    before = {(choice["role"], choice["remedy"]): choice["lr"] for choice in old}
+    for choice in new:
+        rate = before.get((choice["role"], choice["remedy"]), choice["lr"])
+        if rate != choice["lr"]:
+            raise RunDirectoryError(
+                f"{out} compares {choice['remedy']} at rate {rate:g}, and with more rates or tuning seeds "
+                f"{choice['lr']:g} is chosen. Choose another directory; the compared runs were not changed."
+            )

@@ -13,12 +13,11 @@ from typing import final
 
 from qkeel.errors import RunDirectoryError, caution
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model.build_model import check, resolve, threads
-from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
-from qkeel.lab.tasks.text import load_task
-from qkeel.lab.training.arithmetic import Arithmetic
-from qkeel.lab.training.run_record import RunRecord, Watcher, claim, mark_failed
-from qkeel.lab.training.step import train_step
+from qkeel.lab.model import check, resolve, threads
+from qkeel.lab.run_record import RunRecord, Watcher, claim, mark_failed
+from qkeel.lab.stack_arithmetic import choose_arithmetic
+from qkeel.lab.tasks import load_task
+from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.records import RunDirectory, RunStatus
 
 
@@ -88,7 +87,7 @@ class _Loop:
         self.errors: list[Exception | None] = [None] * len(configs)
         self.records: dict[int, RunRecord] = {}
         self.live: list[int] = []
-        self._last: tuple[list[int], Arithmetic] | None = None
+        self._last: tuple[list[int], TrainingBackend] | None = None
 
     def open(self, locks: ExitStack, wait: float, command: str) -> None:
         """Takes the directories, and brings weights to where they were."""
@@ -160,7 +159,7 @@ class _Loop:
         if stop:
             raise KeyboardInterrupt
 
-    def _write(self, arithmetic: Arithmetic, now: Sequence[int], numbers: dict[int, tuple[float, float]]) -> None:
+    def _write(self, arithmetic: TrainingBackend, now: Sequence[int], numbers: dict[int, tuple[float, float]]) -> None:
         """Records the step of the runs that are due; `numbers` are their losses and norms."""
         wanted = {i for i, own in numbers.items() if self.records[i].wants_held(*own)}
         probes = dict(zip(now, arithmetic.probe()))
@@ -175,7 +174,7 @@ class _Loop:
                 self.records[i].finish()
         self.live = [i for i in self.live if i not in over]
 
-    def _arithmetic(self, numbers: list[int]) -> Arithmetic:
+    def _arithmetic(self, numbers: list[int]) -> TrainingBackend:
         """The arithmetic of these runs, chosen once while they stay the same."""
         if self._last is None or self._last[0] != numbers:
             self._last = numbers, choose_arithmetic([self.records[i].state for i in numbers])

@@ -1,25 +1,39 @@
 """Scalars of recorded runs and the judgement of their differences; no torch, so the report reads the same numbers."""
 
-from qkeel.metrics.bootstrap import bootstrap_interval
-from qkeel.metrics.divergence import distance, divergence_rate
-from qkeel.metrics.exact_interval import common_level, exact_interval, nominal
-from qkeel.metrics.health import LAYER_ENTROPY, Health, Status, judged
-from qkeel.metrics.logit_errors import FRACTION_BITS, fused_logit_error, stored_logit_error
-from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects, planned_power
+from qkeel.metrics.paired_effect import (
+    PairedEffect,
+    Verdict,
+    bootstrap_interval,
+    common_level,
+    exact_interval,
+    nominal,
+    paired_effect,
+    paired_effects,
+    planned_power,
+)
 from qkeel.metrics.run_scalars import (
     ALARM_THRESHOLD,
     COLLAPSE_ENTROPY,
+    FRACTION_BITS,
     HARMFUL_LOGIT,
+    LAYER_ENTROPY,
+    Health,
     Row,
+    Status,
     alarm_step,
     collapsed,
+    distance,
+    divergence_rate,
     drift,
+    fused_logit_error,
     growth_exponent,
+    judged,
     largest_stable_lr,
     lr_sensitivity,
     paired_gain,
     slope,
     spike_score,
+    stored_logit_error,
 )
 
 __all__ = [

@@ -1,15 +1,68 @@
-"""Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences."""
+"""Numbers of whole runs: sensitivity to the learning rate, collapse, health, errors of logits, Lyapunov exponents."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from enum import StrEnum
+from typing import Any, final
 
 import numpy as np
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, check_known
+
+# Errors of a logit that follow from the number format: of its factors, and of its own storage.
+
+# Bits behind the binary point of a number in [1, 2).
+FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}  # fp8: e4m3
+# RMS relative error of rounding to p such bits is 2^-p · √(1/12) · √(3/(8 ln 2)): the absolute error is uniform over a
+# spacing of 2^-p for m in [1, 2), and mantissas are spread evenly on a logarithmic scale (Benford).
+_RELATIVE = math.sqrt(3 / (96 * math.log(2)))
+
+
+def fused_logit_error(
+    query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
+) -> float:
+    """Returns the standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
+
+    This is the error of fused kernels: they sum in float32, but read q and k in `dtype` with relative RMS error r
+    each; the d products' errors are independent, and q, k spread over the dimensions.
+
+    Args:
+        query_norm, key_norm: ‖q‖ and ‖k‖ as they enter the product.
+        head_dim: d.
+        dtype: one of FRACTION_BITS.
+        scale: the factor of q·k; 1/√d if not given.
+
+    >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
+    0.1833
+    """
+    r = _RELATIVE * 2.0 ** -_fraction_bits(dtype)
+    return (head_dim**-0.5 if scale is None else scale) * math.sqrt(2) * r * query_norm * key_norm / math.sqrt(head_dim)
+
+
+def stored_logit_error(logit: float, dtype: str) -> float:
+    """Returns the standard deviation, in nats, of a logit stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
+
+    This is the error of eager attention, which writes scores to memory. Logits closer than the spacing become equal.
+
+    >>> round(stored_logit_error(100.0, "bf16"), 4), round(stored_logit_error(1000.0, "bf16"), 4)
+    (0.1443, 1.1547)
+    """
+    bits = _fraction_bits(dtype)
+    if logit == 0 or not math.isfinite(logit):
+        return 0.0 if logit == 0 else math.inf
+    return 2.0 ** (math.floor(math.log2(abs(logit))) - bits) / math.sqrt(12)
+
+
+def _fraction_bits(dtype: str) -> int:
+    check_known("dtype", dtype, FRACTION_BITS)
+    return FRACTION_BITS[dtype]
+
+
+# Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences.
 
 Row = Mapping[str, Any]  # a record or a line of a table: numbers, text, booleans and null by name
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
@@ -158,3 +211,142 @@ def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> l
     loss = {(row["remedy"], row["seed"]): row["val_loss"] for row in rows if row["lr"] == lr}
     seeds = sorted({s for r, s in loss if r == remedy} & {s for r, s in loss if r == baseline})
     return [loss[baseline, s] - loss[remedy, s] for s in seeds]
+
+
+# The rate at which two runs part that differ by rounding: a finite-time Lyapunov exponent.
+
+SATURATED = 0.1  # share of the size of what is compared: beyond it a distance cannot grow as it did
+_LEAST = 3  # points of a line
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns the root mean square difference of two courses [steps ...] at each step [steps].
+
+    >>> distance(np.zeros((2, 2)), np.array([[3.0, 3.0], [0.0, 0.0]]))
+    array([3., 0.])
+    """
+    apart = (np.asarray(other, np.float64) - np.asarray(one, np.float64)).reshape(len(one), -1)
+    return np.sqrt(np.square(apart).mean(axis=1))
+
+
+def divergence_rate(steps: Sequence[float], distances: np.ndarray, sizes: np.ndarray) -> float:
+    """Returns the slope of ln distance against steps, per step, from the first distance above 0 until one passes a
+    tenth of the size of what is compared; NaN with fewer than 3 such steps.
+
+    Positive: the runs part exponentially, which is what chaos means. Its inverse is the number of steps in which the
+    distance grows e-fold.
+
+    Source: Wolf et al. 1985, Determining Lyapunov exponents from a time series, for the quantity.
+
+    >>> round(divergence_rate(range(6), 1e-6 * np.exp(0.5 * np.arange(6)), np.ones(6)), 6)
+    0.5
+    """
+    points = []
+    for step, apart, size in zip(steps, distances, sizes):
+        if not apart <= SATURATED * size:
+            break
+        if apart > 0:
+            points.append((float(step), math.log(apart)))
+    if len(points) < _LEAST:
+        return math.nan
+    line = np.array(points)
+    return slope(line[:, 0], line[:, 1])
+
+
+# Whether attention is healthy, in one sentence with its number and its threshold.
+
+LAYER_ENTROPY = COLLAPSE_ENTROPY / 2  # of a layer; half of what counts as collapsed for a whole model
+
+
+class Status(StrEnum):
+    """What a look at attention found."""
+
+    HEALTHY = "healthy"
+    NOT_HEALTHY = "not healthy"
+    NOT_KNOWN = "not known"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """A verdict, the sentence that gives its number and its threshold, and the rows of a table: layer by layer.
+
+    `status` is the verdict as a word, and `columns` are the titles of the table.
+    `largest` is the largest attention logit (nats) that was seen, or that weights allow; NaN where neither is known.
+    """
+
+    status: Status
+    sentence: str
+    largest: float = math.nan
+    threshold: float = HARMFUL_LOGIT
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    @property
+    def healthy(self) -> bool:
+        """Returns whether nothing is wrong, as far as that is known."""
+        return self.status is Status.HEALTHY
+
+    def table(self) -> str:
+        """The numbers behind the verdict, one line per layer."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
+        )
+
+
+def judged(
+    largest: float,
+    where: str = "",
+    *,
+    entropy: float = math.nan,
+    lowest: str = "",
+    broken: Sequence[str] = (),
+    threshold: float = HARMFUL_LOGIT,
+) -> tuple[Status, str]:
+    """Returns the verdict on what was measured, and its sentence.
+
+    Args:
+        largest: the largest attention logit, in nats. where: its layer and head.
+        entropy: the mean attention entropy of the layer that has the lowest, in nats. lowest: that layer.
+        broken: where logits are NaN or infinite.
+        threshold: the logit above which attention counts as not healthy.
+
+    >>> print(*judged(7.0, "h.1.attn head 0"), sep=" | ")
+    healthy | healthy: largest logit 7 (h.1.attn head 0), under 100, where logits begin to count as large
+    >>> print(judged(1340.0, "h.0.attn head 2")[1])
+    not healthy: largest logit 1,340 (h.0.attn head 2) is over 1,000, where training suffers
+    """
+    place = f" ({where})" if where else ""
+    if broken:
+        return Status.NOT_HEALTHY, f"not healthy: attention logits are NaN or infinite in {_few(broken)}"
+    if largest > threshold:
+        suffers = ", where training suffers" if threshold == HARMFUL_LOGIT else ", the threshold that was given"
+        return (
+            Status.NOT_HEALTHY,
+            f"not healthy: largest logit {_number(largest)}{place} is over {threshold:,g}{suffers}",
+        )
+    if entropy < LAYER_ENTROPY:
+        text = f"attention has collapsed in {lowest or 'a layer'}: mean entropy {entropy:.3g} nats"
+        return Status.NOT_HEALTHY, f"not healthy: {text} is under {LAYER_ENTROPY:g}, so each query attends to one key"
+    if math.isnan(largest):
+        return Status.NOT_KNOWN, "not known: no attention logit was measured"
+    if largest > ALARM_THRESHOLD:
+        text = f"largest logit {_number(largest)}{place} is over {ALARM_THRESHOLD:,g}"
+        return Status.HEALTHY, f"healthy, but large: {text} and under {threshold:,g}, where training suffers"
+    large = min(ALARM_THRESHOLD, threshold)
+    begins = ", where logits begin to count as large" if large == ALARM_THRESHOLD else ", the threshold that was given"
+    return Status.HEALTHY, f"healthy: largest logit {_number(largest)}{place}, under {large:,g}{begins}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

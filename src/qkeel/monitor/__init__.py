@@ -1,25 +1,34 @@
 """SEE: the monitor of a training run, what it records, and the rules that raise alarms on the records."""
 
-from qkeel.dist.layout import Layout
-from qkeel.monitor.alarms.forecast import Forecast, PlannedRates, forecast
-from qkeel.monitor.alarms.history import History
-from qkeel.monitor.alarms.recording import AlarmLog, Recording, replay
-from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
-from qkeel.monitor.alarms.rules import (
+from qkeel.dist.sharding import Layout
+from qkeel.monitor.alarms import (
+    AlarmLog,
+    GainGrowth,
+    IdleNorm,
+    Recording,
+    Resolution,
+    Setting,
+    VanishingGradient,
+    replay,
+    rules_for,
+)
+from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
+from qkeel.monitor.history import Forecast, History, PlannedRates, forecast
+from qkeel.monitor.record import Sample, pad_layers, repeat_groups, sample_html, sample_line, sample_table
+from qkeel.monitor.rules import (
     DEFAULT,
+    Alarm,
     Approach,
     Ceiling,
     EntropyCollapse,
     Growth,
     NonFinite,
     Outlook,
+    Rule,
+    Severity,
 )
-from qkeel.monitor.alarms.setup_rules import GainGrowth, IdleNorm, Resolution, Setting, VanishingGradient, rules_for
-from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
-from qkeel.monitor.measure.token_classes import Classes
-from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
-from qkeel.monitor.record.sample_table import sample_html, sample_line, sample_table
-from qkeel.monitor.record.sinks import LoggingSink, RunDirectorySink, Sink
+from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
+from qkeel.monitor.token_classes import Classes
 
 __all__ = [
     "Adaptive",

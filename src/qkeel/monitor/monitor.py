@@ -1,50 +1,243 @@
-"""The Monitor: measures the attention of a model while it trains."""
+"""The monitor of a training run and the end of a step."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import Arguments
-from qkeel.dist.layout import Layout
-from qkeel.errors import InvalidValueError, caution
+from qkeel.dist.sharding import Layout
+from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
-from qkeel.heads.site import AttentionSite, Missed, Sites
-from qkeel.monitor.alarms.advice import fitted
-from qkeel.monitor.alarms.forecast import PlannedRates
-from qkeel.monitor.alarms.history import History
-from qkeel.monitor.alarms.rule import Alarm, Rule
-from qkeel.monitor.alarms.setup_rules import rules_for
+from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
+from qkeel.monitor.alarms import fitted, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
-from qkeel.monitor.measure.call_statistics import CallStatistics, SettingSeen, Wanted
-from qkeel.monitor.measure.logit_changes import LogitChanges
-from qkeel.monitor.measure.query_mask import QueryMask
-from qkeel.monitor.measure.step_numbers import StepNumbers
-from qkeel.monitor.measure.token_classes import Classes, PassTokens
-from qkeel.monitor.measure.watched_models import WatchedModels
-from qkeel.monitor.measure.watched_sites import WatchedSites
-from qkeel.monitor.processes.arrivals import Arrivals
-from qkeel.monitor.processes.group import ProcessGroup
-from qkeel.monitor.processes.introduction import Introduction
-from qkeel.monitor.processes.transfer import Stats, merged
-from qkeel.monitor.record.description import about
-from qkeel.monitor.record.journal import Journal
-from qkeel.monitor.record.sample import Sample
-from qkeel.monitor.record.sample_table import coverage, sample_html, sample_table
-from qkeel.monitor.record.sinks import Sink
-from qkeel.monitor.step_end import StepEnd, TrainingEnd
-from qkeel.patching.forward_passes import owners, unwrapped
-from qkeel.patching.guard import Guard
-from qkeel.patching.optimizer_hooks import StepHooks
-from qkeel.patching.parallel_training import joined
+from qkeel.monitor.history import History, PlannedRates
+from qkeel.monitor.journal import PendingResults, Recorder
+from qkeel.monitor.measure import (
+    CallStatistics,
+    LogitChanges,
+    SettingSeen,
+    StepNumbers,
+    Wanted,
+    WatchedModels,
+    WatchedSites,
+)
+from qkeel.monitor.members import Handshake, ProcessGroup
+from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_table
+from qkeel.monitor.rules import Alarm, Rule
+from qkeel.monitor.sinks import Sink
+from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
+from qkeel.monitor.transfer import Measurement, Stats, merged, on_host
+from qkeel.patching.forward import owners, unwrapped
+from qkeel.patching.modes import FaultGuard, joined
+from qkeel.patching.optimizers import StepHooks, stepping
 from qkeel.sites.tap import Phase, Tap
+
+# The end of a step, whose numbers go to where all processes are merged, and of a training, measured once more.
+
+NOT_SEEN = (
+    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
+    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
+    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
+)
+
+
+@final
+class StepEnd:
+    """Takes the statistics of a step from the taps, adds the other numbers, and sends them on."""
+
+    def __init__(
+        self, steps: MeasuredSteps, models: WatchedModels, group: ProcessGroup, arrivals: PendingResults
+    ) -> None:
+        self._steps, self._models, self._group, self._arrivals = steps, models, group, arrivals
+        self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
+        self.rate: Tensor | None = None  # of the step done last
+        self._warned = False
+
+    def take(self, phase: Phase) -> Stats:
+        """The statistics of the step under way so far, on the CPU, for a reader; they count for the step as well."""
+        recent = on_host(self._models.read(phase))
+        if recent:
+            self._taken[phase].append(recent)
+        return self._group.placed(recent)
+
+    def pass_over(self, phase: Phase) -> None:
+        """Ends a step that is one forward pass of each model, where there is no optimizer."""
+        self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Called before each step of the optimizer."""
+        if self._steps.step_due and not self._group.stopped:
+            # By what the gradients are still multiplied: GradScaler leaves that to a fused optimizer.
+            scale = vars(optimizer).get("grad_scale")
+            self._models.before_step(scale if isinstance(scale, Tensor) else None)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Called after each step of the optimizer; of one that was skipped, what was measured counts for the next."""
+        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
+        if isinstance(infinite, Tensor) and bool(infinite.any()):
+            return
+        due, begun = self._steps.step_due, self._group.gathers
+        try:
+            if not self._group.stopped:
+                self.evaluated()
+            now = _rate(optimizer)
+            if due:
+                if self._group.stopped:
+                    self._group.leave(known=self._arrivals.flagged)
+                else:
+                    # The step before this one made the weights that this step's forward passes saw.
+                    self._train_step(now if self.rate is None else self.rate)
+            self.rate = now
+        except Exception:
+            if due and self._group.waited_for and self._group.gathers == begun:
+                self._group.leave(known=False)  # the others wait in the gather of this step
+            raise
+        finally:
+            self._steps.stepped()
+        self._arrivals.settle(wait=False)
+
+    def training_over(self) -> None:
+        """Called after the last step, when the models were measured once more."""
+        self._close("train", self._steps.done, self.rate, alone=False)
+
+    def evaluated(self) -> None:
+        """Ends the evaluation passes since the last step, if there were any."""
+        if self._models.has("eval") or self._taken["eval"]:
+            self._close("eval", self._steps.done, None, alone=True)
+
+    def _train_step(self, rate: Tensor) -> None:
+        if not self._steps.passed("train") and not self._warned:
+            self._warned = True
+            caution(NOT_SEEN)
+        if self._models.has("train"):
+            self._models.after_step()
+        self._close("train", self._steps.done, rate, alone=False)
+
+    def _close(self, phase: Phase, step: int, rate: Tensor | None, *, alone: bool) -> None:
+        """Ends the phase; `alone`: it is recorded by this process only."""
+        fresh, taken = self._models.read(phase), self._taken[phase]
+        self._taken[phase] = []
+        if taken:
+            fresh = on_host(fresh)
+        stats = merged([*taken, fresh])
+        numbers = self._models.take(rate) if phase == "train" else {}
+        if not alone:
+            self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no gather
+        transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
+        if transfer is not None:
+            self._arrivals.add(step, phase, transfer, unread=self._group.placed(fresh) if taken else None)
+            if phase == "train":
+                self._steps.measured(step)
+        self._arrivals.settle(wait=False)
+
+
+def _rate(optimizer: Optimizer) -> Tensor:
+    """The learning rate of the first group, as it is now."""
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+
+
+@final
+class TrainingEnd:
+    """Measures the weights that the last step left, unless that step was measured or the record could be wrong.
+
+    To tell these weights from others that took their place, such as a checkpoint or an average, the norm of one of them
+    is taken after each step and after the optimizer's other hooks, which waits for no device.
+    """
+
+    def __init__(
+        self,
+        steps: MeasuredSteps,
+        models: WatchedModels,
+        group: ProcessGroup,
+        step_end: StepEnd,
+        optimizer: Optimizer | None,
+        *,
+        guard: FaultGuard,
+    ) -> None:
+        self._steps, self._models, self._group, self._step_end = steps, models, group, step_end
+        self._optimizer, self._guard = optimizer, guard
+        self._asked: int | None = None  # the steps done when the end was asked for
+        self._norm = torch.tensor(torch.nan)
+        self.hooks: StepHooks | None = None
+        if optimizer is not None and dist.world() == 1:
+            note = functools.partial(guard, self._note)
+            self.hooks = hooks = StepHooks(lambda _: hooks.come_last(), note, optimizer)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        self._norm = _norm(optimizer)
+
+    def skip(self) -> None:
+        """The end is not asked for."""
+        self._asked = self._steps.done
+
+    def measure(self) -> None:
+        """Measures the models as they are.
+
+        Raises: RefusedError, see `Monitor.measure_end`.
+        """
+        self.skip()
+        if not self._missing:
+            return
+        if dist.world() > 1 or self._group.members is not None:
+            raise RefusedError(
+                "several processes train, and a pass of one alone could wait for the others; a last step that is known "
+                "beforehand is measured by planned=PlannedRates.of(rates) or measure_next()"
+            )
+        if self._optimizer is None or not self._steps.done or stepping():
+            raise RefusedError("no finished step of an optimizer was seen")
+        try:
+            seen = self._models.look_again()
+        except Exception as error:
+            raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
+        if not seen:
+            raise RefusedError("no training pass with attention was seen")
+        self._guard(self._step_end.training_over)
+
+    def measure_or_tell(self, tell: Callable[[str], None]) -> None:
+        """Measures the weights of the last step; where it can't, `tell` gets one sentence, once."""
+        if self._asked == self._steps.done or self._optimizer is None or not self._missing:
+            return
+        last = self._steps.last
+        try:
+            if sys.exception() is not None:
+                raise RefusedError("an exception is being handled")
+            if self.hooks is not None and _changed(self._norm, _norm(self._optimizer)):
+                raise RefusedError("its weights were changed after its last step, as by a checkpoint or an average")
+            self.measure()
+        except RefusedError as error:
+            self.skip()
+            if last is not None and dist.rank() == 0:
+                name = type(self._models.whole).__name__
+                tell(f"{name} is measured up to step {last:,} of {self._steps.done:,}: {error}")
+
+    @property
+    def _missing(self) -> bool:
+        last = self._steps.last
+        return last is None or last < self._steps.done - 1
+
+
+def _norm(optimizer: Optimizer) -> Tensor:
+    own = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
+    return torch.linalg.vector_norm(own[len(own) // 2].detach()) if own else torch.zeros(())
+
+
+def _changed(before: Tensor, now: Tensor) -> bool:
+    then, here = float(before), float(now)
+    return here != then and not (here != here and then != then)
+
+
+# The Monitor: measures the attention of a model while it trains.
 
 JOINED = "in a context of torch's Join processes end at different steps"
 _OFF = "qkeel's monitor switched itself off: {}. The model runs on unwatched; what was recorded is kept"
@@ -73,7 +266,7 @@ class Monitor(Handle):
         stats: Wanted,
         sinks: Sequence[Sink],
         rules: Sequence[Rule] | None,
-        query_mask: Mapping[str, QueryMask],
+        query_mask: Mapping[str, QueryMaskSource],
         classes: Mapping[str, Classes],
         probe: Arguments | None,
         planned: PlannedRates | None,
@@ -86,20 +279,20 @@ class Monitor(Handle):
         self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
-        self._guard = Guard(_OFF, self._switch_off)
-        introduced = Introduction(whole, lambda: self.sites, layout)
+        self._guard = FaultGuard(_OFF, self._switch_off)
+        introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)
         # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
         early = optimizer is not None and probe is None and dist.world() > 1
         gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
         self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", gather)
-        self._journal = Journal(
+        self._journal = Recorder(
             sinks,
             lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )
-        self._arrivals = Arrivals(self._group, self._journal)
+        self._arrivals = PendingResults(self._group, self._journal)
         self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
         self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
@@ -140,7 +333,7 @@ class Monitor(Handle):
         return self._models.sites
 
     @property
-    def missed(self) -> tuple[Missed, ...]:
+    def missed(self) -> tuple[UnrecognizedAttention, ...]:
         """The attentions that were seen but not understood: they are not watched."""
         return self.sites.missed
 

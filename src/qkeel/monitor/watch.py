@@ -11,18 +11,17 @@ from torch import nn
 
 from qkeel import dist
 from qkeel.capture.example import arguments
-from qkeel.dist.layout import Layout
+from qkeel.dist.sharding import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, unknown
-from qkeel.monitor.alarms.forecast import PlannedRates
-from qkeel.monitor.alarms.rule import Rule
 from qkeel.monitor.cadence import Cadence, cadence
-from qkeel.monitor.measure.call_statistics import Wanted
-from qkeel.monitor.measure.query_mask import Given, QueryMask
-from qkeel.monitor.measure.token_classes import Classes, GivenClasses
+from qkeel.monitor.history import PlannedRates
+from qkeel.monitor.measure import Wanted
 from qkeel.monitor.monitor import Monitor, watched
-from qkeel.monitor.record.sinks import RunDirectorySink, Sink
-from qkeel.monitor.record.sinks import sinks as named_sinks
-from qkeel.sites.named_models import Models, named_models, sites_of_each
+from qkeel.monitor.rules import Rule
+from qkeel.monitor.sinks import RunDirectorySink, Sink
+from qkeel.monitor.sinks import sinks as named_sinks
+from qkeel.monitor.token_classes import Classes, GivenClasses, MaskSource, QueryMaskSource
+from qkeel.sites.find import Models, named_models, sites_of_each
 
 K = TypeVar("K")
 
@@ -35,7 +34,7 @@ def watch(
     stats: Wanted = True,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     rules: Rule | Sequence[Rule] | None = None,
-    query_mask: Given | None = None,
+    query_mask: MaskSource | None = None,
     classes: GivenClasses | Classes | None = None,
     probe: object = None,
     planned: PlannedRates | None = None,
@@ -127,7 +126,7 @@ def watch(
             for one in _sinks(given)
         ],
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask={} if query_mask is None else {n: QueryMask.on(one, query_mask) for n, one in models.items()},
+        query_mask={} if query_mask is None else {n: QueryMaskSource.on(one, query_mask) for n, one in models.items()},
         classes={} if classes is None else {n: Classes.on(one, classes) for n, one in models.items()},
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,

@@ -1,21 +1,286 @@
-"""Multi-head, grouped-query and multi-query attention under any AttentionSpec."""
+"""Attention with projections and a cache, by a spec: MHA, GQA and MQA, and what modules of a spec share."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal, final, overload
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, check
-from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.kernels.stats.per_head import logit_stats
-from qkeel.nn.cache import KVCache
-from qkeel.nn.spec_module import SpecModule, check_input
-from qkeel.spec import AttentionSpec
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError, caution, check, check_known
+from qkeel.functional.statistics import KernelRows, LogitStats
+from qkeel.kernels.choose import KERNELS, choose
+from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.encode import encoded
+from qkeel.kernels.statistics import logit_stats
+from qkeel.options import lookup
+from qkeel.patching.modes import hooks_before
+from qkeel.spec import AttentionCall, AttentionSpec, preset
 from qkeel.spec.call import Visibility
-from qkeel.spec.presets import attention_spec
-from qkeel.spec.shapes import GivenMask, Hidden, PosK, Tokens
+from qkeel.spec.presets import attention_spec, scale_advice
+from qkeel.spec.rope import counted
+from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Keys, Params, PosK, PosQ, Queries, Tokens, Values
+
+# Caches of what attention needs of earlier tokens, one per attention module.
+
+Latent = Float[Tensor, "b one t l"]
+Inverse = Float[Tensor, "b #h t"]
+
+
+class Cache:
+    """Tensors of the tokens so far, tokens in the third place; `max_length` of them at once, or grown by doubling.
+
+    Under a position that needs the pair (ReRope, a bias) or the length (DynamicNTK) keys and values are raw ones.
+
+    `pos` [b|1 length] are the keys' positions where the caller gave some (left padding), else None: 0, 1, 2 …
+    For inference: appending writes in place, so no gradient flows through earlier tokens.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        check(max_length is None or max_length >= 1, "max_length of at least 1 or None", max_length)
+        self.max_length = max_length
+        self.length = 0
+        self._held: list[Tensor] = []
+        self.pos: Tensor | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes that one more token of one sequence takes; 0 before the first."""
+        return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
+
+    def next_positions(self, like: HeadTensor, pos: GivenPosQ | None = None) -> PosQ:
+        """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after the last ones."""
+        b, t = like.shape[0], like.shape[2]
+        if pos is None:
+            if self.pos is None:
+                return counted(self.length, self.length + t, like.device)
+            return counted(0, t, like.device) + self.pos[:, -1:] + 1
+        rows = pos[None] if pos.ndim == 1 else pos
+        if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
+            raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
+        return rows
+
+    def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
+        """Raise where own positions come without the mask that they need."""
+        if mask is None and (pos is not None or self.pos is not None):
+            raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+
+    def reset(self) -> None:
+        """Forget everything, keep the memory."""
+        self.length, self.pos = 0, None
+
+    def _append(self, new: Sequence[Tensor], pos: Tensor | None) -> list[Tensor]:
+        """Add tensors [b g t …] and return all of each so far."""
+        length = self.length + new[0].shape[2]
+        if self.max_length is not None and length > self.max_length:
+            raise InvalidValueError(
+                f"the cache holds {self.max_length} tokens and {length} would be needed; "
+                f"make a longer {type(self).__name__}"
+            )
+        if self._held and len(self._held) != len(new):
+            raise ShapeError(
+                f"this cache holds {len(self._held)} tensors and cannot take {len(new)}: the module's norm was changed "
+                "since; start a new cache"
+            )
+        self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
+        for held, x in zip(self._held, new):
+            held[:, :, self.length : length] = x.detach()
+        if pos is not None or self.pos is not None:
+            self._place(self.next_positions(new[0], pos), new[0])
+        self.length = length
+        return [held[:, :, :length] for held in self._held]
+
+    def _place(self, new: Tensor, like: Tensor) -> None:
+        old = counted(0, self.length, like.device) if self.pos is None else self.pos
+        b = max(old.shape[0], new.shape[0])
+        self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
+
+    def _grown(self, old: Tensor | None, like: Tensor, needed: int) -> Tensor:
+        if old is not None and (old.shape[:2], old.shape[3:]) != (like.shape[:2], like.shape[3:]):
+            raise ShapeError(
+                f"this cache holds {tuple(old.shape)} and cannot take {tuple(like.shape)}; "
+                f"use one {type(self).__name__} per layer and batch"
+            )
+        if old is not None and old.shape[2] >= needed:
+            return old
+        room = self.max_length or max(needed, 2 * (old.shape[2] if old is not None else 0))
+        grown = torch.empty(*like.shape[:2], room, *like.shape[3:], dtype=like.dtype, device=like.device)
+        if old is not None:
+            grown[:, :, : self.length] = old[:, :, : self.length]
+        return grown
+
+
+@final
+class KVCache(Cache):
+    """Keys as they enter the dot product (normed, rotated) and values: g · (d + d') numbers a token.
+
+    `max_length`: see `Cache`.
+    """
+
+    def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Keys, Values]:
+        """Add k [b g t d] and v [b g t d'], at positions pos [b|1 t], and return all keys and values so far."""
+        k, v = self._append([k, v], pos)
+        return k, v
+
+
+@final
+class LatentCache(Cache):
+    """Of multi-head latent attention: one kv latent and one rotated key for all heads, and what a key norm needs.
+
+    A token takes l + r numbers (latent, rotated key) in the module's dtype and, under a norm on the keys, one inverse
+    size per head in float32 or wider: the norm divides key k_h by its size, and 1/size is all of it that is kept.
+    `max_length`: see `Cache`.
+    """
+
+    def append(
+        self, latent: Latent, rotated: Latent, inverse: Inverse | None = None, *, pos: PosK | None = None
+    ) -> tuple[Latent, Inverse | None]:
+        """Add latent [b 1 t l], rotated [b 1 t r] and inverse [b h|1 t]; all [b 1 s l+r] and [b h|1 s] so far."""
+        token = torch.cat([latent, rotated], dim=-1)
+        held = self._append([token] if inverse is None else [token, inverse], pos)
+        return held[0], held[1] if inverse is not None else None
+
+
+# The base of every attention module: a spec, its parameters under plain names, and the observers of its calls.
+
+Observer = Callable[[AttentionCall], None]
+QKV = tuple[Queries, Keys, Values]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowObserver:
+    """An observer that takes what the kernel finds of each row, and the call itself where the kernel finds nothing."""
+
+    see: Observer
+    """Gets a call on its way into attention, of whose logits nothing is known."""
+    read: Callable[[AttentionCall, KernelRows], None]
+    """Gets a call that was computed, and what was found meanwhile."""
+
+    def __call__(self, call: AttentionCall) -> None:
+        self.see(call)
+
+
+@functools.cache  # a model has many layers, and a study many models
+def _advise(advice: str) -> None:
+    caution(advice)
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise unless it is a probability under 1."""
+    check(0 <= dropout < 1, "dropout in [0, 1)", dropout)
+
+
+class SpecModule(nn.Module):
+    """A module that attends under `spec`. The spec's parameters are its own (`q_norm`, `logit_scale`, …).
+
+    `observers` are called with every AttentionCall on its way into attention; they must not change it. A Reader among
+    them is given the largest logits and entropies of rows, where the kernel finds them in its pass.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    def __init__(self, spec: AttentionSpec, geometry: tuple[int, int, int], dropout: float, impl: str) -> None:
+        super().__init__()
+        check_dropout(dropout)
+        if impl != "auto":
+            lookup("kernel", KERNELS, impl)
+        self.n_heads, self.n_kv_heads, self.head_dim = geometry
+        self.dropout = dropout
+        self.impl = impl
+        self.observers: list[Observer] = []
+        self.spec = spec
+        advice = scale_advice(spec, geometry[2])
+        if advice is not None:
+            _advise(advice)
+        for name, value in spec.init_params(*geometry).items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def spec_params(self) -> Params:
+        """The spec's parameters that live on this module, by name."""
+        return dict(self.named_parameters(recurse=False, remove_duplicate=False))
+
+    def attend(
+        self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
+    ) -> Hidden:
+        """Make the call, show it to the observers, run it: [b h t d] -> [b t h·d']."""
+        call = seen.call(spec, q, k, v, params, self.dropout if self.training else 0.0)
+        kernel = choose(call, self.impl)
+        read = None
+        if isinstance(kernel, Native) and any(isinstance(observer, RowObserver) for observer in self.observers):
+            read = kernel.with_rows(call)
+        for observer in self.observers:
+            if read is not None and isinstance(observer, RowObserver):
+                observer.read(call, read[1])
+            else:
+                observer(call)
+        return (kernel(call) if read is None else read[0]).transpose(1, 2).flatten(2)
+
+    def new_cache(self, max_length: int | None = None) -> Cache:
+        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
+        return KVCache(max_length)
+
+    def attend_self(
+        self, cache: KVCache | None, qkv: QKV, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
+    ) -> Hidden:
+        """Attend to the same tokens' keys and values [b g t d], with a cache to all before them: -> [b t h·d']."""
+        q, k, v = qkv
+        if cache is None:
+            seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen)
+        if not isinstance(cache, KVCache):
+            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
+        cache.check_positions(pos, mask)
+        at = cache.next_positions(k, pos)
+        spec, params = self.spec, self.spec_params()
+        if spec.position.keeps:  # encode each token once; else the whole spec runs on raw keys every time
+            q, k = encoded(spec, q, k, at, at, params)
+            v = spec.values(v, params)
+            spec, params = spec.core(params)
+        k, v = cache.append(k, v, pos=None if pos is None else at)
+        own = None if cache.pos is None else at
+        seen = Visibility(causal=causal, mask=mask, pos_q=own, pos_k=cache.pos)
+        return self.attend(q, k, v, spec=spec, params=params, seen=seen)
+
+    def extra_repr(self) -> str:
+        """Heads and the formula's norm, in print(model)."""
+        heads = f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
+        return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"
+
+
+def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:
+    """Raise unless x is [b t m], of floating point, and of the dtype and on the device of the `layer` that takes it."""
+    if not isinstance(x, Tensor):
+        raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise InvalidTypeError(
+            f"expected {name} of floating-point numbers of 16 bits or more, got {x.dtype}; embed or convert it first"
+        )
+    if x.ndim != 3 or x.shape[-1] != d_model:
+        raise ShapeError(f"expected {name} of shape [batch tokens {d_model}], got {tuple(x.shape)}")
+    weight = layer.weight if type(layer) is nn.Linear else None
+    if weight is None or (x.device == weight.device and x.dtype == weight.dtype):
+        return
+    # Layers with hooks may convert what comes, or fetch their weights first.
+    if layer is None or hooks_before(layer) or "forward" in layer.__dict__:
+        return
+    if x.device != weight.device:
+        raise InvalidValueError(
+            f"expected {name} on {weight.device} as the weights, got it on {x.device}; move it there"
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise InvalidTypeError(
+            f"expected {name} in {weight.dtype} as the weights, got {x.dtype}; convert one or use torch.autocast"
+        )
+
+
+# Multi-head, grouped-query and multi-query attention under any AttentionSpec.
 
 
 @final
@@ -159,3 +424,121 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
     if head_dim is None and d_model % n_heads:
         raise InvalidValueError(f"d_model {d_model} does not split into {n_heads} heads; give head_dim")
     return groups, head_dim or d_model // n_heads
+
+
+# The gated attention unit: one wide head of attention and a gated MLP in one layer, under any AttentionSpec.
+
+
+@final
+class GAU(SpecModule):
+    """The layer out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
+
+    A are the weights of one head of `size` numbers under `spec`; u and v have `hidden`. Two such layers take the place
+    of one of attention and one of MLP. With SquaredReLU as normalizer A = relu(z)²/n, n the visible keys, as in
+    bert4keras; the paper's own code divides by n before it squares. No T5 bias, no linear attention between chunks.
+
+    Args:
+        d_model: width of the input. hidden: of u and v, default 2·d_model. size: of q and k. spec: what attention
+        computes, default preset("baseline"). bias: β_q and β_k. dropout: on the weights, in training. impl: a kernel's
+        name or "auto".
+
+    Source: Hua et al. 2022, arXiv 2202.10447, section 3.2; γ = 1, β = 0 at the start and no biases: GAU-α (bert4keras).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        hidden: int | None = None,
+        size: int = 128,
+        spec: AttentionSpec | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        impl: str = "auto",
+    ) -> None:
+        width = 2 * d_model if hidden is None else hidden
+        given = f"d_model={d_model}, hidden={width}, size={size}"
+        check(min(d_model, width, size) >= 1, "sizes of at least 1", given)
+        spec = preset("baseline") if spec is None else spec
+        spec.position.check(size)
+        super().__init__(spec, (1, 1, size), dropout, impl)
+        self.d_model, self.hidden = d_model, width
+        self.uv_proj = nn.Linear(d_model, 2 * width, bias=False)
+        self.qk_proj = OffsetScale(d_model, size, bias)
+        self.o_proj = nn.Linear(width, d_model, bias=False)
+
+    def forward(
+        self,
+        x: Hidden,
+        *,
+        cache: KVCache | None = None,
+        causal: bool = True,
+        mask: GivenMask | None = None,
+        pos: Tokens | None = None,
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m]. cache: keys and values of earlier tokens; x are those after them. pos [b t]."""
+        check_input(x, self.d_model, self.uv_proj)
+        if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
+            raise RefusedError(
+                f"a gain on values of {self.head_dim} numbers does not fit the {self.hidden} of a GAU; "
+                "use gain none or scalar on v, or leave v alone"
+            )
+        u, v = F.silu(self.uv_proj(x)).chunk(2, dim=-1)
+        q, k = self.qk_proj(x)
+        heads = (q[:, None], k[:, None], v[:, None])
+        return self.o_proj(u * self.attend_self(cache, heads, causal=causal, mask=mask, pos=pos))
+
+
+@final
+class OffsetScale(nn.Module):
+    """Returns q and k [b t s] of x [b t m]: z = silu(x W_z), each with a gain (and an offset) per number of its own."""
+
+    def __init__(self, d_model: int, size: int, bias: bool) -> None:
+        super().__init__()
+        self.z_proj = nn.Linear(d_model, size, bias=False)
+        self.q_gain, self.k_gain = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(size))
+        self.q_bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.k_bias = nn.Parameter(torch.zeros(size)) if bias else None
+
+    def forward(self, x: Hidden) -> tuple[Hidden, Hidden]:
+        """Maps x [b t m] to q, k [b t s]."""
+        z = F.silu(self.z_proj(x))
+        q, k = z * self.q_gain, z * self.k_gain
+        if self.q_bias is not None and self.k_bias is not None:
+            return q + self.q_bias, k + self.k_bias
+        return q, k
+
+
+@final
+class GAUBlock(nn.Module):
+    """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
+
+    F is `gau`, N RMS norm, with a gain before the branch, without one behind it (`norm_order`); `alpha` is α > 0.
+
+    Source: pre-norm: arXiv 2202.10447, there LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
+    `functional.scaling.deepnorm`.
+    """
+
+    def __init__(self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0) -> None:
+        super().__init__()
+        check_known("norm order of a GAU", norm_order, ("pre", "post"))
+        check(alpha > 0, "alpha above 0", alpha)
+        if alpha != 1 and norm_order == "pre":
+            raise InvalidValueError(f"alpha is for norm_order='post', got {alpha} with 'pre'")
+        self.norm_order, self.alpha = norm_order, alpha
+        self.attention = gau
+        self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=norm_order == "pre")
+
+    def forward(
+        self,
+        x: Hidden,
+        *,
+        cache: KVCache | None = None,
+        mask: GivenMask | None = None,
+        pos: GivenPosQ | None = None,
+        causal: bool = True,
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m]."""
+        pre = self.norm_order == "pre"
+        branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)
+        return x + branch if pre else self.norm(self.alpha * x + branch)

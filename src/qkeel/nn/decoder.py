@@ -1,4 +1,4 @@
-"""A decoder language model made of qkeel's blocks."""
+"""Blocks and the small models of the lab that are made of them: decoders, encoder-decoders, image patches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,115 @@ from typing import Literal, final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, check, check_known
-from qkeel.functional.scaling import deepnorm
-from qkeel.nn.attention import Attention, check_heads
-from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
-from qkeel.nn.cache import Cache
-from qkeel.nn.gau import GAU, GAUBlock
+from qkeel.functional.logits import deepnorm
+from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, check_dropout, check_heads
 from qkeel.nn.mla import MLA, LatentSizes
-from qkeel.nn.spec_module import check_dropout
 from qkeel.spec import AttentionSpec, preset
-from qkeel.spec.shapes import GivenMask, GivenPosQ
+from qkeel.spec.slot import GivenMask, GivenPosQ, Hidden
+
+# Transformer blocks: attention and MLP with the norm before, after, or on the branch.
+
+NormOrder = Literal["pre", "post", "swin", "peri", "none"]
+NORM_ORDERS: dict[str, str] = {
+    "pre": "x + F(N(x)): GPT-2, Llama",
+    "post": "N(x + F(x)): Vaswani et al. 2017",
+    "swin": "x + N(F(x)): Swin V2 (arXiv 2111.09883), Chameleon 34B (arXiv 2405.09818), OLMo 2",
+    "peri": "x + N(F(N(x))): Gemma 2, Peri-LN (arXiv 2502.02732)",
+    "none": "x + F(x): σReparam's pure variant (arXiv 2303.06296)",
+}
+
+
+@final
+class MLP(nn.Module):
+    """The MLP of a block, [b t d_model] to the same shape: W₂ gelu(W₁ x), or with swiglu W₂ (silu(W_g x) ∘ W₁ x).
+
+    No biases; W₁ and W_g make `hidden` numbers. Raises: UnknownNameError for another kind.
+    Source: Shazeer 2020, arXiv 2002.05202 (SwiGLU).
+    """
+
+    def __init__(self, d_model: int, hidden: int, kind: Literal["gelu", "swiglu"] = "gelu") -> None:
+        super().__init__()
+        check_known("MLP", kind, ("gelu", "swiglu"))
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.gate = nn.Linear(d_model, hidden, bias=False) if kind == "swiglu" else None
+        self.down = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x: Hidden) -> Hidden:
+        """Maps x [b t m] to [b t m]."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@final
+class Block(nn.Module):
+    """One attention and one MLP branch on the residual stream [b t d_model], with norms in one of NORM_ORDERS.
+
+    With norm_order="pre": x ← x + attention(N₁ x), then x ← x + mlp(N₂ x). With `cross_attention` there is a branch
+    between them that attends to a context.
+
+    Args:
+        attention, mlp: the branches. d_model: width of the stream. norm_order: of every branch. cross_attention: to the
+            `context` of a call.
+    """
+
+    def __init__(
+        self,
+        attention: Attention | MLA,
+        mlp: MLP,
+        d_model: int,
+        norm_order: NormOrder = "pre",
+        cross_attention: Attention | None = None,
+    ) -> None:
+        super().__init__()
+        check_known("norm order", norm_order, NORM_ORDERS)
+        self.norm_order = norm_order
+        self.attention = attention
+        self.mlp = mlp
+        before, after = norm_order in ("pre", "peri"), norm_order in ("post", "swin", "peri")
+        self.attention_norm = _rms(d_model, before)
+        self.mlp_norm = _rms(d_model, before)
+        self.attention_post_norm = _rms(d_model, after)
+        self.mlp_post_norm = _rms(d_model, after)
+        self.cross_attention = cross_attention
+        if cross_attention is not None:
+            self.cross_attention_norm = _rms(d_model, before)
+            self.cross_attention_post_norm = _rms(d_model, after)
+
+    def forward(
+        self,
+        x: Hidden,
+        *,
+        cache: Cache | None = None,
+        mask: GivenMask | None = None,
+        pos: GivenPosQ | None = None,
+        causal: bool = True,
+        context: Float[Tensor, "b s m"] | None = None,
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m]; `context` [b s m] is for cross-attention, and only for that."""
+        if (context is None) != (self.cross_attention is None):
+            raise InvalidValueError("expected a context for a block with cross-attention, and for no other")
+        branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
+        if self.norm_order == "post":
+            x = self.attention_post_norm(x + branch)
+            if self.cross_attention is not None:
+                x = self.cross_attention_post_norm(x + self.cross_attention(x, context=context))
+            return self.mlp_post_norm(x + self.mlp(x))
+        x = x + self.attention_post_norm(branch)
+        if self.cross_attention is not None:
+            branch = self.cross_attention(self.cross_attention_norm(x), context=context)
+            x = x + self.cross_attention_post_norm(branch)
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+
+
+def _rms(d_model: int, wanted: bool) -> nn.Module:
+    return nn.RMSNorm(d_model, eps=1e-6) if wanted else nn.Identity()
+
+
+# A decoder language model made of qkeel's blocks.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +277,135 @@ def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | N
         attention = Attention(width, heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=dropout)
     mlp = MLP(width, int(config.mlp_ratio * width), config.mlp)
     return Block(attention, mlp, width, config.norm_order, cross)
+
+
+# Images on their way into a transformer: patches next to tokens of text, and a vision transformer.
+
+
+@final
+class FusedEmbedding(nn.Embedding):
+    """Embeddings of text from a table, of image patches from their pixels: x_t = W z_t where token t is a patch.
+
+    Args:
+        embedding: the table of all tokens, whose weight stays the same object; its rows of patches are not used.
+        pixels: [codes p], standardised pixels of each patch code, the last tokens of the vocabulary.
+    """
+
+    def __init__(self, embedding: nn.Embedding, pixels: Float[Tensor, "codes p"]) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight)
+        self.weight = embedding.weight
+        self.patch = nn.Linear(pixels.shape[1], embedding.embedding_dim, bias=False)
+        self.first = embedding.num_embeddings - len(pixels)
+        self.register_buffer("pixels", pixels, persistent=False)
+
+    def forward(self, input: Int[Tensor, "b t"]) -> Float[Tensor, "b t m"]:
+        """Maps tokens [b t] to [b t m]."""
+        code = input - self.first
+        seen = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
+        return torch.where((code >= 0)[..., None], seen, super().forward(input))
+
+
+@final
+class ViT(nn.Module):
+    """Patches by a linear map plus learned positions, blocks without causal mask, mean over patches, head.
+
+    Args:
+        config: sizes of the blocks; `vocab_size` is the number of classes.
+        patches: patches of an image. width: numbers in a patch.
+
+    Source: Dosovitskiy et al. 2020, arXiv 2010.11929; mean over patches in place of a class token: Beyer et al. 2022,
+    arXiv 2205.01580.
+    """
+
+    def __init__(self, config: DecoderConfig, *, patches: int, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.patch = nn.Linear(width, config.d_model, bias=False)
+        self.position = nn.Embedding(patches, config.d_model)
+        self.blocks = nn.ModuleList(build_block(config, spec) for spec in config.specs)
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, patches: Float[Tensor, "b patches p"]) -> Float[Tensor, "b classes"]:
+        """Maps patches [b t p] to logits over the classes [b classes]."""
+        expected = (self.position.num_embeddings, self.patch.in_features)
+        if patches.ndim != 3 or tuple(patches.shape[1:]) != expected:
+            raise ShapeError(
+                f"expected patches of shape [batch {expected[0]} {expected[1]}], got {tuple(patches.shape)}"
+            )
+        x = self.patch(patches) + self.position.weight
+        for block in self.blocks:
+            x = block(x, causal=False)
+        return self.head(self.norm(x).mean(1))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """As `Decoder.init_weights`, positions of std 1."""
+        init_linears(self, self.config, self.position.weight, generator)
+        self.position.weight.normal_(0.0, 1.0, generator=generator)
+
+
+# An encoder–decoder of qkeel's blocks: self-attention on both sides, and cross-attention from one to the other.
+
+
+@final
+class EncoderDecoder(nn.Module):
+    """A source and what follows from it, in one sequence: its first `source` tokens are encoded, the others predicted.
+
+    `config.n_layers` blocks without causal mask encode; as many causal ones decode, each with cross-attention to what
+    the last block of the encoder gives, normed. Both sides share the embedding.
+
+    Args:
+        config: sizes of both sides; multi-head attention.
+        source: tokens of a source, at least 1.
+
+    Raises: InvalidValueError for other attention, or no source.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762; a norm before each branch and after the last block of each side.
+
+    >>> model = EncoderDecoder(DecoderConfig(vocab_size=11, d_model=8, n_heads=2), source=3)
+    >>> model(torch.zeros(1, 8, dtype=torch.int64)).shape
+    torch.Size([1, 5, 11])
+    """
+
+    def __init__(self, config: DecoderConfig, *, source: int) -> None:
+        super().__init__()
+        check(config.attention == "mha", "attention='mha' of an encoder–decoder", repr(config.attention))
+        check(source >= 1, "a source of at least 1 token", source)
+        self.config, self.source = config, source
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.encoder = nn.ModuleList(build_block(config, spec) for spec in config.specs)
+        self.encoder_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.blocks = nn.ModuleList(
+            build_block(config, spec, cross=_cross(config, i)) for i, spec in enumerate(config.specs)
+        )
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Int[Tensor, "b st"]) -> Float[Tensor, "b t vocab"]:
+        """Maps a source and its target in a row [b source+t] (int64) to logits of each target token's successor."""
+        if tokens.ndim != 2 or tokens.shape[1] <= self.source:
+            raise ShapeError(f"expected tokens of shape [batch more than {self.source}], got {tuple(tokens.shape)}")
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+        memory, x = self.embedding(tokens).split([self.source, tokens.shape[1] - self.source], dim=1)
+        for block in self.encoder:
+            memory = block(memory, causal=False)
+        memory = self.encoder_norm(memory)
+        for block in self.blocks:
+            x = block(x, context=memory)
+        x = self.norm(x)
+        return self.head(x if self.config.output_scale == 1 else x * self.config.output_scale)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """As `Decoder.init_weights`."""
+        init_tokens(self, self.config, self.embedding.weight, generator)
+
+
+def _cross(config: DecoderConfig, layer: int) -> Attention:
+    """The cross-attention of a layer, under the layer's spec."""
+    sizes = (config.d_model, config.n_heads, config.n_kv_heads, config.head_dim)
+    return Attention(*sizes, spec=config.specs[layer], dropout=config.dropout)

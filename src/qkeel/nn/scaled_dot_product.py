@@ -12,16 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from qkeel.functional.statistics.rows import KernelRows
+from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.choose import choose
-from qkeel.kernels.compiled_attention import Native
-from qkeel.kernels.compiled_decode import Decode
-from qkeel.kernels.native.operator import is_plain
+from qkeel.kernels.compiled_attention import Decode, Native
+from qkeel.kernels.native.operators import is_plain
 from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.scale import Fixed
-from qkeel.spec.shapes import GivenMask, Outputs, PerRow
+from qkeel.spec.logits import Fixed
+from qkeel.spec.slot import GivenMask, Outputs, PerRow
 
 
 def scaled_dot_product_attention(

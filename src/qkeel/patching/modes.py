@@ -1,34 +1,566 @@
-"""Modes of torch: objects that see every torch function, or every operator, of a thread while they are entered."""
+"""Modes of torch, the state of its compiler, its private operators, wrappers of parallel training, and the guard that
+keeps
+a fault of the watcher from the run.
+"""
 
 from __future__ import annotations
 
 import abc
 import functools
+import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, Self
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+from torch.distributed.algorithms.join import Joinable
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
+    _get_current_function_mode_stack,
     _pop_mode,
     _pop_torch_function_stack,
     _push_mode,
     _push_on_torch_function_stack,
 )
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from qkeel.patching.guard import Guarded, unguarded
-from qkeel.patching.module_tables import put_hooks
-from qkeel.patching.parallel_training import collective_of
+from qkeel.errors import QkeelError, RefusedError, caution
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+# The guard around everything that is called while somebody trains: what fails in it reaches nobody.
+
+T = TypeVar("T")
+Guarded = Callable[..., Any]  # called as guard(function, *arguments)
+
+
+@final
+class FaultGuard:
+    """Calls functions so that no exception of theirs reaches the caller.
+
+    The first is kept in `error`, one warning tells of it, and each function of `off` is called, to switch off what
+    failed. Later ones are dropped: it was said that nothing more is measured. Interrupts (KeyboardInterrupt,
+    SystemExit) are no faults and pass.
+
+    >>> guard = Guard("the watcher is off: {}")
+    >>> guard(int, "7")
+    7
+    """
+
+    def __init__(self, words: str, *off: Callable[[], None]) -> None:
+        """`words`: of the warning, with {} in place of what went wrong."""
+        self.words, self.off = words, list(off)
+        self.error: Exception | None = None
+
+    def __call__(self, act: Callable[..., T], *args: object) -> T | None:
+        try:
+            return act(*args)
+        except Exception as error:
+            if self.error is None:
+                self._report(error)
+            return None
+
+    def _report(self, error: Exception) -> None:
+        try:
+            text = str(error) if isinstance(error, QkeelError) else f"{type(error).__name__}: {error}"
+            caution(self.words.format(text))
+        except Exception:  # the stack or the memory is still full: the next fault is reported
+            return
+        self.error = error
+        for act in self.off:
+            self(act)
+
+
+@final
+class DeferredError:
+    """A guard that keeps the first exception for `settle`: what it is raised in goes on as if nothing had been asked,
+    since other processes wait for it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __call__(self, act: Callable[..., T], *args: object) -> T | None:
+        try:
+            return act(*args)
+        except Exception as error:
+            self.error = self.error or error
+            return None
+
+    def settle(self) -> None:
+        """Raises what was kept."""
+        if self.error is not None:
+            raise self.error
+
+
+def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
+    """The function in the thread that runs now; in any other nothing. For hooks of a pass on modules that other threads
+    may call meanwhile."""
+    own = threading.get_ident()
+    return lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None
+
+
+def unguarded(act: Callable[..., T], *args: object) -> T:
+    """Calls a function; what it raises reaches the caller, who asked for the answer."""
+    return act(*args)
+
+
+# The tables in which an nn.Module keeps its own parameters, submodules, buffers and hooks, to be read and changed.
+#
+# nn.Module's public methods list them, or set one at a time; they neither keep the order of what is put back nor
+# identify hooks.
+
+TABLES = ("_parameters", "_modules", "_buffers")
+_STATE = "__getstate__"
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name; what is written to it is the module's."""
+    return module._parameters
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own submodules by name; what is written to it is the module's."""
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name; what is written to it is the module's."""
+    return module._buffers
+
+
+def is_made(module: nn.Module) -> bool:
+    """True if nn.Module.__init__ ran: one that is still being made, or only looks like one, has no tables."""
+    return TABLES[1] in vars(module)
+
+
+def names_in_use(module: nn.Module) -> set[str]:
+    """The names of everything that the module itself holds."""
+    return {*vars(module), *module._parameters, *module._modules, *module._buffers}
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A copy of the module's attributes but for those three tables."""
+    return {name: value for name, value in vars(module).items() if name not in TABLES}
+
+
+def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The hooks that run before the module's forward, in their order."""
+    return module._forward_pre_hooks
+
+
+def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The hooks that run after the module's forward, in their order."""
+    return module._forward_hooks
+
+
+def put_hooks(
+    module: nn.Module, key: object, before: Callable[..., None] | None, after: Callable[..., None]
+) -> list[dict[Any, Any]]:
+    """Puts a hook before and one after the module's forward, under a key of the caller's own; returns the tables that
+    hold the key now, to be taken out of. For many modules a step: torch's own registration takes ten times as long.
+
+    before(module, args, kwargs) comes before all other hooks; with it after(module, args, output) is called after an
+    exception too.
+    """
+    tables: list[Any] = [module._forward_hooks]
+    module._forward_hooks[key] = after  # type: ignore[index]
+    if before is not None:
+        first, named, always = (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )
+        first[key] = before  # type: ignore[index]
+        first.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        named[key] = always[key] = True  # type: ignore[index]
+        tables += [first, named, always]
+    return tables
+
+
+def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
+    """Removes the hooks after the module's forward but for those whose numbers are `kept`."""
+    for number in [number for number in module._forward_hooks if number not in kept]:
+        for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+            table.pop(number, None)
+
+
+class ModuleTree:
+    """The modules of a model with their names, walked again only where something in the tree is another than before.
+
+    To compare the tree takes no call of Python for a module, to walk it ten.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._named: list[tuple[str, nn.Module]] = []
+        self._tables: list[dict[str, Any]] = []
+        self._held: list[tuple[object, ...]] = []
+        self._of_kind: dict[object, list[tuple[str, nn.Module]]] = {}
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """Every module once, with its name, as `named_modules()` gives them."""
+        if not self._held or [*map(tuple, map(dict.items, self._tables))] != self._held:
+            self._named = [*self._model.named_modules()]
+            tables = [module._modules for _, module in self._named]
+            self._of_kind.clear()
+            if all(isinstance(table, dict) for table in tables):  # those of scripted modules are not
+                self._tables, self._held = tables, [*map(tuple, map(dict.items, tables))]
+            else:
+                self._tables, self._held = [], []
+        return self._named
+
+    def of_kind(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """Those that are of one of these classes."""
+        named = self.named()
+        if kinds not in self._of_kind:
+            self._of_kind[kinds] = [(name, module) for name, module in named if isinstance(module, kinds)]
+        return self._of_kind[kinds]
+
+    def any_compiled(self) -> bool:
+        """Returns whether the `compile()` of one of the modules was called."""
+        return any([module._compiled_call_impl is not None for _, module in self.named()])  # noqa: C419
+
+
+@final
+class _StoredState:
+    """A module's state without some of its hooks; it stands in the module's own `__dict__`, and leaves itself out."""
+
+    def __init__(self, module: nn.Module, own: type) -> None:
+        self.module, self.own = module, own
+
+    def __call__(self) -> object:
+        found = type(self.module).__getstate__(self.module)
+        if type(found) is not dict:  # the class has a state of its own making
+            return found
+        left = {name: value for name, value in found.items() if value is not self}
+        gone = {n for table in _HOOKS[:2] for n, hook in left.get(table, {}).items() if isinstance(hook, self.own)}
+        for name in _HOOKS:
+            if name in left:
+                left[name] = type(left[name])((n, x) for n, x in left[name].items() if n not in gone)
+        return left
+
+
+def store_without(module: nn.Module, own: type) -> None:
+    """Has copies and pickles of a module leave out its forward hooks of the class `own`, as if nobody had put them on.
+
+    A module is asked for its state as an instance, so an entry in its `__dict__` answers before its class does.
+    """
+    if _STATE not in vars(module) and not isinstance(module, torch.jit.ScriptModule):
+        vars(module)[_STATE] = _StoredState(module, own)
+
+
+def store_whole(module: nn.Module) -> None:
+    """Takes back `store_without`, once none of its hooks is left."""
+    found = vars(module).get(_STATE)
+    if isinstance(found, _StoredState) and not any(
+        isinstance(hook, found.own) for table in _HOOKS[:2] for hook in vars(module)[table].values()
+    ):
+        del vars(module)[_STATE]
+
+
+def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Makes this the first of the module's own parameters, in a table that no copy of the module shares."""
+    module._parameters = {name: parameter, **module._parameters}
+
+
+def state_without(module: nn.Module, submodule: str) -> dict[str, Any]:
+    """A copy of all that the module holds, but for one submodule."""
+    kept = {name: part for name, part in module._modules.items() if name != submodule}
+    return {**vars(module), TABLES[1]: kept}
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Makes the module one of another class, such as the one that it had before torch parametrized it."""
+    module.__class__ = cls
+
+
+def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, ...]]) -> None:
+    """Has a module that torch parametrized copied and pickled as `reduced(module, protocol)` says. The class is one
+    that torch made for this module alone, and which it does not let pickle."""
+    type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]
+
+
+# Operators of torch without a public function: attention kernels that return their logsumexp, steps of many tensors.
+# Each is torch's own, under the name that says what it does.
+
+Operator = torch._ops.OpOverloadPacket
+
+# Attention kernels: (output, row logsumexps, ...) where F.scaled_dot_product_attention returns the output alone.
+flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash = torch.ops.aten._scaled_dot_product_flash_attention
+memory_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+registered = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+
+# Which kernel F.scaled_dot_product_attention would take, as a number of torch.nn.attention.SDPBackend.
+kernel_choice = torch._fused_sdp_choice
+
+# What runs behind F.scaled_dot_product_attention, by the names without underscores around them.
+SDPA_KERNELS = {
+    "scaled_dot_product_flash_attention": flash,
+    "scaled_dot_product_flash_attention_for_cpu": flash_on_cpu,
+    "scaled_dot_product_efficient_attention": memory_efficient,
+    "scaled_dot_product_cudnn_attention": cudnn,
+    "scaled_dot_product_fused_attention_overrideable": registered,
+}
+
+# One operator over a list of tensors, in place but for `lerp_all`.
+add_to_all = torch._foreach_add_
+multiply_all = torch._foreach_mul_
+copy_to_all = torch._foreach_copy_
+lerp_all = torch._foreach_lerp
+lerp_all_in_place = torch._foreach_lerp_
+
+
+def operator_name(function: object) -> str:
+    """The name of an operator with its namespace, as "aten::add"; "" of anything else."""
+    return function._qualified_op_name if isinstance(function, Operator) else ""
+
+
+def argument_names(operator: Operator) -> list[str]:
+    """The names of an operator's arguments, in their order."""
+    return [argument.name for argument in operator.default._schema.arguments]
+
+
+def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """The arguments that an operator writes into, as add_ does; none of anything that is no operator."""
+    written = _written(operator) if isinstance(operator, torch._ops.OpOverload) else ()
+    return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
+
+
+@functools.cache
+def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operator writes into."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+# The state of torch at this moment: compiling, transforming, tracing, or computing a checkpointed pass again.
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+# Where torch lacks the name every call counts; tests/patching says so.
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def constant_when_compiled(function: AnyFunction) -> AnyFunction:
+    """Marks a function whose answer torch's compiler takes for a constant, at the time it compiles. As
+    torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The frames of Python that are running in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def recomputing() -> bool:
+    """True if this is a backward pass, where gradient checkpointing computes forward passes again."""
+    return _graph_task() != -1
+
+
+def in_function_transform() -> bool:
+    """True if a torch.func transform is under way: its tensors mean nothing outside of it."""
+    return get_interpreter_stack() is not None
+
+
+def in_vmap() -> bool:
+    """True if torch.func.vmap is under way: its tensors lack the dimension that is mapped over."""
+    levels = get_interpreter_stack()
+    return levels is not None and any(level.key() == TransformType.Vmap for level in levels)
+
+
+@constant_when_compiled
+def with_tangents() -> bool:
+    """True if tensors may have tangents, which operators without a forward derivative would drop: inside
+    torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
+    levels = get_interpreter_stack()
+    inside = levels is not None and any(level.key() == TransformType.Jvp for level in levels)
+    return inside or forward_ad._current_level >= 0
+
+
+def transformed_now() -> bool:
+    """True if a torch.func transform or forward-mode differentiation is under way."""
+    return get_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def transformed() -> bool:
+    """True if a torch.func transform, forward-mode differentiation, export or trace is under way."""
+    # What is exported or traced runs elsewhere, in programs that do not have qkeel's operators.
+    differentiated = in_function_transform() or with_tangents()
+    return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def in_python_mode() -> bool:
+    """True if a mode in Python is active that sees or replaces torch's calls, but for torch.set_default_device's."""
+    functions = _get_current_function_mode_stack()
+    return _get_current_dispatch_mode() is not None or any(type(mode) is not DeviceContext for mode in functions)
+
+
+def run_uncompiled(*codes: CodeType) -> None:
+    """Has torch's compiler run frames of this code as they are, and go on with what they call."""
+    for code in codes:
+        torch._dynamo.eval_frame.skip_code(code)
+
+
+def compiler_loaded() -> bool:
+    """True if anything was, or could be, compiled in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def compile_again() -> None:
+    """Has everything that was compiled so far compiled from scratch: for a change that no guard of it notices."""
+    if compiler_loaded():
+        torch._dynamo.reset()
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was given, of what it returned; any other as it is."""
+    return module._orig_mod if _is_wrapper(module) else module  # type: ignore[return-value]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if calls of this module run compiled code: torch.compile returned it, or its own compile() was called."""
+    return _is_wrapper(module) or module._compiled_call_impl is not None
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return compiler_loaded() and isinstance(module, torch._dynamo.OptimizedModule)
+
+
+# The state of torch's ways to train one model on several processes: the store, pipelines, sharded weights, Join.
+
+
+def process_store() -> distributed.Store:
+    """The store at which the processes met, which a silent process cannot block: keys and values that all of them read
+    and write."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def joined(model: nn.Module) -> bool:
+    """True in a context of torch's Join, in which processes may end at different steps; asked of the wrapper, such as
+    DistributedDataParallel, that the context was given."""
+    return isinstance(model, Joinable) and model._join_config.enable
+
+
+def running_stage() -> int | None:
+    """The number of the pipeline stage whose pass is running; None outside of one."""
+    for frame in _stage_frames():
+        stage = vars(frame.f_locals["self"]).get("stage_index") if "self" in frame.f_locals else None
+        if isinstance(stage, int):
+            return stage
+    return None
+
+
+def inferring_shapes() -> bool:
+    """True in the pass by which a stage finds out the shapes of its outputs, on memory that holds no data."""
+    return any(frame.f_code.co_name == "_compute_outputs" for frame in _stage_frames())
+
+
+def _stage_frames() -> Iterator[FrameType]:
+    """The frames of torch's module of stages that are running, the innermost first."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is not None:
+        yield from (frame for frame in running_frames() if frame.f_code.co_filename == module.__file__)
+
+
+def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] | None:
+    """The ranks of the processes that an operator waits for; None if it is no collective."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _COLLECTIVES:
+        return None
+    group = None
+    if args and isinstance(args[-1], str):
+        group = distributed.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]
+    elif operator.namespace == "c10d" and not _BETWEEN_TWO.search(str(operator)):
+        boxed = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
+        group = None if boxed is None else distributed.ProcessGroup.unbox(boxed)
+    return None if group is None else tuple(distributed.get_process_group_ranks(group))
+
+
+def without_others(operator: object, args: Args) -> Callable[..., object] | None:
+    """Returns what stands for an operator when one process repeats it with other numbers and the others don't.
+
+    Of an all-gather that is the own part made again, and the others' as they came; another collective is refused then.
+    None for what is no collective, and for functional ones, which all processes repeat.
+    """
+    ranks = collective_of(operator, args)
+    if ranks is None or not str(operator).startswith("c10d."):
+        return None
+
+    def parts(gathered: Tensor | Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        return gathered.chunk(len(ranks)) if isinstance(gathered, Tensor) else gathered[0]
+
+    def refuse(*_: object) -> object:
+        raise RefusedError(f"{operator} makes them from numbers of other processes")
+
+    def gather(gathered: Tensor | list[list[Tensor]], own: Tensor | list[Tensor], *_: object) -> object:
+        for rank, new, came in zip(ranks, parts(gathered), parts(args[0]), strict=True):
+            new.copy_(came if rank != distributed.get_rank() else own if isinstance(own, Tensor) else own[0])
+        return gathered
+
+    return gather if re.search("c10d._?allgather_(base_)?.default", str(operator)) else refuse
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_BETWEEN_TWO = re.compile("send|recv")
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Weights that fully_shard has split are whole, under their names, in this context, which all processes enter
+    together. A pass in it waits for no other process on their behalf, and may fail on one of them alone."""
+    with ExitStack() as undo:
+        modules = _sharded_modules(model)
+        for module in modules:
+            state = module._get_fsdp_state()
+            state._lazy_init()  # the first pass would, and tell the outermost module to stay whole after it
+            groups = state._fsdp_param_groups
+            kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
+            # A pass that fails leaves behind that it is under way.
+            kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
+            undo.callback(module.reshard)
+            for owner, name in kept:
+                undo.callback(setattr, owner, name, vars(owner)[name])
+            module.set_reshard_after_forward(False, recurse=False)
+        for module in modules:
+            module.unshard()
+        yield
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    found: list[FSDPModule] = []
+    for module in model.modules() if fsdp is not None else ():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            found.append(module)  # type: ignore[arg-type]
+    return found
+
+
+# Modes of torch: objects that see every torch function, or every operator, of a thread while they are entered.
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-Operator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its arguments and what came out
+TorchOperator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its arguments and what came out
 
 # Operators that are called otherwise in torch's Python functions.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
@@ -128,7 +660,7 @@ class OperatorMode(TorchDispatchMode):
         keep: bool = False,
     ) -> None:
         super().__init__()
-        self.operations: list[Operator] = []
+        self.operations: list[TorchOperator] = []
         self._read, self._guard, self._wanted, self._keep = read, guard, wanted, keep
 
     def __torch_dispatch__(
@@ -236,7 +768,7 @@ class ModeInModules:
         before: Callable[[str, torch.nn.Module, Args, Kwargs], None] = lambda *_: None,
         after: Callable[[torch.nn.Module], None] = lambda _: None,
     ) -> None:
-        self._mode, self._modules, self._before, self._after = mode, modules, before, after
+        self._mode, self._hooked, self._before, self._after = mode, modules, before, after
         self._entered: list[frozenset[Function] | None] = []  # the mode's `only` around each call that is under way
         self._thread = threading.get_ident()
 
@@ -246,7 +778,7 @@ class ModeInModules:
         undo.callback(self._leave_all)
         tables = []
         undo.callback(lambda: [table.pop(self, None) for table in tables])
-        for name, (module, only) in self._modules.items():
+        for name, (module, only) in self._hooked.items():
             before = functools.partial(self._enter, name, only)
             tables += put_hooks(module, self, before, self._exit)
 

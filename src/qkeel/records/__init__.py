@@ -1,8 +1,18 @@
 """The records on disk: names, units and shapes of every recorded number, and how it is written and read. No torch
 here: the report reads runs on machines that have none."""
 
-from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
-from qkeel.records.heads_file import HeadRecorder, Heads, fold_heads, read_heads
+from qkeel.records.files import (
+    HeadRecorder,
+    Heads,
+    append_line,
+    fold_heads,
+    read_heads,
+    read_json,
+    read_lines,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from qkeel.records.names_and_units import (
     CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,
@@ -19,7 +29,7 @@ from qkeel.records.names_and_units import (
     head_field,
     layer_fields,
 )
-from qkeel.records.rundir import RunDirectory, RunStatus, fresh_directory
+from qkeel.records.run_directory import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
     "CLASS_FIELDS",

@@ -1,18 +1,24 @@
-"""Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named."""
+"""The files of a run, field by field, and the file of per-head numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkeel.errors import DamagedFileError, reported
+import numpy as np
+
+from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
-from qkeel.records.checksums import FIELD, check_seal, is_sealed, seal
-from qkeel.records.regular_files import MOST_BYTES, read_regular, refuse_irregular
-from qkeel.records.strict_json import json_value
+from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
+from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, head_field
+from qkeel.records.parse import json_value
+
+# Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named.
 
 JSONObject = dict[str, Any]  # as a file gives it: what its values are, its reader knows
 
@@ -161,3 +167,391 @@ def _numbers(value: object) -> Any:
     if isinstance(value, list):
         return [_numbers(v) for v in value]
     return value
+
+
+# The fields of the files of runs and studies, and the type of each: the one table that every reader checks against.
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return _is_number(value) and value == value // 1 and 0 <= value < 1 << 53  # type: ignore[operator]
+
+
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+def _are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+KINDS: dict[str, Callable[[object], bool]] = {
+    "a number": _is_number,
+    "a finite number": lambda value: _is_number(value) and math.isfinite(value),  # type: ignore[arg-type]
+    "a whole number": _is_whole,
+    "a number from 1 to 65,536": lambda value: type(value) is int and 1 <= value <= 1 << 16,
+    "text": _is(str),
+    "true or false": _is(bool),
+    "an object": _is(dict),
+    "a list of text": _are(_is(str)),
+    "sizes": lambda value: (type(value) is int and value >= 0) or isinstance(value, list),
+    "a list of numbers": _are(_is_number),
+    "a list of whole numbers": _are(_is_whole),
+    "a list of objects": _are(_is(dict)),
+    "an object of objects": lambda value: isinstance(value, dict) and all(map(_is(dict), value.values())),
+}
+
+
+def _of_kinds(lines: Mapping[str, str]) -> dict[str, str]:
+    """The kind of each name, from lines of names under their kinds."""
+    return {name: kind for kind, names in lines.items() for name in names.split()}
+
+
+# What is read of the config.json of another library's model, whole or of one of its parts.
+_MODEL = {
+    "text": "model_type",
+    "sizes": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads num_key_value_heads n_kv_heads num_kv_heads multi_query_group_num n_head_kv kv_n_heads "
+    "head_dim attention_head_dim kv_channels d_kv hidden_size qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "num_hidden_layers",
+    "a number": "query_pre_attn_scalar attention_multiplier rms_norm_eps rope_theta max_position_embeddings "
+    "original_max_position_embeddings factor attention_factor mscale mscale_all_dim",
+    "an object": "rope_scaling rope_parameters attn_config",
+    "a list of text": "layer_types",
+}
+_PARTS = "text_config llm_config thinker_config vision_config audio_config encoder decoder model rope_scaling"
+_PARTS += " rope_parameters attn_config"
+# By file the names of fields under their kinds. "!" in front: the field must be there and not null; "*": every other.
+_FILES: dict[str, Mapping[str, str]] = {
+    "study.json": {
+        "!a list of objects": "runs",
+        "text": "study command",
+        "a list of text": "remedies blocks optimizers mixes parametrisation schedule decay",
+        "a list of numbers": "lrs weight_decay",
+        "a list of whole numbers": "seeds tuning_seeds d_model n_layers n_heads head_dim context batch steps",
+        "a list of objects": "tuned",
+        "an object": "contexts primary",
+        "an object of objects": "base",
+    },
+    "study.json, runs": {
+        "!text": "run_id remedy",
+        "!a number": "lr",
+        "!a whole number": "seed",
+        "text": "role part",
+        "true or false": "primary",
+    },
+    "study.json, primary": {
+        "!text": "remedy baseline",
+        "!a number": "lr",
+        "a number": "expected spread",
+        "text": "source",
+    },
+    "study.json, tuned": {
+        "text": "role remedy border",
+        "a number": "lr val_loss",
+        "a list of numbers": "lrs",
+        "a list of whole numbers": "seeds",
+    },
+    "study.json, contexts": {
+        "a list of text": "posthoc",
+        "a list of whole numbers": "test_lengths",
+        "a whole number": "sequences continue_steps",
+    },
+    "chaos.json": {"!an object": "base", "!a list of objects": "pairs"},
+    "chaos.json, pairs": {
+        "!text": "remedy",
+        "!a number": "lr loss_difference logit_distance",
+        "!a whole number": "seed",
+        "a number": "exponent",
+        "text": "part",
+    },
+    "config.json": {
+        "text": "kind remedy",
+        "a whole number": "seed steps nudge",
+        "an object": "optim model data images",
+    },
+    "config.json, optim": {"text": "name", "a number": "lr"},
+    "config.json, model": {"text": "attention norm_order block"},
+    "config.json, data": {"text": "source", "a whole number": "context batch"},
+    "config.json, images": {"text": "images", "a number": "image_share image_variance"},
+    "config.json of a watched model": {
+        "text": "kind model dtype optimizer cadence",
+        "a whole number": "parameters processes",
+        "a list of objects": "sites",
+        "a list of text": "fields",
+    },
+    "env.json": {
+        "text": "qkeel python torch device cpu dtype formula remedy_line remedy_source command watcher system commit",
+        "true or false": "compiled_kernels",
+        "an object": "corpus versions",
+        "a whole number": "n_parameters",
+        "a number": "counted_bigrams",
+    },
+    "env.json, corpus": {
+        "text": "name sha256 loss_unit tokenizer_sha256",
+        "a whole number": "train_tokens heldout_tokens vocab_size",
+    },
+    "metrics.jsonl": {"!a whole number": "step", "a number": "*"},
+    "eval.jsonl": {"!a whole number": "step", "a number": "*"},
+    "events.jsonl": {
+        "!a whole number": "step",
+        "text": "event rule severity meaning trend remedy cause source layer action site text",
+        "a whole number": "head",
+        "a number": "value",
+        "a list of whole numbers": "heads",
+    },
+    "extrapolation.jsonl": {
+        "a number": " ".join(name for name, field in EXTRAPOLATION_COLUMNS.items() if field.unit != "name"),
+        "!text": "posthoc",
+        "!a whole number": "test_length",
+        "text": "refused",
+        "a list of numbers": "segments",
+    },
+    "DONE": {"a whole number": "*"},
+    "summary.json": {
+        "text": "remedy run_id status block optimizer kind",
+        "true or false": "collapsed",
+        "a number": "*",
+    },
+    "state.safetensors": {
+        "!a whole number": "step",
+        "!a finite number": "cpu_seconds",
+        "!an object": "optimizer",
+        "an object": "sizes",
+    },
+    "state.safetensors, sizes": {"a whole number": "*"},
+    "config.json of a checkpoint": _MODEL,
+    **{f"config.json of a checkpoint, {part}": _MODEL for part in _PARTS.split()},
+    "heads.json": {
+        "!a list of text": "fields",
+        "!a number from 1 to 65,536": "n_layers n_heads",
+        "a list of text": "layers",
+        "text": "checksums",
+    },
+}
+FIELDS: dict[str, dict[str, str]] = {file: _of_kinds(lines) for file, lines in _FILES.items()}
+"""The type of a field by file and name."""
+
+
+def check_fields(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
+    """The value as an object whose fields have the types of FIELDS[file]; `where` names its place in the error.
+
+    >>> check_fields({"step": 3, "loss": None}, "metrics.jsonl", "metrics.jsonl, line 1")
+    {'step': 3, 'loss': None}
+    >>> check_fields({"loss": 1.0}, "metrics.jsonl", "metrics.jsonl, line 1")
+    Traceback (most recent call last):
+    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It was damaged ...
+
+    Args:
+        value: what a parser gave. file: a row of FIELDS. where: the place of the value. error: the class to raise.
+
+    Raises: `error` for what is no object, lacks a field, or has one of another type.
+    """
+    if not isinstance(value, dict):
+        raise _field_damage(error, where, f"holds {_name(value)} where an object was expected")
+    kinds = FIELDS[file]
+    for name, kind in kinds.items():
+        if kind.startswith("!") and value.get(name) is None:
+            raise _field_damage(error, where, f"has no {name}; expected {kind.removeprefix('!')}")
+    for name, own in value.items():
+        kind = kinds.get(name, kinds.get("*"))
+        if own is not None and kind is not None and not KINDS[kind.removeprefix("!")](own):
+            raise _field_damage(
+                error, where, f"has {str(own)[:60]!r} as {name[:60]}; expected {kind.removeprefix('!')}"
+            )
+    return value
+
+
+def check_parts(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
+    """The value of a file whose fields may be objects with fields of their own; see `check_fields`.
+
+    >>> check_parts({"optim": {"lr": 0.1}}, "config.json", "config.json")
+    {'optim': {'lr': 0.1}}
+
+    Args:
+        value, file, where, error: see `check_fields`.
+    """
+    about = check_fields(value, file, where, error)
+    for name in about:
+        part = about[name]
+        if f"{file}, {name}" in FIELDS and isinstance(part, (dict, list)):
+            for entry in part if isinstance(part, list) else [part]:
+                check_fields(entry, f"{file}, {name}", f"{where}, {name}", error)
+    return about
+
+
+def read_checked(path: Path, sealed: bool = False) -> JSONObject:
+    """The value of a JSON file whose name has a row in FIELDS; see `read_json` and `check_parts`.
+
+    >>> _ = Path("chaos.json").write_text('{"base": {}, "pairs": []}')
+    >>> read_checked(Path("chaos.json"))
+    {'base': {}, 'pairs': []}
+    """
+    return check_parts(read_json(path, sealed), path.name, str(path))
+
+
+def _name(value: object) -> str:
+    return {list: "a list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
+
+
+def _field_damage(error: type[QkeelError], where: str, what: str) -> QkeelError:
+    return error(f"{where} {what}. It was damaged or is of another kind: restore it, or make it again.")
+
+
+# The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; in
+# heads.crc32 the CRC-32 of each record as a little-endian uint32.
+
+_MOST_NUMBERS = 1 << 24  # of one step
+_MOST_BYTES = 1 << 35
+_SUMS = "checksums"  # the field of heads.json that names the file of them
+_MEND = "Restore the files, or delete the directory and run again."
+_FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Per-head numbers of a run. `values[name]` has shape [n_steps, n_layers, n_heads]; `layers` names, if known."""
+
+    steps: np.ndarray  #: [n_steps], optimizer steps done
+    values: dict[str, np.ndarray]
+    layers: tuple[str, ...] = ()
+
+
+class HeadRecorder:
+    """Appends records of `1 + n_fields·n_layers·n_heads` float32 to `directory`/`name`.f32: the step, then the fields
+    in order; `layers` are the names of the layers, () if unknown.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        fields: tuple[str, ...],
+        n_layers: int,
+        n_heads: int,
+        *,
+        layers: tuple[str, ...] = (),
+        name: str = "heads",
+    ) -> None:
+        self.path = directory / f"{name}.f32"
+        self.shape = (len(fields), n_layers, n_heads)
+        place = directory / f"{name}.json"
+        about = {"fields": list(fields), "n_layers": n_layers, "n_heads": n_heads, "dtype": "<f4", "leading": "step"}
+        about |= {"layers": list(layers)} if layers else {}
+        there = refuse_irregular(place) is not None
+        old = _description(directory, name) if there else {**about, _SUMS: f"{name}.crc32"}
+        if {key: value for key, value in old.items() if key != _SUMS} != about:
+            raise DamagedFileError(f"{place} describes other records. {_MEND}")
+        if not there:
+            write_json(place, old)
+        self._sums = directory / f"{name}.crc32" if _SUMS in old else None  # an earlier version wrote none
+
+    def append(self, step: int, values: np.ndarray) -> None:
+        """Append one record; values [n_fields, n_layers, n_heads]."""
+        if values.shape != self.shape:
+            raise ShapeError(f"expected values of shape {self.shape}, got {values.shape}")
+        record = np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes()
+        disk.append(self.path, record)
+        if self._sums is not None:
+            disk.append(self._sums, zlib.crc32(record).to_bytes(4, "little"))
+
+
+def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure: int = 0) -> Heads:
+    """Read heads.json, heads.f32 and heads.crc32; a torn last record, or one without a checksum yet, is dropped.
+
+    >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
+    >>> read_heads(Path(".")).steps
+    array([5])
+
+    Args:
+        directory, name: where, and "heads" or "eval_heads".
+        sealed: whether heads.json must have a checksum.
+        sure: bytes of heads.f32 that are known to have been written.
+
+    Raises: DamagedFileError if a record does not fit its checksum, or heads.json describes another file.
+    """
+    about, path = _description(directory, name, sealed), directory / f"{name}.f32"
+    rows = _records(about, path, sure)
+    steps = rows[:, 0]
+    if not (np.isfinite(steps) & (steps >= 0)).all():
+        raise DamagedFileError(
+            f"{path} has a step that is no whole number: {name}.json does not describe it, or it was damaged. " + _MEND
+        )
+    fields = about["fields"]
+    body = rows[:, 1:].reshape(len(rows), len(fields), about["n_layers"], about["n_heads"])
+    values = {f: body[:, i] for i, f in enumerate(fields)}
+    return Heads(steps=steps.astype(np.int64), values=values, layers=tuple(about.get("layers") or ()))
+
+
+def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
+    """The sound records [n, 1 + numbers]."""
+    width = _width(about)
+    flat = np.frombuffer(_stored(path, 4 * width), dtype="<f4")
+    rows = flat[: flat.size // width * width].reshape(-1, width)
+    if _SUMS not in about:
+        return rows
+    place = path.with_suffix(".crc32")
+    sums = np.frombuffer(_stored(place, 4), dtype="<u4")
+    written = sure // (4 * width)
+    if len(sums) < max(written, 1 if len(rows) > 1 else 0):
+        raise DamagedFileError(f"{place} has {len(sums)} checksums of {len(rows)} records: it was damaged. {_MEND}")
+    wrong = [i for i, row in enumerate(rows[: len(sums)]) if zlib.crc32(row.tobytes()) != sums[i]]
+    if wrong and wrong[0] < max(written, min(len(rows), len(sums)) - 1):
+        raise DamagedFileError(
+            f"{path}, record {wrong[0] + 1} does not fit its checksum in {place.name}: it was damaged. {_MEND}"
+        )
+    return rows[: wrong[0] if wrong else len(sums)]
+
+
+def _width(about: JSONObject) -> int:
+    """The numbers of a record."""
+    return 1 + len(about["fields"]) * about["n_layers"] * about["n_heads"]
+
+
+def _stored(path: Path, least: int) -> bytes:
+    """The whole numbers of the file; none where it is missing or has less than one record."""
+    size = refuse_irregular(path) or 0
+    raw = read_regular(path, most=_MOST_BYTES) if size >= least else b""
+    return raw[: len(raw) // 4 * 4]
+
+
+def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject:
+    """The fields, layers and heads of a file, as its .json says."""
+    place = directory / f"{name}.json"
+    about = check_fields(read_json(place, sealed), "heads.json", str(place))
+    names, layers = about["fields"], about.get("layers") or ()
+    if len(names) * about["n_layers"] * about["n_heads"] > _MOST_NUMBERS or len(set(names)) < len(names):
+        fault = f"it names a field twice, or more than {_MOST_NUMBERS:,} numbers of a step"
+        raise DamagedFileError(f"{place} does not describe {name}.f32: {fault}. {_MEND}")
+    if layers and len(layers) != about["n_layers"]:
+        fault = f"{len(layers)} names of layers; expected {about['n_layers']}, as its n_layers"
+        raise DamagedFileError(f"{place} has {fault}. {_MEND}")
+    return about
+
+
+def cut_heads(directory: Path, last_step: int) -> None:
+    """Drop the records after `last_step` (and a torn tail) so that a resumed run appends where it stood."""
+    path = directory / "heads.f32"
+    if refuse_irregular(path) is None or refuse_irregular(directory / "heads.json") is None:
+        return
+    about = _description(directory, "heads")
+    keep = int(np.searchsorted(read_heads(directory).steps, last_step, side="right"))
+    disk.cut(path, keep * _width(about) * 4)
+    if _SUMS in about:
+        disk.cut(path.with_suffix(".crc32"), keep * 4)
+
+
+def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
+    """The largest, smallest or mean head of [... heads], by records.HEAD_FIELDS, as [...]; NaN is not measured.
+
+    >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
+    3.0
+    """
+    field = head_field(name)
+    if field is not None and field.fold != "mean":
+        return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
+    measured = ~np.isnan(values)
+    counts = measured.sum(-1)
+    return np.where(counts, np.where(measured, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)

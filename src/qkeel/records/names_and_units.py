@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qkeel.registry import lookup
+from qkeel.options import lookup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

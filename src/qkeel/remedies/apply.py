@@ -15,18 +15,15 @@ from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
-from qkeel.nn.spec_module import SpecModule
-from qkeel.options import build
-from qkeel.patching.compiler_state import compile_again
-from qkeel.patching.forward_passes import ForwardPasses, joining, owners, unwrapped
-from qkeel.patching.guard import unguarded
-from qkeel.patching.optimizer_hooks import StepHooks
-from qkeel.registry import Term, lookup
-from qkeel.registry import parse as parse_terms
-from qkeel.remedies.base import Remedy, Target, compose_all, where
-from qkeel.remedies.final_softcap import FinalSoftcap
+from qkeel.nn.attention import SpecModule
+from qkeel.options import Term, build, lookup
+from qkeel.options import parse as parse_terms
+from qkeel.patching.forward import ForwardPasses, joining, owners, unwrapped
+from qkeel.patching.modes import compile_again, unguarded
+from qkeel.patching.optimizers import StepHooks
+from qkeel.remedies.base import NoRemedy, Remedy, Target, compose_all, where
+from qkeel.remedies.head_weights import check_weights, innermost
 from qkeel.remedies.lalr import LALR
-from qkeel.remedies.none import NoRemedy
 from qkeel.remedies.one_slot import (
     AttentionTemperature,
     LogNRemedy,
@@ -36,18 +33,13 @@ from qkeel.remedies.one_slot import (
     SoftpickRemedy,
 )
 from qkeel.remedies.output_gate import OutputGate
-from qkeel.remedies.processes.shared_models import WHAT, check_added, check_mates, check_wrapper, on_all_processes
+from qkeel.remedies.output_head import FinalSoftcap, ZLoss
+from qkeel.remedies.processes import WHAT, check_added, check_mates, check_wrapper, on_all_processes
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
-from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SpectralCap
-from qkeel.remedies.qkv_norm import QKVNorm
+from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
+from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SigmaReparam, SpectralCap
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
-from qkeel.remedies.sigma_reparam import SigmaReparam
-from qkeel.remedies.steps.head_weights import check_weights
-from qkeel.remedies.steps.mixed_precision import innermost
-from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.find import found_sites
-from qkeel.sites.named_models import Models, named_models, of_each, sites_of_each
+from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
 
 REMEDIES: dict[str, type[Remedy]] = {

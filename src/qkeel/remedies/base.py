@@ -1,4 +1,4 @@
-"""The interface of a remedy, and of what it is applied to."""
+"""What a remedy is: its options, what it is applied to, and the one that changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
 
-Heads = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
+# The interface of a remedy, and of what it is applied to.
+
+HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
 Args = tuple[Any, ...]  # of a call of somebody else's function
 Kwargs = dict[str, Any]
 
@@ -192,3 +194,20 @@ def module_name(site: AttentionSite) -> str:
 def inside(module: str, name: str) -> str:
     """The name in the model of what a module, perhaps the model itself, calls by that name."""
     return f"{module}.{name}" if module else name
+
+
+# The baseline, which changes nothing.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoRemedy(Remedy):
+    """Leaves everything as it is."""
+
+    name, stacks = "none", True
+    line = "no remedy"
+    source = "the baseline"
+    on_attention = False
+
+    def apply(self, target: Target) -> Handle:
+        return Handle(lambda: None)

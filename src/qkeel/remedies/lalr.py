@@ -15,11 +15,10 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
-from qkeel.remedies.base import Heads, Target
-from qkeel.remedies.steps.head_groups import frobenius_norm
-from qkeel.remedies.steps.head_steps import head_steps
-from qkeel.remedies.steps.head_weights import HeadWeights
-from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
+from qkeel.remedies.base import HeadsBySite, Target
+from qkeel.remedies.head_groups import frobenius_norm
+from qkeel.remedies.head_steps import head_steps
+from qkeel.remedies.head_weights import HeadWeights, StepRemedy, sites_of
 
 # One term a weight takes part in: the entries of the other weights of the term, the head of each of them that each
 # query head uses, and the query heads of each of the weight's own heads.
@@ -48,7 +47,7 @@ class LALR(StepRemedy):
     tau: float = 0.1  #: τ, the factor on the rate, above 0
     norm: Literal["frobenius", "spectral"] = "frobenius"  #: of the weights in f
     decay: Literal["scaled", "plain"] = "scaled"
-    heads: Heads | None = None
+    heads: HeadsBySite | None = None
 
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
@@ -71,7 +70,7 @@ class LALR(StepRemedy):
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
         steps = head_steps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
         row, names = steps.sizes(), _names(weights)
-        rates = Rates(_uses(target.sites, weights), weights.counts, row)
+        rates = HeadRates(_uses(target.sites, weights), weights.counts, row)
         start = row.split(weights.counts)
 
         def state() -> dict[str, Tensor]:
@@ -99,7 +98,7 @@ class LALR(StepRemedy):
 
 
 @final
-class Rates:
+class HeadRates:
     """The ratio f(now) / f(start) per head of every weight, of all weights of a model by a few operations.
 
     The norms of all entries are one row, with a 1 at its end. A table of places in it has for each number of the row

@@ -13,18 +13,15 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal, final
 
 from qkeel.errors import check
-from qkeel.functional.scaling import sigmoid_bias
+from qkeel.functional.logits import sigmoid_bias
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.options import settle
-from qkeel.remedies.attention.change_spec import ChangeSpec, known_length, refuse_added_scores
-from qkeel.remedies.attention.refusals import SlotName, refuse_taken
 from qkeel.remedies.base import Target
+from qkeel.remedies.change_spec import ChangeSpec, SlotName, known_length, refuse_added_scores, refuse_taken
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
-from qkeel.spec.cap import Cap
-from qkeel.spec.normalizer import Normalizer
-from qkeel.spec.scale import FloorLogTemperature, Scale
+from qkeel.spec.logits import Cap, FloorLogTemperature, Normalizer, Scale
 
 
 class OneSlot(ChangeSpec):

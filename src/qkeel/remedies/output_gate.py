@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
-from qkeel.heads.operators import place as memory_place
 from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.heads.walk import place as memory_place
 from qkeel.kernels.contract import Refusal
-from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.instance_forward import InstanceForward, put_in_place
-from qkeel.remedies.attention.site_parameters import add_submodules
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import InstanceForward, put_in_place
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
+from qkeel.remedies.change_spec import add_submodules
 
 
 @final

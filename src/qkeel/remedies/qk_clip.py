@@ -11,24 +11,29 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.statistics import SiteStats, find_maxima
+from qkeel.capture.calls import SiteStats, find_maxima
 from qkeel.errors import RefusedError, caution
-from qkeel.functional.updates import qk_clip_gamma
+from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.stats.per_head import find_kernel_rows, find_plain_extremes
-from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.guard import Guard
-from qkeel.remedies.base import Heads, Target
-from qkeel.remedies.processes.shared_maxima import SharedMaxima
-from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
-from qkeel.remedies.steps.head_weights import HeadWeights
-from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.logit_shares import LogitShare, logit_shares
-from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
+from qkeel.kernels.statistics import find_kernel_rows, find_plain_extremes
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.modes import FaultGuard
+from qkeel.remedies.base import HeadsBySite, Target
+from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
+from qkeel.remedies.head_steps import check_changes_last
+from qkeel.remedies.head_weights import (
+    LOW_PRECISION,
+    HeadWeights,
+    ReplacementCheck,
+    StepRemedy,
+    copies_in_state,
+    found_inf,
+    innermost,
+    sites_of,
+)
+from qkeel.remedies.processes import SharedMaxima
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled
@@ -59,7 +64,7 @@ class QKClip(StepRemedy):
     threshold: float = 100.0  #: τ, in nats, above 0
     groups: Literal["query", "group"] = "query"
     frozen: Literal["refuse", "scale"] = "refuse"
-    heads: Heads | None = None
+    heads: HeadsBySite | None = None
 
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
@@ -90,7 +95,7 @@ class QKClip(StepRemedy):
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
-        plan = _Plan(self, target, optimizer)
+        plan = _ClippedRows(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
         clip = _Clip(self, target, plan, optimizer)
@@ -112,7 +117,7 @@ class QKClip(StepRemedy):
         return logit_shares(site, by_group=self.groups == "group")
 
 
-class _Plan:
+class _ClippedRows:
     """The rows of the tensors that each site's γ scales, found once. γ of all sites' query heads are one row [h],
     with their roots behind them, then a 1."""
 
@@ -167,7 +172,7 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
 class _Clip:
     """One application of qk_clip: the tap that collects maxima and what happens after a step."""
 
-    def __init__(self, remedy: QKClip, target: Target, plan: _Plan, optimizer: Optimizer) -> None:
+    def __init__(self, remedy: QKClip, target: Target, plan: _ClippedRows, optimizer: Optimizer) -> None:
         self.remedy, self.sites, self.plan = remedy, target.sites, plan
         self.tap = Tap(
             target.model,
@@ -176,7 +181,7 @@ class _Clip:
             measure=find_maxima,
             measure_rows=find_kernel_rows,
             measure_plain=find_plain_extremes,
-            guard=Guard(_OFF),
+            guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
         self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # no other is clipped
@@ -266,7 +271,7 @@ class _Clip:
         self.kept = None if bool((row == -torch.inf).all()) else row
 
 
-def _spared(heads: Heads | None, sites: Sequence[AttentionSite]) -> Tensor | None:
+def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:
     """[heads of all sites]: True for those that never clip; None where there are none."""
     if heads is None:
         return None

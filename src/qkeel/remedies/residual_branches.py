@@ -14,10 +14,10 @@ from qkeel.errors import check
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
-from qkeel.nn.block import Block
+from qkeel.nn.decoder import Block
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
-from qkeel.remedies.blocks.residual_blocks import Branch, ModuleOutput, of_first, ordered, pre_norm_branches, swap
-from qkeel.remedies.steps.join_optimizer import join
+from qkeel.remedies.change_norm import Branch, ModuleOutput, of_first, ordered, pre_norm_branches, swap
+from qkeel.remedies.head_steps import join
 
 
 @final

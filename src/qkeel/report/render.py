@@ -1,19 +1,32 @@
-"""The page that a set of directories gets, and the file it is written to."""
+"""What `qkeel report` and `qkeel figures` write of a directory: its page, the live page, figures for a paper."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import final
 
-from qkeel.errors import InvalidTypeError
-from qkeel.records import write_text
-from qkeel.records.disk import make_directory
-from qkeel.records.regular_files import refuse_irregular
-from qkeel.report.html.page import Page
-from qkeel.report.study.collect import BASELINE, as_paths, collect
-from qkeel.report.study.study_page import study_page
-from qkeel.report.watch.watch_page import watch_page
-from qkeel.report.watch.watched_run import is_watched, read_watched
+import numpy as np
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RunDirectoryError, check_known, needed
+from qkeel.frames import Foreign
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.records import RunDirectory, RunStatus, fold_heads, write_text
+from qkeel.records.disk import make_directory, refuse_irregular
+from qkeel.report.html import Page, Section, empty_note, rate
+from qkeel.report.study.collect import BASELINE, StudyData, as_paths, collect
+from qkeel.report.study.compare import gains
+from qkeel.report.study.page import study_page
+from qkeel.report.watch_page import Watched, is_watched, read_watched, short_names, watch_page
+
+# The page that a set of directories gets, and the file it is written to.
 
 
 def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline: str = BASELINE) -> Path:
@@ -55,3 +68,364 @@ def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> 
         return study_page(collect(given, baseline))
     others = [path for path in given if path not in watched]
     return watch_page(read_watched(watched), collect(others, baseline) if others else None)
+
+
+# The page of a run that goes on, kept up to date: a server that answers to this machine alone.
+
+HOST = "127.0.0.1"
+NAMES = frozenset({HOST, "localhost"})  # names of this machine; a request by another name comes from a foreign page
+
+
+@final
+class LiveServer:
+    """A server that runs in a thread of its own until `close()`; it only reads what the run writes."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self._page = _LivePage(directory)
+        handler = functools.partial(_Handler, self._page)
+        try:
+            self._server = _Server((HOST, port), handler)
+        except (OSError, OverflowError) as error:
+            text = f"cannot listen on {HOST}:{port}: {error}. Expected a free port; choose another one, or 0 for any."
+            raise InvalidValueError(text) from error
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="qkeel-live")
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        return f"http://{HOST}:{self._server.server_address[1]}/"
+
+    def wait(self) -> None:
+        """Blocks until the server is closed, by another thread or by Ctrl-C."""
+        with contextlib.suppress(KeyboardInterrupt):
+            while self._thread.is_alive():
+                self._thread.join(0.5)
+
+    def close(self) -> None:
+        """Stops the server; a second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def serve(directory: str | Path, port: int = 0) -> LiveServer:
+    """Shows a run directory or a study on http://127.0.0.1; the page is made again whenever the files change.
+
+    Args:
+        directory: what `qkeel.watch`, `qkeel run` or `qkeel study` writes; it need not exist yet.
+        port: the port to listen on; 0 for any free one.
+
+    Returns: the running server: `url`, `wait()`, `close()`; a context manager.
+
+    Raises: InvalidValueError if nothing can listen on the port.
+    """
+    return LiveServer(Path(directory), port)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = False
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing: a browser may close a connection in the middle of an answer."""
+
+
+class _LivePage:
+    """The page of a directory and the state of the files that it was made from."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._made = ("", b"")
+
+    def state(self) -> str:
+        """Returns a word that changes whenever a file changes that the page is made from."""
+        places = [self.directory, *sorted(self.directory.glob("runs/*"))]
+        seen = []
+        for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                seen.append((str(path), about.st_size, about.st_mtime_ns))
+        return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+
+    def html(self) -> bytes:
+        """Returns the page of the files as they are now."""
+        with self._lock:
+            state = self.state()
+            if self._made[0] != state:
+                self._made = (state, self._make(state).encode())
+            return self._made[1]
+
+    def over(self) -> bool:
+        """Returns whether the run is done."""
+        return RunDirectory(self.directory).status is RunStatus.DONE
+
+    def _make(self, state: str) -> str:
+        missing = RunDirectory(self.directory).status is RunStatus.MISSING
+        if missing and not (self.directory / "study.json").exists():
+            return _waiting("Waiting for the first record", f"The directory {self.directory} is empty so far.", state)
+        try:
+            return page(self.directory).html(live=state)
+        except QkeelError as error:  # such as a file that is being written; the next state has it whole
+            return _waiting("The page cannot be made", str(error), state)
+
+
+def _waiting(title: str, text: str, state: str) -> str:
+    note = empty_note(f"{text} The page asks for news every two seconds.")
+    return Page(title=title, sections=[Section("waiting", "", note)], in_place=True).html(live=state)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version = "qkeel"
+    sys_version = ""
+
+    def __init__(self, page: _LivePage, *rest: object) -> None:
+        self.page = page
+        super().__init__(*rest)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """Answers with the page at /, and its state at /state.json."""
+        if not self._from_here():
+            text = "This server answers only requests from this machine, to 127.0.0.1 or localhost."
+            self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")
+        elif self.path == "/":
+            self._answer(HTTPStatus.OK, self.page.html(), "text/html")
+        elif self.path == "/state.json":
+            state = {"state": self.page.state(), "over": self.page.over()}
+            self._answer(HTTPStatus.OK, json.dumps(state).encode(), "application/json")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"There is nothing here; the page is at /.", "text/plain")
+
+    do_HEAD = do_GET
+
+    def _from_here(self) -> bool:
+        name, _, port = (self.headers.get("Host") or "").rpartition(":")
+        return name in NAMES and port == str(self.connection.getsockname()[1])
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: the terminal belongs to the run."""
+
+
+# The figures of a study or a watched run as files for a paper, drawn by matplotlib: PDF, SVG or PNG.
+
+FORMATS = ("pdf", "svg", "png")
+WIDTH = 3.3  # inches: one column of a two-column page
+_RATIO = 0.68  # height by width
+# Colours of Okabe and Ito (2008), which readers who do not see red and green tell apart.
+_COLOURS = ("#5a6169", "#0072b2", "#d55e00", "#009e73", "#b65a94", "#d99a00", "#56b4e9", "#7a5230")
+_STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.1,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,  # letters stay letters, which journals ask for
+    "svg.fonttype": "none",
+    "svg.hashsalt": "qkeel",  # the same file for the same numbers
+}
+_UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+
+
+def figures(
+    path: str | Path,
+    out: str | Path,
+    *,
+    formats: Sequence[str] = ("pdf", "svg"),
+    width: float = WIDTH,
+    baseline: str = BASELINE,
+) -> list[Path]:
+    """Writes the figures of a study, a run of the lab or a watched run; returns the files.
+
+    Of a watched run: the largest logit, the entropy and the length of queries and keys of each layer over the steps,
+    and the last record head by head. Of a study: held-out loss and largest logit over the learning rate with their
+    ranges over seeds, the largest logit over the steps at each rate, and the gains over a baseline with 95 % intervals.
+
+    Args:
+        path: what `qkeel watch`, `qkeel run` or `qkeel study` wrote. out: the folder to write to.
+        formats: some of pdf, svg, png. width: of a figure, in inches.
+        baseline: of a study, the remedy that gains are over.
+
+    Raises:
+        MissingLibraryError: matplotlib is not installed. UnknownNameError: another format. InvalidValueError: no width.
+        RunDirectoryError: nothing is recorded, or the files cannot be read.
+    """
+    for one in formats:
+        check_known("format of figures", one, FORMATS)
+    if not 0.5 <= width <= 50:
+        raise InvalidValueError(f"expected a width from 0.5 to 50 inches, got {width:g}")
+    with needed("figures", "'qkeel[plot]'"):
+        from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    (given,) = as_paths(path)
+    drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(collect(given, baseline))
+    written = []
+    with rc_context(_STYLE):
+        for name, draw in drawn:
+            figure = Figure(figsize=(width, _RATIO * width), layout="constrained")
+            draw(figure.subplots())
+            make_directory(Path(out))
+            for one in formats:
+                target = Path(out) / f"{name}.{one}"
+                figure.savefig(target, dpi=300, metadata=_UNDATED[one])
+                written.append(target)
+    if not written:
+        raise RunDirectoryError(f"{given} holds no record to draw; let it run, or name another directory")
+    return written
+
+
+Drawing = Iterator[tuple[str, Foreign]]  # the name of a figure, and what draws it on Axes
+
+
+def _of_watched(run: Watched) -> Drawing:
+    if not run.records:
+        return
+    names = [f"layer {name}" if name.isdigit() else name for name in short_names(run.layers)]
+    labels = {
+        "max_logit": "largest attention logit (nats)",
+        "entropy": "attention entropy (nats)",
+        "query_norm": "mean length of queries",
+        "key_norm": "mean length of keys",
+    }
+    for field, label in labels.items():
+        if field in run.measured():
+            lines = fold_heads(field, run.heads.values[field])
+            yield (
+                field,
+                lambda ax, lines=lines, label=label, field=field: _layers(
+                    ax, run.steps, lines, names, label, alarm=field == "max_logit"
+                ),
+            )
+    if "max_logit" in run.measured():
+        yield "heads", lambda ax: _heads(ax, run.heads.values["max_logit"][-1], names, run.steps[-1])
+
+
+def _layers(
+    ax: Foreign, steps: Sequence[int], lines: np.ndarray, names: Sequence[str], label: str, *, alarm: bool
+) -> None:
+    """Lines [n layers] by depth, with their names at their ends where there is room for them."""
+    shades = np.linspace(0.05, 0.85, max(2, len(names)))
+    from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
+
+    finite = lines[np.isfinite(lines)]
+    for line, name, shade in zip(lines.T, names, shades, strict=False):
+        colour = colormaps["viridis"](shade)
+        ax.plot(steps, line, color=colour, marker="." if len(steps) < 3 else None)
+        known = np.flatnonzero(np.isfinite(line))
+        if len(known) and len(names) <= 6:
+            at = (steps[known[-1]], line[known[-1]])
+            ax.annotate(name, at, xytext=(3, 0), textcoords="offset points", color=colour, va="center", fontsize=6.5)
+    if alarm:
+        ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
+    if len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
+        ax.set_yscale("log")
+    ax.set(xlabel="optimizer step", ylabel=label)
+
+
+def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> None:
+    """The last record as a map, symmetric and logarithmic on both sides of zero where both signs are there."""
+    from matplotlib import colors  # pyright: ignore[reportMissingImports]
+
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    both = low < 0 < high
+    most = max(-low, high, 1.0)
+    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if both else colors.Normalize(low, high)
+    if not both and low > 0 and high > 10 * low:
+        norm = colors.LogNorm(low, high)
+    image = ax.imshow(values, aspect="auto", cmap="RdBu_r" if both else "viridis", norm=norm, interpolation="nearest")
+    ax.figure.colorbar(image, ax=ax, label=f"largest logit at step {step:,}")
+    if len(names) <= 24:
+        ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel="head", ylabel="layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _of_study(study: StudyData) -> Drawing:
+    rows = study.rows()
+    if len(study.lrs()) > 1:
+        for field, label in (
+            ("val_loss", f"held-out loss ({study.loss_unit()})"),
+            ("max_logit", "largest logit (nats)"),
+        ):
+            yield (
+                f"{field}_by_lr",
+                lambda ax, field=field, label=label: _by_rate(ax, study, field, label, log=field == "max_logit"),
+            )
+    for lr in sorted({run.lr for run in study.runs if run.metrics and run.role == "grid"}):
+        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, study, lr)
+    found = [gain for gain in gains(rows, study.remedies, study.baseline) if gain.effect is not None]
+    if found:
+        yield "gains", lambda ax: _gains(ax, study, found)
+
+
+def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool) -> None:
+    """Means over seeds with their ranges."""
+    for i, remedy in enumerate(study.remedies):
+        by_lr = {
+            lr: [row[field] for row in study.rows() if row["remedy"] == remedy and row["lr"] == lr]
+            for lr in study.lrs()
+        }
+        known = {lr: np.array(values) for lr, values in by_lr.items() if values}
+        if not known:
+            continue
+        mean = np.array([values.mean() for values in known.values()])
+        ends = np.array([[values.min(), values.max()] for values in known.values()]).T
+        colour = _COLOURS[i % len(_COLOURS)]
+        ax.plot(list(known), mean, marker="o", markersize=2.5, color=colour, label=remedy)
+        ax.fill_between(list(known), ends[0], ends[1], color=colour, alpha=0.15, linewidth=0)
+    ax.set_xscale("log")
+    if log:
+        ax.set_yscale("log")
+    ax.set(xlabel="learning rate", ylabel=label)
+    ax.legend()
+
+
+def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
+    """The largest logit of each run at a rate, one colour for each remedy."""
+    for i, remedy in enumerate(study.remedies):
+        runs = [r for r in study.runs if r.remedy == remedy and r.lr == lr and r.metrics and r.role == "grid"]
+        for k, run in enumerate(runs):
+            course = [(int(m["step"]), m.get("max_logit")) for m in run.metrics if m.get("max_logit") is not None]
+            steps, values = zip(*course) if course else ((), ())
+            ax.plot(steps, values, color=_COLOURS[i % len(_COLOURS)], linewidth=0.8, label="" if k else remedy)
+    ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
+    ax.set_yscale("log")
+    ax.set(xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}")
+    ax.legend()
+
+
+def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
+    """Gains with 95 % intervals, one line for each remedy and rate, those of one remedy together."""
+    ordered = sorted(found, key=lambda gain: (study.remedies.index(gain.remedy), gain.lr), reverse=True)
+    for y, gain in enumerate(ordered):
+        colour = _COLOURS[study.remedies.index(gain.remedy) % len(_COLOURS)]
+        if np.isfinite(gain.effect.high):
+            ax.plot([gain.effect.low, gain.effect.high], [y, y], color=colour)
+        ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
+    ax.axvline(0, color="0.5", linewidth=0.6)
+    ax.set_yticks(range(len(ordered)), [f"{gain.remedy}, LR {rate(gain.lr)}" for gain in ordered], fontsize=6)
+    ax.set_xlabel(f"held-out loss of {study.baseline} minus that of the remedy ({study.loss_unit()})")

@@ -1,8 +1,18 @@
 """The places of attention in a model, and the tap that accumulates their statistics."""
 
-from qkeel.capture.described import describe
-from qkeel.heads.site import AttentionSite, HeadSlice, LogitTerm, Missed, Reading, Sites
+from qkeel.capture.example import describe
+from qkeel.heads.site import AttentionSite, HeadSlice, QKProduct, Reading, Sites, UnrecognizedAttention
 from qkeel.sites.find import find_sites
 from qkeel.sites.tap import Tap
 
-__all__ = ["AttentionSite", "HeadSlice", "LogitTerm", "Missed", "Reading", "Sites", "Tap", "describe", "find_sites"]
+__all__ = [
+    "AttentionSite",
+    "HeadSlice",
+    "QKProduct",
+    "UnrecognizedAttention",
+    "Reading",
+    "Sites",
+    "Tap",
+    "describe",
+    "find_sites",
+]

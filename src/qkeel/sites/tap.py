@@ -1,46 +1,230 @@
-"""The tap, which accumulates the LogitStats of every site from the calls of a model's passes."""
+"""The tap accumulates the statistics of every site from the calls that pass, and bounds on the largest logit."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Literal, Self
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
-from qkeel.capture.bracket import BracketMode
-from qkeel.capture.calls import Layout, ScoresCall
-from qkeel.capture.engine import Interceptor, Sighting, name_of
-from qkeel.capture.example import LastPass, copied, undisturbed
-from qkeel.capture.modules import Frame, tensors
-from qkeel.capture.readers import FLASH_AND_FLEX
-from qkeel.capture.statistics import Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.capture.calls import Layout, ScoresCall, Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.capture.engine import CapturedCall, CaptureMode, name_of
+from qkeel.capture.example import Frame, LastPass, copied, tensors, undisturbed
+from qkeel.capture.readers import (
+    FLASH_AND_FLEX,
+    LOGSUMEXPS,
+    CallObserver,
+    UnreadError,
+    observed_by,
+    returned_rows,
+    sdpa_arguments,
+)
 from qkeel.capture.trace import spread
 from qkeel.errors import caution
-from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.functional.statistics.rows import KernelRows
+from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.stats.found import Found
-from qkeel.kernels.stats.per_head import find_plain_rows
+from qkeel.kernels.native.operators import is_plain
+from qkeel.kernels.statistics import Found, find_plain_rows, fused_with_logsumexp
 from qkeel.nn import functional_attention
-from qkeel.nn.spec_module import Observer, Reader, SpecModule
-from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
-from qkeel.patching.guard import Guard, in_this_thread
-from qkeel.patching.modes import Args, Function, Kwargs, ModeInModules, leave
-from qkeel.patching.module_tables import ModuleTree
+from qkeel.nn.attention import Observer, RowObserver, SpecModule
+from qkeel.nn.scaled_dot_product import attention_with_logsumexp
+from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
+from qkeel.patching.modes import (
+    Args,
+    FaultGuard,
+    Function,
+    Guarded,
+    Kwargs,
+    ModeInModules,
+    ModuleTree,
+    flash_on_cpu,
+    function_name,
+    in_function_transform,
+    in_this_thread,
+    kernel_choice,
+    leave,
+    operator_name,
+    recomputing,
+    suspended,
+    unguarded,
+)
 from qkeel.spec import AttentionCall
+from qkeel.spec.call import BandCall
+
+# A mode that bounds the largest attention logit of a forward pass, at next to no cost.
+
+_GPU = "cuda"
+_OWN = "qkeel_native::attention"  # returns its logsumexp as well
+Instead = Callable[[], tuple[Tensor, Tensor | None]]
+
+
+class BracketMode(CallObserver):
+    """While it is entered, `bound` is at least the largest logit of every attention call seen, capped where it is.
+
+    F.scaled_dot_product_attention: torch's fused kernels compute row logsumexps anyway, so the kernel that it would
+    choose is called itself, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n
+    keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
+    chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
+    scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
+    compute anyway; with dropout, and where these are padded, the same bound. flex_attention: the logsumexps or maxima
+    that its caller asked for, as transformers does on a GPU (to ask for more would compile it again); else the same
+    bound, with a score_mod none. Softmax over rows of scores: their maximum. Attention inside
+    torch.nn.MultiheadAttention and compiled code is not seen, nor is what torch.func transforms. `bound` is None until
+    something was.
+    """
+
+    logsumexps = True
+
+    def __init__(self, guard: Guarded = unguarded) -> None:
+        super().__init__(guard)
+        self._found: list[Tensor] = []  # the largest of each call
+
+    def begin(self, undo: ExitStack) -> None:
+        undo.enter_context(observed_by(self))
+
+    def suspended(self) -> AbstractContextManager[None]:
+        return suspended(self)
+
+    def not_observable(self, name: str, error: Exception) -> None:
+        """Its calls bound nothing, as those of compiled code don't."""
+
+    @torch.no_grad()
+    def called(self, name: str, arguments: Kwargs, out: object) -> None:
+        """Notes what bounds the logits of a call of flex_attention or of flash-attn's functions."""
+        if not isinstance(out, Tensor | tuple) or not (out[0] if isinstance(out, tuple) else out).numel():
+            return
+        if name == "flex_attention":
+            lse, largest = returned_rows(out)
+            rows = lse if largest is None else largest
+            if rows is not None:
+                self._found.append(rows.detach().amax())
+            elif arguments["score_mod"] is None:
+                self._found.append(_norm_bound(arguments["query"], arguments["key"], arguments["scale"]))
+            return
+        try:
+            call = FLASH_AND_FLEX[name](arguments) if name in LOGSUMEXPS else None
+        except UnreadError:
+            return
+        if call is None:
+            return
+        lse = _by_row(out[1], call.q.shape[2]) if isinstance(out, tuple) and len(out) > 1 else None
+        if lse is None:
+            scale = call.spec.factor(call.pos_q, call.q.shape[-1], {}, torch.float32)
+            self._found.append(_norm_bound(call.q, call.k, float(scale)))
+            return
+        # Rows that see no key have +inf there, -inf or what was in memory before.
+        seen = call.high > call.low if isinstance(call, BandCall) else _some_key(call)
+        self._found.append((lse if seen is None else lse.where(seen, -torch.inf)).amax())
+
+    @property
+    def bound(self) -> Tensor | None:
+        """The largest of all calls so far: two launches, whatever their number."""
+        if not self._found:
+            return None
+        device = self._found[0].device  # parts of a model may be on others
+        return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
+
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
+        """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
+        if any(isinstance(x, Tensor) and not x.numel() for x in args):
+            return False  # no rows, as of an expert that got no tokens
+        if in_function_transform():
+            return False  # tensors inside torch.func's transforms mean nothing outside
+        name = function_name(function)
+        given = sdpa_arguments(args, kwargs) if name == "scaled_dot_product_attention" else {}
+        if given and _on_one_gpu(given):
+            return functools.partial(_on_gpu, function, given)
+        if function is functional_attention:
+            return functools.partial(attention_with_logsumexp, given)
+        if not given:
+            return name == "softmax" or operator_name(function) == _OWN
+        if not _flash_on_cpu(given):
+            return True
+        q, k, v, causal = given["query"], given["key"], given["value"], bool(given["is_causal"])
+        return functools.partial(flash_on_cpu, q, k, v, 0.0, causal, attn_mask=given["attn_mask"], scale=given["scale"])
+
+    @torch.no_grad()
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Tensor | None) -> None:
+        """Notes what bounds the logits of the call; `more` are logsumexps."""
+        if function_name(function) == "scaled_dot_product_attention":
+            given = sdpa_arguments(args, kwargs)
+            new = _norm_bound(given["query"], given["key"], given["scale"]) if more is None else more.detach().amax()
+        elif operator_name(function) == _OWN:
+            new = out[1].detach().amax()
+        elif args and isinstance(args[0], Tensor) and args[0].ndim > 2:
+            new = args[0].detach().amax()
+        else:
+            return
+        self._found.append(new)
+
+
+def _by_row(lse: object, t: int) -> Tensor | None:
+    """Logsumexps [... t] of [... t] or [t h]; None where those of packed sequences are padded, as in old versions."""
+    if not isinstance(lse, Tensor) or t not in (lse.shape[-1], lse.shape[0]):
+        return None
+    return lse.detach() if lse.shape[-1] == t else lse.detach().mT
+
+
+def _some_key(call: AttentionCall) -> Tensor | None:
+    """True for the rows [1 t] of a call without window that see a key at all; None where all do."""
+    return call.pos_q >= 0 if call.causal and call.q.shape[2] > call.k.shape[2] else None
+
+
+def _on_one_gpu(given: Kwargs) -> bool:
+    """True if the fused operators of a GPU may take these arguments: dense, without mask and dropout."""
+    qkv = [given[name] for name in ("query", "key", "value")]
+    if given["attn_mask"] is not None or given["dropout_p"]:
+        return False
+    return all(is_plain(x) and x.ndim == 4 and x.device.type == _GPU for x in qkv)
+
+
+def _on_gpu(function: Function, given: Kwargs) -> tuple[Tensor, Tensor | None]:
+    """SDPA's output, cast as autocast casts its inputs; and the logsumexps where a kernel returns them."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    if torch.is_autocast_enabled(_GPU):
+        kind = torch.get_autocast_dtype(_GPU)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(kind) for x in (q, k, v))
+    same = q.shape[1] == k.shape[1] or given["enable_gqa"]
+    pair = fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"]) if same else None
+    return (function(**given), None) if pair is None else pair
+
+
+def _flash_on_cpu(given: Kwargs) -> bool:
+    """True if SDPA would run torch's CPU flash kernel on these arguments."""
+    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+    if not all(is_plain(x) and x.device.type == "cpu" for x in (q, k, v)):
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    if given["dropout_p"] or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
+        return False  # SDPA turns a boolean mask into an additive one of its own
+    choice = kernel_choice(
+        q, k, v, mask, 0.0, bool(given["is_causal"]), scale=given["scale"], enable_gqa=bool(given["enable_gqa"])
+    )
+    return choice == SDPBackend.FLASH_ATTENTION.value
+
+
+def _norm_bound(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """The bound scale·max|q|·max|k|: Cauchy–Schwarz."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+    return q.detach().float().norm(dim=-1).amax() * k.detach().float().norm(dim=-1).amax() * scale
+
+
+# The tap, which accumulates the LogitStats of every site from the calls of a model's passes.
 
 Plain = Callable[[Tensor, Tensor, float, bool], Found | None]
 Phase = Literal["train", "eval"]
 Look = Literal["statistics", "bracket", "nothing"]
-Measure = Callable[[Seen], Found | LogitStats | None]
+MeasureCall = Callable[[Seen], Found | LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 
 
@@ -135,11 +319,11 @@ class Tap(Handle):
         when_training: bool = False,
         parts: bool = False,
         due: Callable[[bool, bool], Look] | None = None,
-        measure: Measure = find,
+        measure: MeasureCall = find,
         measure_rows: MeasureRows | None = None,
         measure_plain: Plain | None = None,
         keeps: bool = False,
-        guard: Guard | None = None,
+        guard: FaultGuard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
         self.measure_plain = find_plain_rows if measure is find and measure_plain is None else measure_plain
@@ -156,10 +340,10 @@ class Tap(Handle):
         self.empty = 0  # passes over an empty batch
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
-        self.guard = Guard(_OFF) if guard is None else guard
+        self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
         self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
-        self._running: _Pass | BracketMode | None = None
+        self._running: _ForwardPass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self.model = self._forwards.inner
         self.tree = ModuleTree(self.model)
@@ -234,7 +418,7 @@ class Tap(Handle):
         """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
         counts nowhere, changes nothing, and draws the same random numbers each time."""
         kept: dict[str, Seen] = {}
-        look = _Pass(self, self.phase, kept)
+        look = _ForwardPass(self, self.phase, kept)
         self._extra_pass(look, args, kwargs, seed=0)
         if look.error is not None:
             raise look.error
@@ -243,7 +427,7 @@ class Tap(Handle):
     def look_again(self) -> bool:
         """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
         False where there is none. What the model raises is raised."""
-        last, look = self.latest, _Pass(self, "train")
+        last, look = self.latest, _ForwardPass(self, "train")
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
         with last.setting(self.model):
@@ -283,7 +467,7 @@ class Tap(Handle):
             return
         below: list[bool] = []
         note = lambda sighting: below.append(sighting.below)  # noqa: E731
-        watcher = Interceptor(self.model, note, dispatch=True, guard=self.guard)
+        watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
             try:
@@ -311,7 +495,7 @@ class Tap(Handle):
                 mode.__enter__()
                 self._forwards.around.callback(leave, mode)
         if look == "statistics":
-            self._running = running = _Pass(self, phase)
+            self._running = running = _ForwardPass(self, phase)
             if not self.visitor.before(args, kwargs):
                 self._running = None
                 return
@@ -322,7 +506,7 @@ class Tap(Handle):
                 call = (args, kwargs) if self._forwards.model is self.model else None
                 running.begin(call, self._forwards.around)
 
-    def _extra_pass(self, look: _Pass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
+    def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
         """The pass that the model is about to make, made eagerly; with a seed, from that. Returns its output."""
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
@@ -354,7 +538,7 @@ class Tap(Handle):
             self._stats[look.phase].update(look.sites)
             self.visitor.after(look.phase, output, self.has(look.phase))
 
-    def tell_guess(self, sighting: Sighting) -> None:
+    def tell_guess(self, sighting: CapturedCall) -> None:
         """Say once for each site that which numbers are of which head is a guess."""
         layout = sighting.layout
         if layout is None or not layout.guess or sighting.name in self._guessed:
@@ -370,7 +554,7 @@ class Tap(Handle):
         return self
 
 
-class _Pass:
+class _ForwardPass:
     """One forward pass under observation: own modules report themselves, an interceptor sees the others. With `kept`
     the first call of each site is put there, and nothing is measured."""
 
@@ -379,7 +563,7 @@ class _Pass:
         self.phase: Phase = phase
         self.sites = SiteStatistics()
         self.error: Exception | None = None
-        self.watcher: Interceptor | None = None
+        self.watcher: CaptureMode | None = None
         self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
@@ -396,7 +580,7 @@ class _Pass:
         only_in = self.tap.places(self.phase) if self.kept is None else None
         if only_in == {} and (own or self.tap.own_alone):
             return
-        self.watcher = interceptor = Interceptor(
+        self.watcher = interceptor = CaptureMode(
             self.tap.model,
             self._foreign,
             guard=self.tap.guard,
@@ -430,7 +614,7 @@ class _Pass:
                 self.places[name] = None
         self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
 
-    def _note_place(self, sighting: Sighting) -> None:
+    def _note_place(self, sighting: CapturedCall) -> None:
         """Notes in which module attention was seen, and by which function."""
         layout, name = sighting.layout, sighting.frame.name
         known = layout is None or (layout == self.tap.known.layouts.get(sighting.name) and not layout.guess)
@@ -448,9 +632,9 @@ class _Pass:
         if self.tap.measure_rows is None or self.kept is not None:
             return see
         read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
-        return Reader(see, in_this_thread(read))
+        return RowObserver(see, in_this_thread(read))
 
-    def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
+    def _own(self, name: str, call: AttentionCall, measure: MeasureCall | None = None) -> None:
         self._take(name, call, measure=measure)
 
     def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
@@ -467,7 +651,7 @@ class _Pass:
         self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
         return True
 
-    def _foreign(self, sighting: Sighting) -> None:
+    def _foreign(self, sighting: CapturedCall) -> None:
         if not self.tap.active:
             return
         if self.watcher is None or self.watcher.whole:
@@ -478,7 +662,7 @@ class _Pass:
             measure = lambda call: reads(call, rows)  # noqa: E731
         self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None, measure)
 
-    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: Measure | None = None) -> None:
+    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
         if extra_of_another(self.tap):
             return

@@ -2,17 +2,26 @@
 
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.cap import NoCap, Softcap
-from qkeel.spec.layers import POSITIONS, layer_specs, positions
+from qkeel.spec.logits import (
+    Fixed,
+    FloorLogTemperature,
+    GradientMax,
+    InverseSqrt,
+    Learned,
+    LogN,
+    NoCap,
+    Sigmoid,
+    Sink,
+    Softcap,
+    Softmax,
+    Softpick,
+    Sqrt,
+    SquaredReLU,
+)
 from qkeel.spec.norm import L2Norm, LayerNorm, NoNorm, RMSNorm
-from qkeel.spec.normalizer import Sigmoid, Sink, Softmax, Softpick, SquaredReLU
-from qkeel.spec.position.bias import ALiBi, Kerple
-from qkeel.spec.position.rerope import LeakyReRope, ReRope
-from qkeel.spec.position.rope_scaling import NTK, PI, DynamicNTK, Llama3, NoStretch, YaRN
-from qkeel.spec.position.rotary import NoPosition, Rope, SlidingWindow, XPos
-from qkeel.spec.post_hoc import METHODS
-from qkeel.spec.presets import PRESETS, preset, presets
-from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt
+from qkeel.spec.position import METHODS, ALiBi, Kerple, LeakyReRope, ReRope
+from qkeel.spec.presets import POSITIONS, PRESETS, layer_specs, positions, preset, presets
+from qkeel.spec.rope import NTK, PI, DynamicNTK, Llama3, NoPosition, NoStretch, Rope, SlidingWindow, XPos, YaRN
 
 __all__ = [
     "ALiBi",

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import wide
-from qkeel.registry import lookup
-from qkeel.spec.cap import Cap, NoCap
+from qkeel.options import lookup
+from qkeel.spec.logits import Cap, Factor, InverseSqrt, NoCap, Normalizer, Scale, Softmax
 from qkeel.spec.norm import NoNorm, Norm
-from qkeel.spec.normalizer import Normalizer, Softmax
-from qkeel.spec.position.rotary import NoPosition, Position
-from qkeel.spec.post_hoc import position_for, scale_for
-from qkeel.spec.scale import Factor, InverseSqrt, Scale
-from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries, Values
-from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
+from qkeel.spec.position import position_for, scale_for
+from qkeel.spec.rope import NoPosition, Position
+from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Shape, Slot, Values
 
 SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "cap": Cap, "normalizer": Normalizer}
 
@@ -98,7 +95,7 @@ class AttentionSpec:
 
     def parameters(self, n_heads: int, n_kv_heads: int | None, head_dim: int) -> dict[str, Parameter]:
         """Shapes and initial values of the learnable tensors this spec needs, by name."""
-        geometry = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
+        geometry = ParameterSizes(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
         slots: tuple[Slot, ...] = (self.norm, self.position, self.scale, self.cap, self.normalizer)
         return {name: parameter for slot in slots for name, parameter in slot.parameters(geometry).items()}
 

@@ -12,19 +12,18 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError, RefusedError, check, check_known
 from qkeel.functional.norms import apply_gain, inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
-from qkeel.spec.shapes import Heads
-from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
+from qkeel.spec.slot import HeadTensor, Parameter, ParameterSizes, Params, Shape, Slot
 
 On = Literal["q", "k", "qk", "qkv"]
 Over = Literal["head", "layer"]
-Gain = Literal["none", "dim", "one_plus_dim", "head_dim", "scalar", "head"]
-Part = Literal["q", "k", "v"]
+GainKind = Literal["none", "dim", "one_plus_dim", "head_dim", "scalar", "head"]
+NormedPart = Literal["q", "k", "v"]
 # What a norm divides by; "other" is one that no kernel knows, so torch computes it.
 NormKind = Literal["none", "rms", "l2", "layer", "other"]
 
-_PARTS: tuple[Part, ...] = ("q", "k", "v")
+_PARTS: tuple[NormedPart, ...] = ("q", "k", "v")
 # How each gain is written, and its shape for so many heads of so many numbers.
-_GAINS: dict[Gain, tuple[str, Callable[[int, int], Shape]]] = {
+_GAINS: dict[GainKind, tuple[str, Callable[[int, int], Shape]]] = {
     "none": ("", lambda heads, dim: ()),
     "dim": (" · w", lambda heads, dim: (dim,)),
     "one_plus_dim": (" · (1 + w)", lambda heads, dim: (dim,)),
@@ -40,7 +39,7 @@ class Norm(Slot):
     __slots__ = ()
     kind: NormKind = "other"
     over: Over = "head"
-    gain: Gain = "none"
+    gain: GainKind = "none"
     eps: float = 0.0
     bias: bool = False
     shared: bool = False  # is the gain of q that of k too?
@@ -56,7 +55,7 @@ class Norm(Slot):
         known = self.kind in ("none", "rms", "l2")
         return known and not self.bias and self.gain in ("none", "scalar", "head")
 
-    def weight(self, part: Part, params: Params) -> Float[Tensor, "*gain"] | None:
+    def weight(self, part: NormedPart, params: Params) -> Float[Tensor, "*gain"] | None:
         """The gain that a part is multiplied by after the normalisation, None for nothing."""
         return None
 
@@ -75,7 +74,7 @@ class Norm(Slot):
         raise RefusedError(f"{type(self).__name__} does not say what it is without its norm of the keys")
 
     @abc.abstractmethod
-    def apply(self, part: Part, x: Heads, params: Params) -> Heads:
+    def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
         """Returns x normalised, or x itself where this norm leaves that part alone."""
 
 
@@ -89,7 +88,7 @@ class NoNorm(Norm):
     def sides(self) -> str:
         return ""
 
-    def apply(self, part: Part, x: Heads, params: Params) -> Heads:
+    def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
         return x
 
     def formula(self) -> str:
@@ -102,10 +101,10 @@ class GainNorm(Norm):
 
     on: On = "qk"  #: which of q, k, v
     over: Over = "head"  #: each head's d numbers, or all heads of a token (a logit is then up to √d·√(H·Hk), not √d)
-    gain: Gain = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
+    gain: GainKind = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
     eps: float = 1e-6  #: at least 0
     bias: bool = False  #: whether b is added, with gain "dim" [d] or "head_dim" [h d]
-    value_gain: Gain | None = None  #: v's own gain if it differs (Gemma 4 norms v without)
+    value_gain: GainKind | None = None  #: v's own gain if it differs (Gemma 4 norms v without)
     shared: bool = False  #: whether q and k use the same gain
 
     symbol = "norm"
@@ -145,7 +144,7 @@ class GainNorm(Norm):
     def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         """The bare normalisation over the last axis."""
 
-    def apply(self, part: Part, x: Heads, params: Params) -> Heads:
+    def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
         if part not in self.on:
             return x
         if self.over == "layer":
@@ -162,20 +161,20 @@ class GainNorm(Norm):
             y = y + (bias[:, None, :] if bias.ndim == 2 else bias).to(y.dtype)
         return y
 
-    def weight(self, part: Part, params: Params) -> Float[Tensor, "*gain"] | None:
+    def weight(self, part: NormedPart, params: Params) -> Float[Tensor, "*gain"] | None:
         gain = self._gain(part)
         if part not in self.on or gain == "none":
             return None
         stored = params[f"{self._owner(part)}_norm"]
         return 1 + stored if gain == "one_plus_dim" else stored
 
-    def _owner(self, part: Part) -> Part:
+    def _owner(self, part: NormedPart) -> NormedPart:
         return "q" if self.shared and part == "k" else part
 
-    def _gain(self, part: Part) -> Gain:
+    def _gain(self, part: NormedPart) -> GainKind:
         return self.value_gain if part == "v" and self.value_gain is not None else self.gain
 
-    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         if self.shared and geometry.n_heads != geometry.n_kv_heads:
             raise InvalidValueError(
                 f"a gain shared by q and k needs n_heads = n_kv_heads, got {geometry.n_heads} and "

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.kernels.native import build, ready
+from qkeel.kernels.native import build, norm_rope_ready
 
 # Where these tests are run for the registers of another processor: more options of the compiler, so other libraries.
 build.FLAGS = (*build.FLAGS, *os.environ.get("QKEEL_TEST_FLAGS", "").split())  # type: ignore[misc]
@@ -27,7 +27,7 @@ def library(_on: None) -> Path:
     """The compiled library, loaded."""
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler here")
-    assert ready()
+    assert norm_rope_ready()
     return build.compiled("norm_rope")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.kernels.native.adamw import AdamOptions, AdamTensors, adam_lines, ready, scale_heads
+from qkeel.kernels.native.operators import AdamOptions, AdamTensors, adam_lines, adamw_ready, scale_heads
 
 LISTS = ("weights", "gradients", "means", "variances", "maxima", "steps", "rates", "squares")
 VARIANTS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -29,7 +29,7 @@ VARIANTS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 def _compiled(_on: None) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler here")
-    assert ready()
+    assert adamw_ready()
 
 
 def made(*shapes: tuple[int, ...], axis: int = 0, top: bool = False, step: float = 0.0) -> AdamTensors:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import qkeel
 from qkeel import reference
-from qkeel.capture.bracket import BracketMode
 from qkeel.errors import RefusedError
-from qkeel.functional.statistics.logit_stats import LogitBracket
+from qkeel.functional.statistics import LogitBracket
 from qkeel.kernels import compiled_attention as operator
-from qkeel.kernels.chunked import Chunked
+from qkeel.kernels.torch_kernels import Chunked
 from qkeel.ops import KERNELS, choose, run
+from qkeel.sites.tap import BracketMode
 from qkeel.spec import AttentionSpec, Fixed, Sigmoid, Softcap
 from qkeel.spec.call import AttentionCall, make_call, with_query_mask
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import qkeel
 from qkeel import reference
-from qkeel.functional.distances import alibi_slopes
+from qkeel.functional.bounds import alibi_slopes
 from qkeel.kernels import compiled_attention as attention
 from qkeel.spec import ALiBi, AttentionSpec, NoPosition, SlidingWindow, Softcap
-from qkeel.spec.cap import NoCap
+from qkeel.spec.logits import NoCap
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

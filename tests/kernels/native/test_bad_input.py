@@ -14,7 +14,7 @@ from torch import Tensor
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, QkeelWarning, RefusedError
 from qkeel.functional.norms import l2_norm
-from qkeel.kernels.native import build, operator
+from qkeel.kernels.native import build, operators
 
 SPEC = qkeel.preset("qwen3")
 
@@ -63,8 +63,8 @@ def test_where_nothing_can_be_compiled_torch_computes(
     with monkeypatch.context() as off:
         off.setenv("QKEEL_NATIVE", "0")
         true = door()
-    monkeypatch.setattr(operator, "_loaded", functools.cache(operator._loaded.__wrapped__))
-    monkeypatch.setattr(operator, "_reasons", functools.cache(operator._reasons.__wrapped__))
+    monkeypatch.setattr(operators, "_loaded", functools.cache(operators._loaded.__wrapped__))
+    monkeypatch.setattr(operators, "_reasons", functools.cache(operators._reasons.__wrapped__))
     spoil(tmp_path, monkeypatch)
     with pytest.warns(QkeelWarning, match="without its compiled") as told:
         found = [door(), door()]

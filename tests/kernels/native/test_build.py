@@ -16,7 +16,7 @@ import torch
 
 from qkeel.errors import QkeelWarning
 from qkeel.kernels.native import build
-from qkeel.kernels.native.operator import OperatorSource
+from qkeel.kernels.native.operators import OperatorSource
 
 # Stands in for a compiler, which takes half a minute: tells its calls and hands out a given file, or the one that has
 # the name of what is compiled in a given folder.

@@ -17,12 +17,12 @@ from torch import Tensor
 import qkeel
 from qkeel import reference
 from qkeel.errors import RefusedError
-from qkeel.kernels import compiled_decode as decode
+from qkeel.kernels import compiled_attention as decode
 from qkeel.ops import choose, run
 from qkeel.spec import AttentionSpec, RMSNorm, Rope
 from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.cap import Softcap
-from qkeel.spec.position.rotary import NoPosition, SlidingWindow
+from qkeel.spec.logits import Softcap
+from qkeel.spec.rope import NoPosition, SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
 # query heads, key heads, queries, size of q and k, size of v
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def _compiled(_on: None) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler here")
-    assert decode.ready()
+    assert decode.decode_ready()
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from tests.quick import one_in
 from torch import Tensor
 
 from qkeel import reference
-from qkeel.kernels import compiled_decode as decode
-from qkeel.nn import MLA, LatentSizes, mla_absorbed
-from qkeel.nn.mla_absorbed import attend_latents
+from qkeel.kernels import compiled_attention as decode
+from qkeel.nn import MLA, LatentSizes, mla
+from qkeel.nn.mla import attend_latents
 from qkeel.spec import AttentionSpec, InverseSqrt, Learned, LogN, RMSNorm, Sigmoid, Softcap
 from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.cap import Cap, NoCap
-from qkeel.spec.position.rotary import SlidingWindow
+from qkeel.spec.logits import Cap, NoCap
+from qkeel.spec.rope import SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
 # batch, heads, queries, latent, rotated: panels of the microkernel whole and not, dot products at most eight
@@ -32,7 +32,7 @@ FORMULA = 24  # the head size that the scale goes by
 def _compiled(_on: None) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler here")
-    assert decode.ready()
+    assert decode.decode_ready()
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(out is not None)
         return out
 
-    monkeypatch.setattr(mla_absorbed, "latents", watched)
+    monkeypatch.setattr(mla, "latents", watched)
     return seen
 
 

@@ -15,13 +15,11 @@ from torch import Tensor
 
 import qkeel
 from qkeel.capture.calls import flex_call
-from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
+from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
-from qkeel.spec.band_call import band_call
-from qkeel.spec.call import make_call, with_query_mask
+from qkeel.spec.call import band_call, make_call, with_query_mask
 
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),

@@ -15,10 +15,10 @@ from torch.overrides import BaseTorchFunctionMode
 import qkeel
 from qkeel.kernels import encode
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native import norm_rope
+from qkeel.kernels.native import operators
 from qkeel.spec import PI, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm, Norm
-from qkeel.spec.position.rotary import NoPosition, Position
+from qkeel.spec.rope import NoPosition, Position
 from qkeel.spec.slot import Params
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -198,7 +198,7 @@ def test_every_number_is_written() -> None:
 
 def test_a_tiny_row_under_the_smallest_length_has_the_gradient_of_a_division_by_it() -> None:
     x = torch.full((1, 1, 1, 8), 0.25, requires_grad=True)
-    y = norm_rope.norm_rope(x, None, None, 2, 4.0, False)
+    y = operators.norm_rope(x, None, None, 2, 4.0, False)
     (grad,) = torch.autograd.grad(y[..., 0].sum(), x)
     assert torch.equal(y, torch.full_like(y, 0.0625))
     assert grad.flatten().tolist() == [0.25] + [0.0] * 7
@@ -206,7 +206,7 @@ def test_a_tiny_row_under_the_smallest_length_has_the_gradient_of_a_division_by_
 
 def test_three_and_four_over_their_root_mean_square() -> None:
     x = torch.tensor([3.0, 4.0] + [0.0] * 6).view(1, 1, 1, 8)
-    y = norm_rope.norm_rope(x, torch.tensor(2.0), None, 1, 0.0, False)
+    y = operators.norm_rope(x, torch.tensor(2.0), None, 1, 0.0, False)
     # √(25 / 8) = 1.767767
     torch.testing.assert_close(y.flatten()[:2], torch.tensor([3.3941126, 4.5254834]))
 
@@ -215,12 +215,12 @@ def test_twice_differentiated_a_norm_raises_and_a_rotation_does_not() -> None:
     x = torch.randn(1, 1, 2, 8, requires_grad=True)
     table = (torch.full((1, 1, 2, 4), 0.6), torch.full((1, 1, 2, 4), 0.8))
     (first,) = torch.autograd.grad(
-        norm_rope.norm_rope(x, None, table, 0, 0.0, False).square().sum(), x, create_graph=True
+        operators.norm_rope(x, None, table, 0, 0.0, False).square().sum(), x, create_graph=True
     )
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(second, torch.full_like(x, 2.0))
     (first,) = torch.autograd.grad(
-        norm_rope.norm_rope(x, None, table, 1, 1e-6, False).square().sum(), x, create_graph=True
+        operators.norm_rope(x, None, table, 1, 1e-6, False).square().sum(), x, create_graph=True
     )
     with pytest.raises(RuntimeError, match="differentiated once"):
         torch.autograd.grad(first.sum(), x)
@@ -268,7 +268,7 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
 
     def call(times: int) -> int:
         for _ in range(times):
-            norm_rope.norm_rope(x, gain, None, 1, 1e-6, False).sum().backward()
+            operators.norm_rope(x, gain, None, 1, 1e-6, False).sum().backward()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
 
     before = call(500)
@@ -276,7 +276,7 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
 
 
 def test_ten_thousand_calls_past_the_dispatcher_keep_no_memory() -> None:
-    native, x, gain = norm_rope.functions(), torch.randn(1, 2, 64, 64), torch.ones(64)
+    native, x, gain = operators.functions(), torch.randn(1, 2, 64, 64), torch.ones(64)
     assert native is not None
 
     def call(times: int) -> int:
@@ -360,7 +360,7 @@ def test_gains_of_heads_may_be_those_of_a_stack_of_runs() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of make_dual
 def test_past_the_dispatcher_modes_transforms_tangents_and_gradients_are_left_to_the_operators() -> None:
-    native, x, y = norm_rope.functions(), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    native, x, y = operators.functions(), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
     if native is None:
         pytest.skip("compiled where Python's headers are missing")
     args = (None, None, None, None, 1, 1, 1e-6)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qkeel.kernels.native import stacked_ops
+from qkeel.kernels.native import operators
 
 pytestmark = pytest.mark.usefixtures("library", "_poison")
 OWN = torch.ops.qkeel_native
@@ -19,7 +19,7 @@ OWN = torch.ops.qkeel_native
 @pytest.fixture
 def _poison() -> Iterator[None]:
     """Memory that is not written holds NaN."""
-    assert stacked_ops.ready()
+    assert operators.stacked_ready()
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -31,22 +31,22 @@ def doubled(*tensors: Tensor) -> list[Tensor]:
 
 
 def linear(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-    return stacked_ops.linear(x, w), *stacked_ops.linear_backward(dy, x, w)
+    return operators.linear(x, w), *operators.linear_backward(dy, x, w)
 
 
 def gelu(x: Tensor) -> tuple[Tensor, ...]:
     slope = x.clone()
-    return stacked_ops.gelu_(slope), slope
+    return operators.gelu_(slope), slope
 
 
 def norm(x: Tensor, gain: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-    y, inverse = stacked_ops.rms_norm(x, gain, 1e-6)
-    return y, *stacked_ops.rms_norm_backward(dy, x, inverse, gain)
+    y, inverse = operators.rms_norm(x, gain, 1e-6)
+    return y, *operators.rms_norm_backward(dy, x, inverse, gain)
 
 
 def entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     share = logits.clone()
-    return stacked_ops.cross_entropy_(share, targets, grad=True), share
+    return operators.cross_entropy_(share, targets, grad=True), share
 
 
 SIZES = [(1, 8, 8), (7, 24, 40), (256, 64, 256), (129, 264, 64)]
@@ -83,7 +83,7 @@ def test_norms_and_their_gradients_are_those_of_float64(rows: int, d: int) -> No
     for mine, right in zip(norm(*given), (y, x.grad, gain.grad)):
         assert right is not None
         torch.testing.assert_close(mine.double(), right.detach(), rtol=1e-5, atol=1e-6 * rows)
-    bare, _ = stacked_ops.rms_norm(given[0], None, 1e-6)
+    bare, _ = operators.rms_norm(given[0], None, 1e-6)
     torch.testing.assert_close(bare.double(), (y / gain[:, None]).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -99,9 +99,9 @@ def test_losses_and_their_gradients_are_those_of_float64(vocab: int) -> None:
     torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(share.double(), z.grad, rtol=1e-5, atol=1e-7)
     kept = logits.clone()
-    assert torch.equal(stacked_ops.cross_entropy_(kept, targets, grad=False), found)
+    assert torch.equal(operators.cross_entropy_(kept, targets, grad=False), found)
     assert torch.equal(kept, logits)
-    same = stacked_ops.cross_entropy_(kept, targets[1].contiguous(), grad=False)
+    same = operators.cross_entropy_(kept, targets[1].contiguous(), grad=False)
     assert torch.equal(same[1], found[1]), "the same targets for all runs"
 
 
@@ -122,14 +122,14 @@ def test_clipping_and_adamw_are_torchs_of_each_run() -> None:
                 p.grad = g[r].clone()
             norms.append(torch.nn.utils.clip_grad_norm_(own[r], 1.0))
             adam.step()
-        torch.testing.assert_close(stacked_ops.clip_(gradients, 1.0), torch.stack(norms), rtol=1e-6, atol=0)
-        stacked_ops.adamw_(whole, gradients, state, table, (decays * 3, 0.9, 0.95, 1e-8))
+        torch.testing.assert_close(operators.clip_(gradients, 1.0), torch.stack(norms), rtol=1e-6, atol=0)
+        operators.adamw_(whole, gradients, state, table, (decays * 3, 0.9, 0.95, 1e-8))
     for i, w in enumerate(whole):
         torch.testing.assert_close(w, torch.stack([o[i].detach() for o in own]), rtol=1e-5, atol=1e-6)
     assert state[2].tolist() == [[3.0, 3.0]] * 3
     before = [w.clone() for w in whole]
     table[1, 0] = -1.0
-    stacked_ops.adamw_(whole, gradients, state, table, (decays * 3, 0.9, 0.95, 1e-8))
+    operators.adamw_(whole, gradients, state, table, (decays * 3, 0.9, 0.95, 1e-8))
     assert torch.equal(whole[1][0], before[1][0]), "what has a rate below 0 is left alone"
     assert not torch.equal(whole[1][1], before[1][1])
     assert state[2].tolist() == [[4.0, 4.0], [3.0, 4.0], [4.0, 4.0]]
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[], tuple[Ten
     "gelu": (gelu, lambda: (torch.randn(5, 70, 1001),)),
     "norms": (norm, lambda: (torch.randn(5, 700, 64), torch.randn(5, 64), torch.randn(5, 700, 64))),
     "losses": (entropy, lambda: (torch.randn(5, 300, 259), torch.randint(259, (5, 300)))),
-    "clipping": (lambda x: (stacked_ops.clip_([x], 1.0), x), lambda: (torch.randn(5, 3001),)),
+    "clipping": (lambda x: (operators.clip_([x], 1.0), x), lambda: (torch.randn(5, 3001),)),
 }
 
 
@@ -161,16 +161,16 @@ def test_neither_threads_nor_other_runs_change_a_bit(name: str) -> None:
 def test_a_run_that_is_not_finite_leaves_the_others_alone() -> None:
     gradients = [torch.randn(3, 50), torch.randn(3, 8, 8)]
     expected = [g.clone() for g in gradients]
-    stacked_ops.clip_(expected, 0.5)
+    operators.clip_(expected, 0.5)
     gradients[0][1, 7] = float("nan")
-    norms = stacked_ops.clip_(gradients, 0.5)
+    norms = operators.clip_(gradients, 0.5)
     assert norms.isnan().tolist() == [False, True, False]
     assert all(torch.equal(g[[0, 2]], e[[0, 2]]) for g, e in zip(gradients, expected))
 
 
 def test_torch_accepts_the_operators() -> None:
     x, w, gain = torch.randn(2, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 8)
-    y, inverse = stacked_ops.rms_norm(x, gain, 1e-6)
+    y, inverse = operators.rms_norm(x, gain, 1e-6)
     calls = {
         OWN.stacked_linear.default: (x, w),
         OWN.stacked_linear_backward.default: (torch.randn(2, 3, 16), x, w),
@@ -196,19 +196,19 @@ def test_torch_accepts_the_operators() -> None:
 def test_wrong_tensors_raise_and_do_not_crash() -> None:
     x, w, gain, targets = torch.randn(2, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 8), torch.zeros(2, 3).long()
     wrong: list[Callable[[], object]] = [
-        lambda: stacked_ops.linear(x.double(), w.double()),
-        lambda: stacked_ops.linear(x, w[:, :7].contiguous()),
-        lambda: stacked_ops.linear(x, w[:1]),
-        lambda: stacked_ops.linear_backward(x, x, w),
-        lambda: stacked_ops.gelu_(x.mT),
-        lambda: stacked_ops.rms_norm(x[0], None, 1e-6),
-        lambda: stacked_ops.rms_norm(x, gain[:1], 1e-6),
-        lambda: stacked_ops.rms_norm_backward(x, x, torch.zeros(1), gain),
-        lambda: stacked_ops.cross_entropy_(x, targets + 8, True),
-        lambda: stacked_ops.cross_entropy_(x, targets[:, :1].contiguous(), True),
-        lambda: stacked_ops.clip_([], 1.0),
-        lambda: stacked_ops.clip_([x, x[:1]], 1.0),
-        lambda: stacked_ops.adamw_(
+        lambda: operators.linear(x.double(), w.double()),
+        lambda: operators.linear(x, w[:, :7].contiguous()),
+        lambda: operators.linear(x, w[:1]),
+        lambda: operators.linear_backward(x, x, w),
+        lambda: operators.gelu_(x.mT),
+        lambda: operators.rms_norm(x[0], None, 1e-6),
+        lambda: operators.rms_norm(x, gain[:1], 1e-6),
+        lambda: operators.rms_norm_backward(x, x, torch.zeros(1), gain),
+        lambda: operators.cross_entropy_(x, targets + 8, True),
+        lambda: operators.cross_entropy_(x, targets[:, :1].contiguous(), True),
+        lambda: operators.clip_([], 1.0),
+        lambda: operators.clip_([x, x[:1]], 1.0),
+        lambda: operators.adamw_(
             [x], [w], ([x], [x], torch.zeros(1, 2)), torch.ones(1, 2).double(), ([0.0] * 2, 0.9, 0.9, 1)
         ),
     ]
@@ -224,8 +224,8 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
 
     def call(times: int) -> int:
         for _ in range(times):
-            stacked_ops.linear(*given[0][:2])
-            stacked_ops.rms_norm(*given[1], 1e-6)
+            operators.linear(*given[0][:2])
+            operators.rms_norm(*given[1], 1e-6)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
 
     before = call(300)

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import compiled_attention as operator
-from qkeel.kernels.stats import per_head
-from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
-from qkeel.monitor.measure.call_statistics import CallStatistics
+from qkeel.kernels import statistics
+from qkeel.kernels.statistics import logit_stats, stats_of_rows
+from qkeel.monitor.measure import CallStatistics
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Attention
 from qkeel.ops import run, run_with_rows
@@ -49,11 +49,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def counted(name: str) -> Any:
-        inner = getattr(per_head, name)
+        inner = getattr(statistics, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr("qkeel.capture.statistics.find_rows", counted("find_rows"))
-    monkeypatch.setattr("qkeel.capture.statistics.find_extremes", counted("find_extremes"))
+    monkeypatch.setattr("qkeel.capture.calls.find_rows", counted("find_rows"))
+    monkeypatch.setattr("qkeel.capture.calls.find_extremes", counted("find_extremes"))
     return made
 
 

@@ -12,7 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import adam_lines, heads, norm_rope, norm_rope_two, sampled, statistics
+from qkeel.kernels.triton import adamw, heads, norm_rope, statistics
+from qkeel.kernels.triton import norm_rope as norm_rope_two
+from qkeel.kernels.triton import statistics as sampled
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
 FLOATS = (
@@ -79,7 +81,7 @@ ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
 ADAM = {"STEP": True, "DECAY": 2, **dict.fromkeys(("TOP", "UP", "UNSCALE", "SKIPS"), False)}
-ROWS, COLUMNS = ({"LINES": n, "OTHERS": m, "ACROSS": a, "EVEN": True} for a, (n, m) in adam_lines._TILE.items())
+ROWS, COLUMNS = ({"LINES": n, "OTHERS": m, "ACROSS": a, "EVEN": True} for a, (n, m) in adamw._TILE.items())
 EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 
@@ -120,11 +122,11 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("heads moved", heads._move, {**ALL, "KEEPS": True}, 8),
     ("heads in columns moved", heads._move, {**ALL, "KEEPS": False, **APART}, 8),
     ("heads scaled", heads._scale, ALL, 8),
-    ("a step of rows", adam_lines._lines, {**ADAM, **ROWS}, 8),
-    ("a step of columns", adam_lines._lines, {**ADAM, **COLUMNS}, 8),
-    ("a step of rows with every option", adam_lines._lines, {**dict.fromkeys(ADAM, True), **ROWS, "DECAY": 3}, 8),
-    ("a step of columns that lie apart", adam_lines._lines, {**ADAM, **COLUMNS, "EVEN": False}, 8),
-    ("squares of rows", adam_lines._lines, {**dict.fromkeys(ADAM, False), **ROWS}, 8),
+    ("a step of rows", adamw._lines, {**ADAM, **ROWS}, 8),
+    ("a step of columns", adamw._lines, {**ADAM, **COLUMNS}, 8),
+    ("a step of rows with every option", adamw._lines, {**dict.fromkeys(ADAM, True), **ROWS, "DECAY": 3}, 8),
+    ("a step of columns that lie apart", adamw._lines, {**ADAM, **COLUMNS, "EVEN": False}, 8),
+    ("squares of rows", adamw._lines, {**dict.fromkeys(ADAM, False), **ROWS}, 8),
 ]  # fmt: skip
 
 

@@ -65,7 +65,8 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     assert all(available.trusted(family, torch.device("cpu")) for family in ("statistics", "sampled statistics"))
     seen: list[Any] = []
-    from qkeel.kernels.triton import sampled, statistics
+    from qkeel.kernels.triton import statistics
+    from qkeel.kernels.triton import statistics as sampled
 
     def counted(inner: Any) -> Any:
         def call(q: Tensor, k: Tensor, scale: float, **how: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import qkeel
 from qkeel.kernels.triton import available
-from qkeel.remedies.steps.fused_adam import refusal
+from qkeel.remedies.fused_adam import refusal
 
 from ..native.test_adamw import VARIANTS, any_tensors, copied, made, near, options, truth
 
@@ -29,10 +29,10 @@ from ..native.test_adamw import VARIANTS, any_tensors, copied, made, near, optio
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """CPU tensors stand for CUDA's; QKEEL_NATIVE=0 stands for QKEEL_TRITON=0. What was launched, by kind."""
-    from qkeel.kernels.triton import adam_lines
+    from qkeel.kernels.triton import adamw
 
     found: Counter[str] = Counter()
-    run = adam_lines._launch
+    run = adamw._launch
     monkeypatch.setattr(available, "usable", lambda device: os.environ["QKEEL_NATIVE"] == "1" and available.loaded())
     monkeypatch.setattr(available, "takes_heads", lambda views, write=False: False)
     monkeypatch.setenv("QKEEL_NATIVE", "1")
@@ -42,15 +42,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["step" if how["STEP"] else "sum"] += 1
         run(rows, axes, given, how)
 
-    monkeypatch.setattr(adam_lines, "_launch", counted)
+    monkeypatch.setattr(adamw, "_launch", counted)
     return found
 
 
 def kernels_of_cpu() -> Any:
     assert available.loaded()
-    from qkeel.kernels.triton import adam_lines
+    from qkeel.kernels.triton import adamw
 
-    return adam_lines
+    return adamw
 
 
 def check_seeds(seeds: range) -> None:
@@ -346,9 +346,9 @@ def test_what_cannot_be_taken_over_is_told_with_its_reason(caplog: pytest.LogCap
 def test_a_step_that_is_not_torchs_on_a_device_is_not_used_there(
     fault: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from qkeel.kernels.triton import adam_lines
+    from qkeel.kernels.triton import adamw
 
-    run = adam_lines._launch
+    run = adamw._launch
 
     def faulty(rows: Any, axes: Any, given: Any, how: dict[str, Any]) -> None:
         if fault == "fails":
@@ -361,7 +361,7 @@ def test_a_step_that_is_not_torchs_on_a_device_is_not_used_there(
             else:
                 row[7].zero_()
 
-    monkeypatch.setattr(adam_lines, "_launch", faulty)
+    monkeypatch.setattr(adamw, "_launch", faulty)
     available._agrees.cache_clear()
     model = attention(torch.float32)
     optimizer = fused(model)

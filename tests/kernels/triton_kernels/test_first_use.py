@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.kernels import prepare
+from qkeel.kernels import contract
 from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
@@ -119,11 +119,11 @@ def test_a_family_that_fails_or_differs_steps_aside_with_one_warning(
 
 def test_torch_computes_what_a_family_that_stepped_aside_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(AttentionSpec(), *(torch.randn(1, 2, 8, 16) for _ in range(3)))
-    assert prepare.row_statistics(call) is not None
+    assert contract.row_statistics(call) is not None
     planted(monkeypatch, "statistics", "rows_of", fails=True)
     available._agrees.cache_clear()
     with pytest.warns(UserWarning, match="statistics"):
-        assert prepare.row_statistics(call) is None
+        assert contract.row_statistics(call) is None
 
 
 def test_the_callers_settings_do_not_reach_the_case_and_the_case_does_not_reach_the_caller() -> None:

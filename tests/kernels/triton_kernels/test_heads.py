@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.kernels.triton import available
-from qkeel.monitor.measure import head_stacks
+from qkeel.monitor import weight_norms
 from qkeel.remedies import qk_clip
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -66,7 +66,7 @@ def check(dtype: torch.dtype, device: str, even: bool) -> None:
 def test_norms_and_grams_of_all_weights_take_three_launches_and_are_those_of_float64(
     launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_stacks, "UNSTACKED", ())  # as on a GPU
+    monkeypatch.setattr(weight_norms, "UNSTACKED", ())  # as on a GPU
 
     def dense(n: int, r: int, m: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(n, r, m).to(dtype)
@@ -82,16 +82,16 @@ def test_norms_and_grams_of_all_weights_take_three_launches_and_are_those_of_flo
         ):
             heads = [*weights, *(torch.randn_like(w) for w in weights), dense(2, 9, 5, dtype)]
             launches.clear()
-            ((numbers, norms),) = head_stacks.norms_and_grams(heads, len(weights))[0]
+            ((numbers, norms),) = weight_norms.norms_and_grams(heads, len(weights))[0]
             true = torch.cat([heads[i].double().flatten(1).norm(dim=1) for i in numbers])
             assert ((norms - true) / true).abs().max() <= 1e-6
-            ((of, grams),) = head_stacks.norms_and_grams(heads, len(weights))[1]
+            ((of, grams),) = weight_norms.norms_and_grams(heads, len(weights))[1]
             assert sorted(of) == list(range(len(weights)))
             exact = torch.cat([heads[i].double() @ heads[i].double().mT for i in of])
             assert (grams - exact).abs().max() <= 2e-6 * exact.abs().max()
             assert launches == {"_copy": 2, "_norms": 2, "_grams": 2}
     weights[0][1, 2, 0] = torch.nan
-    assert head_stacks.norms_and_grams(weights, 1)[1][0][1][1].isnan().any()
+    assert weight_norms.norms_and_grams(weights, 1)[1][0][1][1].isnan().any()
 
 
 def near(found: Tensor, true: Tensor, new: Tensor) -> None:

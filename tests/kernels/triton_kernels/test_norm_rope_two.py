@@ -12,7 +12,7 @@ from qkeel.kernels import encode
 from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope
 from qkeel.spec.norm import NoNorm, Norm
-from qkeel.spec.position.rotary import NoPosition
+from qkeel.spec.rope import NoPosition
 
 from ..native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, check, given
 
@@ -21,7 +21,8 @@ from ..native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, check, giv
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """CPU tensors take the way of CUDA tensors; the launches made, "two" for one of q and k together."""
     assert available.loaded()
-    from qkeel.kernels.triton import norm_rope, norm_rope_two
+    from qkeel.kernels.triton import norm_rope
+    from qkeel.kernels.triton import norm_rope as norm_rope_two
 
     seen: list[str] = []
 

@@ -10,13 +10,11 @@ import torch
 from tests.each_row import each_row
 from tests.packed_sequences import CASES, packed, spoiled
 
-from qkeel.kernels import prepare
-from qkeel.kernels.stats.logsumexp import exact_bracket
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats, sampled_stats
+from qkeel.kernels import contract
+from qkeel.kernels.statistics import exact_bracket, logit_maxima, logit_stats, sampled_stats
 from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec
-from qkeel.spec.band_call import band_call
-from qkeel.spec.call import make_call, with_query_mask
+from qkeel.spec.call import band_call, make_call, with_query_mask
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -24,9 +22,9 @@ from qkeel.spec.call import make_call, with_query_mask
 def test_every_row_is_that_of_its_sequence(name: str, how: dict[str, Any], through_triton: list[Any]) -> None:
     one = packed(name, **how)
     before = len(through_triton)
-    found = prepare.row_statistics(one.call())
+    found = contract.row_statistics(one.call())
     assert found is not None
-    for field, ours, true in zip(available.Rows._fields, found, one.rows()):
+    for field, ours, true in zip(available.RowNumbers._fields, found, one.rows()):
         near = (ours[0].double() - true).abs() <= 5e-6 * (1 + true.abs())
         assert (near | (ours[0] == true)).all(), field
     counted = torch.arange(one.q.shape[2]) % 3 > 0
@@ -61,7 +59,7 @@ def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
 def test_a_nan_in_one_sequence_reaches_its_rows_and_is_never_certified(through_triton: list[Any]) -> None:
     one, own = spoiled("no multiple of a tile")
     call = one.call()
-    rows = prepare.row_statistics(call)
+    rows = contract.row_statistics(call)
     assert rows is not None
     lost = torch.zeros(4, one.q.shape[2], dtype=torch.bool)
     lost[:2, own] = True  # of the heads that share the key head
@@ -79,9 +77,9 @@ def test_a_window_on_both_sides_of_a_batch_goes_the_same_way_and_slopes_do_not(t
     q, k = torch.randn(2, 4, 70, 24), torch.randn(2, 2, 90, 24)
     plain = make_call(AttentionSpec(), q, k, k, causal=False)
     call = band_call(plain, window=(5, 30))
-    found, exact = prepare.row_statistics(call), logit_stats(call)
+    found, exact = contract.row_statistics(call), logit_stats(call)
     assert found is not None
     torch.testing.assert_close(found.largest.amax((0, 2)), exact.max_logit)
     torch.testing.assert_close(found.entropy.mean((0, 2)), exact.entropy)
-    assert prepare.row_statistics(band_call(plain, window=(5, 30), slopes=torch.ones(4))) is None
+    assert contract.row_statistics(band_call(plain, window=(5, 30), slopes=torch.ones(4))) is None
     assert len(through_triton) == 1

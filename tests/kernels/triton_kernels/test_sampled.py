@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import attention
-from qkeel.functional.statistics.logit_stats import LogitStats, merge
-from qkeel.kernels import prepare
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_stats, sampled_stats
+from qkeel.functional.statistics import LogitStats, merge
+from qkeel.kernels import contract
+from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_stats, sampled_stats
 from qkeel.kernels.triton import available
 from qkeel.records import explain_field
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
@@ -37,10 +36,10 @@ CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
 }
 
 
-def of_rows(call: AttentionCall, strata: int, seed: int) -> tuple[available.Rows, Tensor]:
+def of_rows(call: AttentionCall, strata: int, seed: int) -> tuple[available.RowNumbers, Tensor]:
     from qkeel.kernels.triton import statistics
 
-    read = prepare._read(call)
+    read = contract._read(call)
     assert read is not None
     return statistics.rows_of(*read[:3], **read.how, cap=call.spec.cap.limit, sample=(strata, seed))
 
@@ -60,14 +59,14 @@ def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
     true = truth(wide(call))
     found, picked = of_rows(call, strata, 3)
     index = picked.long()[:, None].expand(-1, 4, -1)
-    for field, ours, rows in zip(available.Rows._fields, found, true):
+    for field, ours, rows in zip(available.RowNumbers._fields, found, true):
         there = rows.gather(2, index)
         assert (((ours - there).abs() <= 5e-6 * (1 + there.abs())) | (ours == there)).all(), field
     first, last = (np.repeat(edges(t, strata)[i : i + strata], 2) for i in (0, 1))
     assert ((picked.numpy() >= first) & (picked.numpy() < last)).all()
     assert (picked[:, ::2] != picked[:, 1::2]).all()
     assert not torch.equal(picked, of_rows(call, strata, 4)[1])
-    extremes = prepare.extremes(call)
+    extremes = contract.extremes(call)
     assert extremes is not None
     for ours, all_rows in zip(extremes, (true[0].amax((0, 2)), true[1].amin((0, 2)))):
         torch.testing.assert_close(ours.double(), all_rows, rtol=1e-5, atol=1e-5)
@@ -132,7 +131,7 @@ def populations(t: int) -> dict[str, Tensor]:
 
 
 def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(through_triton: list[Any]) -> None:
-    from qkeel.kernels.triton import sampled
+    from qkeel.kernels.triton import statistics as sampled
 
     draw, draws = np.random.default_rng(1), 2000
     for t, rate in ((1024, 16), (4096, 32)):
@@ -147,14 +146,16 @@ def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(thr
             assert covered >= 0.94, (name, covered)
             few, tops = y[None, :3].flatten(2).float(), torch.zeros(1, 3, 1)
             empty = torch.zeros(1, 2 * strata, dtype=torch.int32)
-            found = sampled.head_numbers((tops, tops), (torch.zeros_like(few), few, empty), t, math.log(t), None)
+            found = sampled.sampled_head_numbers(
+                (tops, tops), (torch.zeros_like(few), few, empty), t, math.log(t), None
+            )
             assert found.error is not None
             np.testing.assert_allclose(found.entropy.numpy(), mean[:3], rtol=1e-4)
             np.testing.assert_allclose(found.error.numpy(), error[:3], rtol=0.03)
 
 
 def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> None:
-    from qkeel.kernels.triton import sampled
+    from qkeel.kernels.triton import statistics as sampled
 
     t, strata = 205, 20
     picked = torch.stack([torch.from_numpy(edges(t, strata)[:-1] + i) for i in (0, 1)], 1).flatten()
@@ -162,7 +163,7 @@ def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> Non
     y, lse, counted = torch.rand(2, 3, 40), torch.zeros(2, 3, 40), torch.rand(2, t) < 0.6
     lse[:, 1, 7] = -torch.inf  # sees no key
     tops = torch.zeros(2, 3, 4)
-    found = sampled.head_numbers((tops, tops), (lse, y, picked), t, 3.0, counted)
+    found = sampled.sampled_head_numbers((tops, tops), (lse, y, picked), t, 3.0, counted)
     over = counted.gather(1, picked.long())[:, None] & (lse != -torch.inf)
     sizes = np.tile(np.diff(edges(t, strata)), 2)
     assert found.error is not None
@@ -170,7 +171,7 @@ def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> Non
     mean, error = interval(values, seen, sizes, 3.0)
     np.testing.assert_allclose(found.entropy.numpy(), mean, rtol=1e-5)
     np.testing.assert_allclose(found.error.numpy(), error, rtol=0.03)
-    nothing = sampled.head_numbers((tops, tops), (torch.full_like(lse, -torch.inf), y, picked), t, 3.0, counted)
+    nothing = sampled.sampled_head_numbers((tops, tops), (torch.full_like(lse, -torch.inf), y, picked), t, 3.0, counted)
     assert nothing.entropy.tolist() == [0, 0, 0]
     assert nothing.n.tolist() == [0, 0, 0]
 
@@ -190,7 +191,7 @@ def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_
         assert torch.equal(found.non_finite == 1, told)
     pair = attend_with_logsumexp(call)
     assert pair is not None
-    ends = prepare.lse_bounds(call, pair[1])
+    ends = contract.lse_bounds(call, pair[1])
     assert ends is not None
     assert not ends[:, told].isfinite().all()
     assert ends[:, ~told].isfinite().all()
@@ -199,7 +200,7 @@ def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_
 def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_is_the_same(
     through_triton: list[Any],
 ) -> None:
-    from qkeel.kernels.triton import sampled
+    from qkeel.kernels.triton import statistics as sampled
 
     for size, causal in ((1.0, True), (40.0, False)):
         call = call_of(AttentionSpec(), 150, 150, torch.float32, size, causal=causal)
@@ -208,13 +209,13 @@ def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_i
             pair = attend_with_logsumexp(one)
             assert pair is not None
             lse, true = pair[1], logit_stats(one)
-            ends = prepare.lse_bounds(one, lse)
+            ends = contract.lse_bounds(one, lse)
             plain = bracket(one, lse, "max")
             assert ends is not None
             assert (ends[0] <= true.max_logit * (1 + 1e-6)).all()
             assert (true.max_logit <= ends[1] * (1 + 1e-6)).all()
             assert (ends[1] >= plain.upper * (1 - 1e-6)).all()
-            heads = prepare.sampled_numbers(one, 16, lse)
+            heads = contract.sampled_numbers(one, 16, lse)
             assert heads is not None
             torch.testing.assert_close(heads.largest, true.max_logit, rtol=1e-5, atol=1e-5)
         q, k = one.q, one.k

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import attention, preset, reference
-from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
-from qkeel.functional.statistics.rows import KernelRows
-from qkeel.kernels import prepare
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, exact_bracket
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats, stats_of_rows
+from qkeel.functional.statistics import TENSORS, KernelRows, LogitStats
+from qkeel.kernels import contract
+from qkeel.kernels.statistics import (
+    attend_with_logsumexp,
+    bracket,
+    exact_bracket,
+    logit_maxima,
+    logit_stats,
+    stats_of_rows,
+)
 from qkeel.kernels.triton import available
 from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
@@ -66,9 +71,9 @@ CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
 def test_every_row_is_that_of_the_whole_matrix(name: str, through_triton: list[Any]) -> None:
     spec, t, s, how = CASES[name]
     call = call_of(spec, t, s, torch.float32, **how)
-    found = prepare.row_statistics(call)
+    found = contract.row_statistics(call)
     assert found is not None
-    for field, ours, true in zip(available.Rows._fields, found, truth(wide(call))):
+    for field, ours, true in zip(available.RowNumbers._fields, found, truth(wide(call))):
         near = (ours.double() - true).abs() <= 5e-6 * (1 + true.abs())
         assert (near | (ours == true)).all(), field
 
@@ -76,7 +81,7 @@ def test_every_row_is_that_of_the_whole_matrix(name: str, through_triton: list[A
 @pytest.mark.parametrize("size", [30.0, 3000.0])
 def test_entropies_at_large_logits_do_not_cancel(size: float, through_triton: list[Any]) -> None:
     call = call_of(AttentionSpec(), 33, 33, torch.float32, size)
-    found = prepare.row_statistics(call)
+    found = contract.row_statistics(call)
     assert found is not None
     true = truth(wide(call))[3]
     assert found.largest.max() > size
@@ -137,14 +142,14 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
         (AttentionSpec(), {"pos_q": pos, "pos_k": pos}),
     ):
         call = call_of(spec, 5, 5, torch.float32, **how)
-        assert prepare.row_statistics(call) is None
+        assert contract.row_statistics(call) is None
         assert torch.equal(logit_maxima(call)[0], logit_stats(call).max_logit)
-    assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
+    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
     assert through_triton == []
 
 
 def test_a_cpu_tensor_never_goes_through_triton() -> None:
-    assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
+    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -154,14 +159,14 @@ def test_tiles_that_every_row_sees_whole_have_the_same_statistics_and_show_what_
 ) -> None:
     for spec, causal in ((AttentionSpec(cap=Softcap(2.0)), True), (AttentionSpec(), False)):
         call = call_of(spec, 80, 90, torch.float32, 3.0, causal=causal)
-        found = prepare.row_statistics(call)
+        found = contract.row_statistics(call)
         assert found is not None
         for ours, true in zip(found, truth(call)):
             torch.testing.assert_close(ours.double(), true.double(), rtol=1e-5, atol=1e-5)
     q, k = torch.randn(1, 2, 80, 16), torch.randn(1, 2, 80, 16)
     k[0, 0, 3], q[0, 1, 70] = torch.nan, -1e30
     k[0, 1] = 1e30
-    found = prepare.row_statistics(make_call(AttentionSpec(), q, k, k))
+    found = contract.row_statistics(make_call(AttentionSpec(), q, k, k))
     assert found is not None
     assert all(x[0, 0, 3:].isnan().all() and x[0, 0, :3].isfinite().all() for x in found)
     assert found.largest[0, 1, 70] == -torch.inf
@@ -193,7 +198,7 @@ def test_statistics_of_heads_are_those_of_their_rows(masked: bool, monkeypatch: 
 
 @pytest.mark.usefixtures("_poisoned")
 def test_every_row_is_written(through_triton: list[Any]) -> None:
-    found = prepare.row_statistics(call_of(AttentionSpec(), 67, 67, torch.float32))
+    found = contract.row_statistics(call_of(AttentionSpec(), 67, 67, torch.float32))
     assert found is not None
     assert all(x.isfinite().all() for x in found)
 
@@ -205,7 +210,7 @@ def test_nan_and_overflow_reach_every_statistic_and_nothing_is_certified(kind: s
     told = torch.tensor([h in BROKEN[kind] for h in range(4)])
     for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(5.0))):
         call = broken_call(kind, spec)
-        rows = prepare.row_statistics(call)
+        rows = contract.row_statistics(call)
         assert rows is not None
         assert not rows.lse.isneginf().any()  # of a row that sees a key, whatever that holds
         for fields in (stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy)), exact_bracket(call, "x")):
@@ -226,7 +231,7 @@ def test_nan_and_overflow_reach_every_statistic_and_nothing_is_certified(kind: s
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(through_triton: list[Any]) -> None:
     q, k = torch.full((1, 1, 3, 16), 1e30), torch.full((1, 1, 3, 16), -1e30)
-    rows = prepare.row_statistics(make_call(AttentionSpec(), q, k, k))
+    rows = contract.row_statistics(make_call(AttentionSpec(), q, k, k))
     assert rows is not None
     assert rows.lse.isnan().all()
     assert rows.entropy.isnan().all()

@@ -12,8 +12,7 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import QkeelError
 from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig, recommend
-from qkeel.lab.advice.law import expected_logit, predict, summed_rates
-from qkeel.lab.advice.measured import evidence
+from qkeel.lab.recommendation import evidence, expected_logit, predict, summed_rates
 from qkeel.records import write_json
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}

@@ -9,9 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operator import STORED, WIDEST, OperatorSource, is_plain, reads
-from qkeel.spec.band_call import BandCall
-from qkeel.spec.call import AttentionCall
+from qkeel.kernels.native.operators import STORED, WIDEST, OperatorSource, is_plain, reads
+from qkeel.spec.call import AttentionCall, BandCall
 
 _MASKS = (torch.bool, *STORED)
 _PLAIN = (Tensor, nn.Parameter)
@@ -28,8 +27,8 @@ FIELDS = (
     "cos_total",
 )
 
-Visibility = tuple[Tensor | None, Tensor | None, Tensor | None]
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+VisibilityTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
+OperatorArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def rows_of(
@@ -113,7 +112,7 @@ def holds(*tensors: Tensor) -> bool:
     return all(x.is_cpu and reads(x) for x in tensors)
 
 
-def _arguments(call: AttentionCall) -> Arguments | None:
+def _arguments(call: AttentionCall) -> OperatorArguments | None:
     """Returns q, k, scale, low, high and mask as the operators take them."""
     banded = isinstance(call, BandCall) and call.slopes is None
     if type(call) is not AttentionCall and not banded:
@@ -150,7 +149,7 @@ def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return call.encoded()
 
 
-def _visibility(call: AttentionCall) -> Visibility | None:
+def _visibility(call: AttentionCall) -> VisibilityTensors | None:
     """Returns the first key visible to each row and the one after the last [b|1 t], None for all, and the mask.
 
     None alone where the visible keys are no such span.

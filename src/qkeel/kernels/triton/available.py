@@ -17,11 +17,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from qkeel.errors import caution
-from qkeel.kernels.native.operator import STORED, is_plain
-from qkeel.patching.compiler_state import constant_when_compiled, transformed
+from qkeel.kernels.native.operators import STORED, is_plain
+from qkeel.patching.modes import constant_when_compiled, transformed
 
 if TYPE_CHECKING:
     from qkeel.kernels.triton.heads import HeadTable
+
 
 # The families of kernels, each with a case of `first_use`.
 Family = Literal["norm and rotation", "statistics", "sampled statistics", "heads of weights", "step of AdamW"]
@@ -32,7 +33,7 @@ _WIDEST = 256  # greatest head_dim of the statistics
 _LARGEST = 2**31  # numbers in a head, which are counted in 32 bits
 
 
-class Rows(NamedTuple):
+class RowNumbers(NamedTuple):
     """The statistics of every query row, float32; of rows without a visible key: -inf, +inf, -inf, 0."""
 
     largest: Float[Tensor, "b h t"]
@@ -122,12 +123,13 @@ def _agrees(family: Family, device: torch.device) -> bool:
 def loaded() -> bool:
     """Returns whether Triton can be imported; registers the operators the first time."""
     try:
-        from qkeel.kernels.triton import norm_rope, norm_rope_two
+        from qkeel.kernels.triton import norm_rope
+        from qkeel.kernels.triton import norm_rope as norm_rope_two
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
     norm_rope.register()
-    norm_rope_two.register()
+    norm_rope_two.register_two()
     return True
 
 

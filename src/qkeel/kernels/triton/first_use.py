@@ -20,9 +20,12 @@ from torch.optim.adamw import adamw
 
 from qkeel.functional.norms import rms_norm
 from qkeel.functional.rope import Pairing, rotate
-from qkeel.functional.statistics.rows import KernelRows
-from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
-from qkeel.kernels.triton import adam_lines, heads, norm_rope, norm_rope_two, sampled, statistics
+from qkeel.functional.statistics import KernelRows
+from qkeel.kernels.native.operators import AdamOptions, AdamTensors
+from qkeel.kernels.triton import adamw as adam_lines
+from qkeel.kernels.triton import heads, norm_rope, statistics
+from qkeel.kernels.triton import norm_rope as norm_rope_two
+from qkeel.kernels.triton import statistics as sampled
 
 Pairs = Iterator[tuple[Tensor, Tensor]]  # what a kernel computed, and what torch did
 _RMS = 1  # the kind of the norm, as in `kernels.encode`
@@ -135,7 +138,7 @@ def _sampled(draw: _Drawn) -> Pairs:
     rows, picked = statistics.rows_of(q, k, _SCALE, causal=True, cap=_CAP, sample=(strata, 1))
     places = picked.long()[:, None].expand(-1, 4, -1)
     yield rows.entropy, entropy.gather(2, places)
-    of_heads = sampled.head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
+    of_heads = sampled.sampled_head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
     yield of_heads.largest, largest.amax((0, 2))
     yield of_heads.entropy, entropy.gather(2, places).mean((0, 2))  # strata of one size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from qkeel.registry import lookup
+from qkeel.options import lookup
 
 if TYPE_CHECKING:
     from qkeel.lab.plan import Study
@@ -14,43 +14,43 @@ if TYPE_CHECKING:
 # that `qkeel --help` waits for no torch.
 STUDIES: dict[str, tuple[str, str]] = {
     "lr": (
-        "qkeel.lab.studies.lr:STUDY",
+        "qkeel.lab.studies.grids:LR",
         "Remedies × learning rates × seeds: which remedies widen the range of rates that train well.",
     ),
     "mla": (
-        "qkeel.lab.studies.latent_attention:STUDY",
+        "qkeel.lab.studies.grids:MLA",
         "Latent and multi-head attention × AdamW and Muon × remedies × learning rates × seeds.",
     ),
     "demo": (
-        "qkeel.lab.studies.demo:STUDY",
+        "qkeel.lab.studies.grids:DEMO",
         "See logits explode, and remedies hold them or not, on real text in two minutes.",
     ),
     "extrapolation": (
-        "qkeel.lab.studies.extrapolation:STUDY",
+        "qkeel.lab.studies.grids:EXTRAPOLATION",
         "Train short, test long: forms of attention × blocks × seeds, each tested as trained and changed post hoc.",
     ),
     "translation": (
-        "qkeel.lab.studies.translation:STUDY",
+        "qkeel.lab.studies.grids:TRANSLATION",
         "An encoder–decoder on few pairs of texts: remedies on self- and cross-attention × learning rates × seeds.",
     ),
     "multimodal": (
-        "qkeel.lab.studies.multimodal:STUDY",
+        "qkeel.lab.studies.grids:MULTIMODAL",
         "Text and images in one sequence: mixes × remedies × learning rates × seeds, all measured on one fixed batch.",
     ),
     "chaos": (
-        "qkeel.lab.studies.chaos:STUDY",
+        "qkeel.lab.studies.grids:CHAOS",
         "Train each configuration twice, one weight changed by one float32 ulp, to measure numerical noise.",
     ),
     "drift": (
-        "qkeel.lab.studies.drift:STUDY",
+        "qkeel.lab.studies.grids:DRIFT",
         "Sizes × schedules × remedies × learning rates × seeds: how the largest logit grows while a model trains.",
     ),
     "edge": (
-        "qkeel.lab.studies.edge_of_chaos:STUDY",
+        "qkeel.lab.studies.grids:EDGE",
         "Pairs of runs one float32 step apart × remedies × rates × widths: the rate from which on they part.",
     ),
     "transfer": (
-        "qkeel.lab.studies.size_transfer:STUDY",
+        "qkeel.lab.studies.grids:TRANSFER",
         "Remedies at their tuned rates × sizes × standard and µP: whether a ranking holds at a larger size.",
     ),
 }

@@ -1,14 +1,13 @@
 """Trained models: norms put in with their gains fitted, factors folded into weights, checkpoints in another shape."""
 
-from qkeel.remedies.retrofit.architectures import SHAPES
-from qkeel.remedies.retrofit.export_model import convert, export
-from qkeel.remedies.retrofit.fold import Folded, fold
-from qkeel.remedies.retrofit.insert import Fitting, Retrofit, retrofit
-from qkeel.remedies.retrofit.predictions import Gap, LayerGap, RetrofitReport
+from qkeel.remedies.retrofit.export_model import SHAPES, convert, export
+from qkeel.remedies.retrofit.fit_gains import Folded, fold
+from qkeel.remedies.retrofit.insert import Retrofit, RetrofitConfig, retrofit
+from qkeel.remedies.retrofit.replay import Gap, LayerGap, RetrofitReport
 
 __all__ = [
     "SHAPES",
-    "Fitting",
+    "RetrofitConfig",
     "Folded",
     "Gap",
     "LayerGap",

@@ -1,23 +1,8 @@
-"""Gains of a new norm set so that the logits are those of the model without it, as closely as the norm allows.
-
-Derivation. With z the old logits of a row, p = softmax(z) and z' the new ones, to second order in z' - z
-
-    KL(p ‖ softmax(z')) = ½ Var_p(z' - z):
-
-a constant per row is nothing to a softmax, and keys count as they are attended to. With one factor a on the normed
-logits ẑ (gains that multiply to a) that is least squares with the solution
-
-    a = Σ_rows Cov_p(z, ẑ) / Σ_rows Var_p(ẑ),
-
-per head where gains are per head, over all heads where they share them. It is the start. A gain per dimension before
-RoPE turns with its pair, so z' is no longer linear in the two gains; the KL itself, summed over rows, is minimised
-from there by L-BFGS through the model's own rotation, whichever dimensions it pairs. Attention that matters little
-to the output counts there as much as attention that matters; so all gains are then fitted at once by L-BFGS to the KL
-of the model's output.
-"""
+"""The gains of an inserted norm: fitted, balanced between q and k, or folded into the weights."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -26,19 +11,40 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import widest
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
-from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.module_tables import parameters_of, submodules_of
-from qkeel.remedies.attention.projection_norms import HeadNorm
+from qkeel.heads.site import AttentionSite, HeadSlice, across
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import parameters_of, submodules_of
+from qkeel.remedies.apply import forget
 from qkeel.remedies.base import where
-from qkeel.remedies.retrofit.predictions import Gap
-from qkeel.remedies.retrofit.replay import Replay, Rows
-from qkeel.spec import NoNorm
-from qkeel.spec.norm import Norm, Part
-from qkeel.spec.slot import Geometry, Parameter, Params
+from qkeel.remedies.change_norm import HeadNorm
+from qkeel.remedies.change_spec import settle
+from qkeel.remedies.qk_weights import SigmaReparam, folded
+from qkeel.remedies.retrofit.replay import Gap, QueryRows, Reference, Replay, predictions
+from qkeel.sites.find import find_sites
+from qkeel.spec import InverseSqrt, NoNorm
+from qkeel.spec.norm import Norm, NormedPart
+from qkeel.spec.slot import Parameter, ParameterSizes, Params
+
+# Gains of a new norm set so that the logits are those of the model without it, as closely as the norm allows.
+#
+# Derivation. With z the old logits of a row, p = softmax(z) and z' the new ones, to second order in z' - z
+#
+#     KL(p ‖ softmax(z')) = ½ Var_p(z' - z):
+#
+# a constant per row is nothing to a softmax, and keys count as they are attended to. With one factor a on the normed
+# logits ẑ (gains that multiply to a) that is least squares with the solution
+#
+#     a = Σ_rows Cov_p(z, ẑ) / Σ_rows Var_p(ẑ),
+#
+# per head where gains are per head, over all heads where they share them. It is the start. A gain per dimension
+# before RoPE turns with its pair, so z' is no longer linear in the two gains; the KL itself, summed over rows, is
+# minimised from there by L-BFGS through the model's own rotation, whichever dimensions it pairs. Attention that
+# matters little to the output counts there as much as attention that matters; so all gains are then fitted at once
+# by L-BFGS to the KL of the model's output.
 
 
 @final
@@ -54,10 +60,10 @@ class BlendedNorm(Norm):
         """Those of the norm that is blended in."""
         return self.inner.sides
 
-    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+    def apply(self, part: NormedPart, x: Tensor, params: Params) -> Tensor:
         return torch.lerp(x, self.inner.apply(part, x, params), self.share)
 
-    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         return self.inner.parameters(geometry)
 
     def formula(self) -> str:
@@ -179,7 +185,7 @@ def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
         best.offer()
 
 
-def least_squares(old: Sequence[Rows], new: Sequence[Rows], *, shared: bool) -> Tensor:
+def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool) -> Tensor:
     """The a [h] of the derivation; where it is not positive, the ratio of the spreads instead."""
     cov = var = spread = torch.zeros((), dtype=torch.float64)
     for one, two in zip(old, new):
@@ -224,3 +230,246 @@ def descend_along(
     optimizer.step(closure)
     for p in parameters:
         p.grad = None
+
+
+# Queries against keys: an exact change of the old model's weights after which a norm takes less away.
+#
+# A norm divides each q and k by its own size, which the old model may have used. How much size varies from token to
+# token depends on how a head's numbers are scaled against each other, and that is free: with q_i · e^{t_i} and k_i ·
+# e^{-t_i} every product q·k is what it was, for any t per dimension; under RoPE for any t per rotated pair. So t is
+# fitted along with the gains to the KL of the output, and goes into the rows of the q and k projections. One t per
+# number (or pair) and key head; the query heads of a group share it.
+
+_SAME = 1e-4  # of the largest output: above float32's rounding, far below what a wrong pairing does
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ScaledRows:
+    """Rows of a weight or bias that site number `site` scales by e^{sign · t}."""
+
+    site: int
+    heads: HeadSlice
+    sign: float
+
+
+@final
+class Balance:
+    """The numbers t of all sites, and the weights they go into; `put()` writes those, `restore()` puts the old back."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
+        self.sites = [site for site in sites if _plain(model, site)]
+        self._rows: dict[int, tuple[Tensor, list[_ScaledRows]]] = {}
+        for i, site in enumerate(self.sites):
+            for heads, sign in ((site.query[0], 1.0), (site.key[-1], -1.0)):
+                for part in filter(None, (heads, heads.bias_of())):
+                    p = model.get_parameter(part.parameter)
+                    self._rows.setdefault(id(p), (p, []))[1].append(_ScaledRows(site=i, heads=part, sign=sign))
+        self.weights = [p for p, _ in self._rows.values()]
+        self._old = [p.detach().clone() for p in self.weights]
+        self._pairs: list[Tensor] = []
+        self.numbers: list[nn.Parameter] = []
+
+    @classmethod
+    def of(cls, reference: Reference, sites: Sequence[AttentionSite]) -> Balance | None:
+        """The balance of a model without its norm, or None where no scaling leaves it as it is (but for rounding)."""
+        balance = cls(reference.model, sites)
+        for pairs in _PAIRINGS.values():
+            if balance.sites and balance._leaves(reference, pairs):
+                return balance
+        return None
+
+    @torch.no_grad()
+    def _leaves(self, reference: Reference, pairs: Callable[[int], Tensor]) -> bool:
+        """True if numbers at random, tied in this way, leave the first batch's output."""
+        self._begin(pairs)
+        generator = torch.Generator().manual_seed(0)
+        for t in self.numbers:
+            t.copy_(torch.rand(t.shape, generator=generator) - 0.5)
+        self.put()
+        new = predictions(reference.model, reference.batches[0])
+        self.restore()
+        for t in self.numbers:
+            t.zero_()
+        old = reference.old[0]
+        return bool((new - old).abs().max() <= _SAME * old.abs().max())
+
+    def _begin(self, pairs: Callable[[int], Tensor]) -> None:
+        self._pairs = [pairs(site.head_dim) for site in self.sites]
+        like = self.weights[0]
+        self.numbers = [
+            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=like.device))
+            for site, p in zip(self.sites, self._pairs)
+        ]
+
+    def scaled(self) -> list[Tensor]:
+        """The weights as they are to be, a function of the numbers."""
+        return [old * self._factor(p, rows) for old, (p, rows) in zip(self._old, self._rows.values())]
+
+    def _factor(self, p: Tensor, rows: Sequence[_ScaledRows]) -> Tensor:
+        axis = rows[0].heads.axis if p.ndim > 1 else 0
+        lines = torch.ones(len(rows[0].heads.rows_of(p)), device=p.device, dtype=torch.float32)
+        for one in rows:
+            t = self.numbers[one.site][:, self._pairs[one.site]]
+            t = t if len(t) == one.heads.n else self.sites[one.site].per_query_head(t)
+            lines = lines.index_put((one.heads.index.to(p.device).flatten(),), (one.sign * t).exp().flatten())
+        return across(lines, axis, p).to(p.dtype)
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Write the scaled weights."""
+        put_back(self.weights, self.scaled())
+
+    def restore(self) -> None:
+        """The old weights, bit for bit."""
+        put_back(self.weights, self._old)
+
+    def descend(self, gains: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
+        """L-BFGS on a loss by the numbers and the gains at once."""
+
+        def gradients() -> tuple[Tensor, Sequence[Tensor]]:
+            self.put()
+            new, loss = self.scaled(), loss_of()
+            grads = torch.autograd.grad(loss, [*self.weights, *gains])
+            numbers = torch.autograd.grad(new, self.numbers, grads[: len(new)])
+            return loss, (*numbers, *grads[len(new) :])
+
+        descend_along([*self.numbers, *gains], gradients, iterations)
+        self.put()
+
+
+# Which dimensions of a head are scaled by the same number: each on its own without a rotation, else the two of a pair.
+_PAIRINGS: dict[str, Callable[[int], Tensor]] = {
+    "none": torch.arange,
+    "halves": lambda d: torch.arange(d) % max(d // 2, 1),
+    "neighbours": lambda d: torch.arange(d) // 2,
+}
+
+
+def _plain(model: nn.Module, site: AttentionSite) -> bool:
+    """True if rows of one weight make q, rows of one make k, and nothing else is made of them."""
+    if len(site.terms) != 1 or len(site.query) != 1 or len(site.key) != 1 or site.reparametrised:
+        return False
+    query, key = site.query[0], site.key[0]
+    if (query.n, key.n) != (site.n_heads, site.n_kv_heads):
+        return False
+    if query.index.shape[1] != site.head_dim or key.index.shape[1] != site.head_dim:
+        return False
+    used = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return all(used[id(model.get_parameter(s.parameter))] == 1 for s in (query, key))
+
+
+# Scale factors written back into plain weights, where that is exact.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """The factors written into weights, and those kept as they are, each with the reason."""
+
+    written: tuple[str, ...]  #: sentences, one for each factor
+    kept: tuple[str, ...]  #: sentences, one for each factor
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"folded {line}" for line in self.written), *(f"kept {line}" for line in self.kept)])
+
+
+@torch.no_grad()
+def fold(model: nn.Module) -> Folded:
+    """Write scale factors back into weights, in place; outputs stay what they were, to rounding.
+
+    - Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of a plain layer again (any model).
+    - A scale of logits other than 1/√d, constant or learned (`logit_scale`, a temperature), goes into W_q and its bias,
+      or, behind a norm with a gain of q's own, into that gain; a factor that depends on the position stays
+      (own modules).
+
+    Gains of a q/k norm are not folded: the norm stands between the weights and the gain. Where something was folded,
+    the model is what it is from now on: handles of remedies that changed the spec of that site do nothing any more.
+
+    >>> from qkeel import apply
+    >>> from qkeel.nn import Attention
+    >>> attention = Attention(16, 4)
+    >>> handle = apply("sigma_reparam", attention)
+    >>> fold(attention).written[0]
+    'sigma_reparam of q_proj'
+
+    Raises:
+        RefusedError: nothing here can be folded; the message says why.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"expected a torch.nn.Module to fold, got {type(model).__name__}")
+    plain = unwrapped(model)
+    written = [f"sigma_reparam of {name or 'the model'}" for name, m in plain.named_modules() if folded(m)]
+    kept: list[str] = []
+    if written:
+        forget(plain, lambda remedy: isinstance(remedy, SigmaReparam))
+    for site in find_sites(plain) if any(isinstance(m, SpecModule) for m in plain.modules()) else ():
+        reason = _fold_scale(plain, site)
+        (kept if reason else written).extend([f"{where(site)}: {reason or 'its scale'}"] if reason is not None else [])
+    if not written:
+        raise RefusedError(
+            "nothing to fold: "
+            + ("; ".join(kept) or "no layer under sigma_reparam, and no scale of qkeel's own attention but 1/√d")
+        )
+    return Folded(written=tuple(written), kept=tuple(kept))
+
+
+def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
+    """None if the scale is plain, "" if it was folded, else the reason why it was not."""
+    module = site.module
+    assert isinstance(module, SpecModule)
+    spec, d = module.spec, module.head_dim
+    inner = spec.scale.base
+    norm = spec.norm if "q" in spec.norm.sides else NoNorm()
+    if inner == InverseSqrt():
+        if norm.sides in ("", "q") or norm.gain == "none":
+            return None
+        return f"the gains of {norm.formula()} come after a norm, which undoes any scaling of weights"
+    if norm.sides and norm.gain == "none":
+        return "q is normed without a gain, which no scaling of its weights gets past"
+    if inner.follows_position:
+        return f"{inner.formula()} depends on the position"
+    factor = inner.factor(torch.zeros(1, 1), d, module.spec_params())
+    ratio = (torch.as_tensor(factor, dtype=torch.float64) * math.sqrt(d)).flatten().expand(site.n_heads)
+    reason = _into_gain(module, norm, ratio) if norm.sides else _into_weights(model, site, ratio)
+    if reason:
+        return reason
+    parameters_of(module).pop("logit_scale", None)
+    module.spec = spec.replace(scale=spec.scale.with_base(InverseSqrt()))
+    settle(module)
+    forget(module, lambda remedy: remedy.changes_spec)
+    return ""
+
+
+def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
+    """Multiply the last matrix that makes q in each term, and its bias, by a factor per query head."""
+    pieces: list[HeadSlice] = [term.query[-1] for term in site.terms]
+    if site.reparametrised:
+        return "W_q is computed from another weight"
+    others = [s for other in find_sites(model) if other.module is not site.module for s in (*other.query, *other.key)]
+    owned = {id(model.get_parameter(s.parameter)) for s in others}
+    for piece in pieces:
+        if id(model.get_parameter(piece.parameter)) in owned:
+            return f"{piece.parameter} is shared with another attention"
+    for piece in pieces:
+        for part in filter(None, (piece, piece.bias_of())):
+            p = model.get_parameter(part.parameter)
+            rows = part.lines(ratio.to(p.device, widest(p.device)), p.shape[0])
+            p.copy_(p.to(rows.dtype) * (rows[:, None] if p.ndim > 1 else rows))
+    return ""
+
+
+def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
+    """The gain of q times a factor per query head."""
+    if norm.shared:
+        return "q and k share one gain"
+    per_head = norm.gain in ("head", "head_dim")
+    if not per_head and bool((ratio != ratio[0]).any()):
+        return f"a scale per head does not fit into gain={norm.gain}, which heads share"
+    gain, by = module.get_parameter("q_norm"), ratio[:, None] if per_head else ratio[0]
+    one = 1.0 if norm.gain == "one_plus_dim" else 0.0
+    by = by.to(gain.device, widest(gain.device))
+    gain.copy_((gain.to(by.dtype) + one) * by - one)
+    if norm.bias:
+        bias = module.get_parameter("q_norm_bias")
+        bias.copy_(bias.to(by.dtype) * by)
+    return ""

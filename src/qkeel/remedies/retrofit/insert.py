@@ -15,20 +15,27 @@ from qkeel.capture.example import arguments
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
-from qkeel.patching.forward_passes import unwrapped
+from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
-from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.fit_gains import Best, SiteNorm, copies, descend, fit, put_back
-from qkeel.remedies.retrofit.predictions import Gap, LayerGap, Reference, RetrofitReport, divergence, predictions
-from qkeel.remedies.retrofit.replay import Replay, captured
+from qkeel.remedies.retrofit.fit_gains import Balance, Best, SiteNorm, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.replay import (
+    Gap,
+    LayerGap,
+    Reference,
+    Replay,
+    RetrofitReport,
+    captured,
+    divergence,
+    predictions,
+)
 from qkeel.sites.find import find_sites
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
+class RetrofitConfig:
     """The settings by which a retrofit is fitted.
 
     iterations: of L-BFGS per site after the least-squares start; 0 keeps that. balance: whether queries are scaled
@@ -98,7 +105,7 @@ def retrofit(
     batches: object,
     optimizer: Optimizer | None = None,
     *,
-    fitting: Fitting | None = None,
+    fitting: RetrofitConfig | None = None,
 ) -> Retrofit:
     """Put a q/k norm into a *trained* model so that its first outputs are as close to the old ones as the norm allows.
 
@@ -120,7 +127,7 @@ def retrofit(
     >>> retrofit(model, "qk_norm", torch.arange(8)[None]).report.gap.kl < 0.01
     True
     """
-    fitting = fitting or Fitting()
+    fitting = fitting or RetrofitConfig()
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
     remedy = _remedy(named)
@@ -161,7 +168,7 @@ def _fit_all(
     sites: Sequence[AttentionSite],
     norms: Sequence[SiteNorm],
     known: tuple[Sequence[Replay], Balance | None],
-    fitting: Fitting,
+    fitting: RetrofitConfig,
 ) -> tuple[RetrofitReport, Callable[[], None]]:
     """Fit the norms in steps, each kept only if it helps; the report, and what undoes the changes of weights."""
     replays, balance = known
@@ -213,7 +220,7 @@ def _distil(
     reference: Reference,
     sites: Sequence[AttentionSite],
     gains: Sequence[nn.Parameter],
-    fitting: Fitting,
+    fitting: RetrofitConfig,
     undo: ExitStack,
 ) -> Gap:
     """Steps on KL(old ‖ new) by the q and k weights and the gains; kept only if the KL fell."""

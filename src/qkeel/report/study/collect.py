@@ -1,20 +1,99 @@
-"""Run directories and studies as plain data. Reading changes nothing on disk."""
+"""The runs of a study read into one table, with their names and times."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
 from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus
-from qkeel.records.file_fields import read_checked
-from qkeel.records.regular_files import refuse_links, refuse_path
-from qkeel.records.rundir import note_checksums
-from qkeel.report.run_names import differences
+from qkeel.records.disk import refuse_links, refuse_path
+from qkeel.records.files import read_checked
+from qkeel.records.run_directory import note_checksums
+
+# Names of runs by the settings in which their configurations and commands differ.
+
+_MOST = 3  # settings of a name
+_LEFT_OUT = frozenset({"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"})
+
+
+def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
+    """Returns for each of several runs the settings that are not alike in all, by name; "" where nothing differs.
+
+    >>> differences([{"optim": {"name": "adamw", "momentum": 0.9}}, {"optim": {"name": "muon", "momentum": 0.9}}])
+    ['name adamw', 'name muon']
+    >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
+    ['--lr 3e-2', '--compile, --lr 3e-3']
+    """
+    flat = [dict(_flat(one)) for one in settings]
+    names = sorted({name for one in flat for name in one})
+    apart = [name for name in names if len({one.get(name) for one in flat}) > 1]
+    return [", ".join([_said(name, one[name]) for name in apart if one.get(name) is not None][:_MOST]) for one in flat]
+
+
+def _said(name: str, value: str | None) -> str:
+    return f"{name.rpartition('.')[2]} {value}".strip()
+
+
+def _flat(settings: Mapping[str, object], under: str = "") -> Iterator[tuple[str, str | None]]:
+    for name, value in settings.items():
+        if name in _LEFT_OUT:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{under}{name}.")
+        elif name == "command":
+            yield from _options(str(value))
+        else:
+            yield f"{under}{name}", None if value is None else str(value)
+
+
+def _options(command: str) -> Iterator[tuple[str, str]]:
+    """The options of a command line with their values."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return
+    for word, after in zip(words, [*words[1:], ""]):
+        if word.startswith("--") and word != "--":
+            name, _, value = word.partition("=")
+            if name not in ("--out", "--jobs"):
+                yield name, value or ("" if after.startswith("-") else after)
+
+
+# The times at which the files of runs were written, which those of a copied directory may be of the copy.
+
+
+def duration(seconds: float) -> str:
+    """Returns a time span in the unit that suits it.
+
+    >>> duration(42.3), duration(200), duration(7_200), duration(200_000)
+    ('42 s', '3.3 min', '2 h', '2.3 days')
+    """
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def written_times(*runs: Path) -> dict[str, str]:
+    """Returns when the first and the last file of the runs was written, and the time between; {} of none."""
+    files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
+    if not files:
+        return {}
+    times = [file.stat().st_mtime for file in files]
+    said = [time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times))]
+    if said[0] == said[1]:
+        return {"Files written": said[0]}
+    return {"Files written": f"{said[0]} to {said[1]}, in {duration(max(times) - min(times))}"}
+
+
+# Run directories and studies as plain data. Reading changes nothing on disk.
 
 BASELINE = "none"
 

@@ -1,12 +1,11 @@
-"""Remedies against each other: spreads over seeds, paired gains, and the standing of each remedy. The scalars come
-from `metrics`; here they are only gathered per remedy and learning rate."""
+"""Remedies compared over seeds and rates, and the tables of the comparison."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,8 +20,28 @@ from qkeel.metrics import (
     paired_effects,
     paired_gain,
 )
-from qkeel.report.html.formats import count, number, signed
-from qkeel.report.study.collect import BASELINE, StudyData
+from qkeel.records import RunStatus
+from qkeel.report.html import (
+    NOTHING,
+    Markup,
+    cell,
+    columns,
+    count,
+    details,
+    join,
+    loss,
+    number,
+    rate,
+    signed,
+    table,
+    table_row,
+    tag,
+    words,
+)
+from qkeel.report.study.collect import BASELINE, RunData, StudyData
+
+# Remedies against each other: spreads over seeds, paired gains, and the standing of each remedy. The scalars come
+# from `metrics`; here they are only gathered per remedy and learning rate.
 
 MARGIN = 0.01  # nats; a smaller difference of held-out loss counts as none: a tenth of what remedies gain at high rates
 
@@ -38,7 +57,7 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
+class PairedGain:
     """The paired gain of a remedy over another at one LR; positive = the remedy's loss is lower.
 
     `effect` is None where a single seed or a loss of NaN allows no judgement; `collapsed` says that attention collapsed
@@ -66,7 +85,7 @@ class Gain:
         """True if the remedy is better and its attention works."""
         return self.verdict == "better" and not self.collapsed
 
-    def reversed(self) -> Gain:
+    def reversed(self) -> PairedGain:
         """The gain of the other over this one; whether the other collapsed is not known here."""
         effect = self.effect
         turned = effect and dataclasses.replace(effect, mean=-effect.mean, low=-effect.high, high=-effect.low)
@@ -93,7 +112,7 @@ class Standing:
     best_lr: float
     best_loss: Spread
     collapsed: bool
-    gains: Mapping[float, Gain]
+    gains: Mapping[float, PairedGain]
     max_logit: float
     stable_lr: float | None
     stable_lrs: tuple[float, float] | None
@@ -142,13 +161,13 @@ def collapses(rows: Sequence[Row], remedy: str, lr: float) -> bool:
     return any(row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr)
 
 
-def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[Gain]:
+def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[PairedGain]:
     """The gains of (remedy, baseline, LR), where a seed has both, judged together: Holm over all of them."""
     known = [(of, found) for of in comparisons if (found := paired_gain(rows, *of))]
     judged = [i for i, (_, found) in enumerate(known) if len(found) > 1 and all(map(math.isfinite, found))]
     effects = dict(zip(judged, paired_effects([known[i][1] for i in judged], MARGIN)))
     return [
-        Gain(
+        PairedGain(
             remedy=remedy,
             baseline=baseline,
             lr=lr,
@@ -167,14 +186,14 @@ def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | Non
     return math.hypot(*(known[name] for name in both)) if set(both) <= known.keys() else None
 
 
-def primary_gain(study: StudyData) -> Gain | None:
+def primary_gain(study: StudyData) -> PairedGain | None:
     """The gain of the comparison that the study names, judged alone; None without one, or where no seed has both."""
     named = study.primary
     found = judge(study.rows(), [(named["remedy"], named["baseline"], named["lr"])]) if named else []
     return found[0] if found else None
 
 
-def _gains_alone(study: StudyData) -> list[Gain]:
+def _gains_alone(study: StudyData) -> list[PairedGain]:
     """The gains of a study that names a primary comparison: each with an interval of its own, that one with a verdict.
 
     Their intervals are not corrected for each other: each covers its true mean at 95 %, all together they do not.
@@ -185,7 +204,7 @@ def _gains_alone(study: StudyData) -> list[Gain]:
     return [g if g == primary else dataclasses.replace(g, secondary=True) for g in alone]
 
 
-def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[Gain]:
+def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[PairedGain]:
     """The gain of each remedy at each LR that has one, judged together."""
     lrs = sorted({row["lr"] for row in rows})
     return judge(rows, [(remedy, baseline, lr) for remedy in remedies if remedy != baseline for lr in lrs])
@@ -240,7 +259,7 @@ def _rank(line: Standing) -> tuple[float, float, float]:
 
 
 def _standing(
-    rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Mapping[float, Gain], baseline: str
+    rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Mapping[float, PairedGain], baseline: str
 ) -> Standing:
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
@@ -279,7 +298,7 @@ HELD, REVERSE, UNDECIDED = "held", "the reverse", "undecided"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
+class SeedEffect:
     """A ratio or a difference by seed; ratios are judged by their logarithms."""
 
     values: Sequence[float]
@@ -337,17 +356,186 @@ def _times(value: float) -> str:
     return f"{value:.2f}×" if value < 10 else f"{number(value, 2)}×"
 
 
-def times(above: Mapping[int, float], below: Mapping[int, float]) -> Effect | None:
+def times(above: Mapping[int, float], below: Mapping[int, float]) -> SeedEffect | None:
     """The ratio `above` / `below` over the seeds that both have; None without any."""
     seeds = [s for s in sorted(above.keys() & below.keys()) if _positive(above[s]) and _positive(below[s])]
-    return Effect(values=[above[s] / below[s] for s in seeds], ratio=True) if seeds else None
+    return SeedEffect(values=[above[s] / below[s] for s in seeds], ratio=True) if seeds else None
 
 
-def less(mine: Mapping[int, float], theirs: Mapping[int, float]) -> Effect | None:
+def less(mine: Mapping[int, float], theirs: Mapping[int, float]) -> SeedEffect | None:
     """The difference `theirs` - `mine` over the seeds that both have; None without any."""
     seeds = [s for s in sorted(mine.keys() & theirs.keys()) if math.isfinite(mine[s]) and math.isfinite(theirs[s])]
-    return Effect(values=[theirs[s] - mine[s] for s in seeds], ratio=False) if seeds else None
+    return SeedEffect(values=[theirs[s] - mine[s] for s in seeds], ratio=False) if seeds else None
 
 
 def _positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
+
+
+# The ranking, every run, and the runs without a result, as HTML tables.
+
+TABLE_SERIES = 8  # colours in assets/report.css
+
+
+def swatch(study: StudyData, remedy: str) -> Markup:
+    """Returns the remedy's name next to its colour, the same on the whole page."""
+    index = study.remedies.index(remedy)
+    attributes = {
+        "class": "swatch",
+        "data-series": str(index % TABLE_SERIES),
+        "data-round": str(index // TABLE_SERIES),
+        "aria-hidden": "true",
+    }
+    return join([tag("span", attributes), remedy])
+
+
+def ranking(study: StudyData) -> Markup:
+    """Returns a table with one line per remedy; empty where there is nothing to rank."""
+    lines = standings(study)
+    if not lines:
+        return Markup()
+    several = len(study.lrs()) > 1
+    clips = any(line.sensitivity != line.sensitivity_clipped for line in lines)
+    gain_lrs = study.lrs() if any(line.gains for line in lines) else []
+    head = columns("Remedy", kind="text")
+    head += columns("LR sensitivity", *["… clipped at initial loss"] * clips) if several else []
+    head += columns("Best held-out loss", *(f"Gain at LR\u00a0{rate(lr)}" for lr in gain_lrs))
+    head += columns("Largest logit", "Alarm step", "Largest LR without collapse", f"CPU, ×\u00a0{study.baseline}")
+    body = [_line(study, line, gain_lrs, several + several * clips) for line in lines]
+    return table("Ranking of the remedies", head, body, sortable=True)
+
+
+def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivities: int) -> Markup:
+    cells = [_loss(line.sensitivity), _loss(line.sensitivity_clipped)][:sensitivities]
+    best = f"at LR {rate(line.best_lr)}{', collapsed' if line.collapsed else ''}"
+    cells.append(cell(loss(line.best_loss.mean), line.best_loss.mean, best))
+    cells += [_gain(line.gains.get(lr), line.remedy == study.baseline) for lr in gain_lrs]
+    cells.append(cell(number(line.max_logit), line.max_logit))
+    if line.alarm is None:
+        cells.append(cell("never", math.inf))
+    else:
+        cells.append(cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
+    top = study.lrs()[-1]
+    note = "all tried" if line.stable_lr == top else _stable(line.stable_lrs)
+    cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
+    return table_row(swatch(study, line.remedy), *cells, cost_cell(line))
+
+
+def _loss(total: Spread | None) -> Markup:
+    return cell("–", math.inf, "needs every LR") if total is None else spread_cell(total, loss)
+
+
+def spread_cell(total: Spread, write: Callable[[float], str]) -> Markup:
+    """Returns the cell of a mean over seeds with the range below it."""
+    return cell(write(total.mean), total.mean, f"{write(total.low)} to {write(total.high)}" if total.n > 1 else "")
+
+
+def _gain(one: PairedGain | None, baseline: bool) -> Markup:
+    if one is None:
+        return cell("" if baseline else "–", -math.inf)
+    return gain_cell(one, f"{one.over()}{'; collapsed' if one.collapsed else ''}")
+
+
+def gain_cell(one: PairedGain, small: str) -> Markup:
+    """Returns the cell of a gain, grey where it is equal, undecided, or of a remedy that collapsed."""
+    faint = one.collapsed or one.verdict in ("equal", "undecided")
+    return cell(signed(one.mean), one.mean, small, "faint" if faint else "")
+
+
+def cost_cell(line: Standing) -> Markup:
+    """Returns the cell of a remedy's processor time over that of the baseline."""
+    return NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio)
+
+
+def _stable(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else " to ".join("no LR" if end == 0 else rate(end) for end in ends)
+
+
+RUN_COLUMNS: Mapping[str, str] = {
+    "val_loss": "Held-out loss",
+    "init_loss": "… before training",
+    "max_logit": "Largest logit",
+    "end_max_logit": "… at the end",
+    "end_entropy": "Entropy at the end",
+    "alarm_step": "Alarm step",
+    "collapsed": "Collapsed",
+    "spike_score": "Spike score",
+    "cpu_seconds": "CPU s",
+    "steps": "Steps",
+}
+
+
+def every_run(study: StudyData) -> Markup:
+    """Returns a table with one line per finished run, drift runs included."""
+    runs = [run for run in study.runs if run.row is not None]
+    if not runs:
+        return Markup()
+    head = [*columns("Remedy", kind="text"), *columns("LR", "Seed", *RUN_COLUMNS.values())]
+    head += columns("Run", kind="text")
+    inner = table("Every finished run", head, [_run_line(study, run) for run in runs], sortable=True)
+    return details(count(len(runs), "finished run"), inner)
+
+
+def _run_line(study: StudyData, run: RunData) -> Markup:
+    results = run.row or {}
+    cells = [cell(rate(run.lr), run.lr), cell(str(run.seed), run.seed)]
+    for name in RUN_COLUMNS:
+        value = results.get(name)
+        if isinstance(value, bool):
+            cells.append(cell("yes" if value else "no", value))
+        elif value is None:
+            cells.append(NOTHING)
+        else:
+            text = loss(value) if name in ("val_loss", "init_loss") else _plain(value)
+            cells.append(cell(text, value))
+    head = join([swatch(study, run.remedy), tag("small", {}, _role(run)) if _role(run) else ""])
+    return table_row(head, *cells, words(tag("code", {}, run.run_id)))
+
+
+def _plain(value: float | int) -> str:
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def without_result(study: StudyData) -> Markup:
+    """Returns the failed, unfinished and missing runs, each with what is known; empty where there are none."""
+    failed = [_failure(study, run) for run in study.runs if run.status is RunStatus.FAILED]
+    waiting = [_waiting(study, status) for status in WAITING]
+    items = [item for item in [*failed, *waiting] if item]
+    return tag("ul", {"class": "failures"}, *items) if items else Markup("")
+
+
+WAITING = {
+    RunStatus.STARTED: ("unfinished", "They are still running or were stopped; the same command resumes them."),
+    RunStatus.MISSING: ("missing", "They are planned, but have no directory yet; the same command runs them."),
+}
+
+
+def _run_name(study: StudyData, run: RunData) -> Markup:
+    return join([swatch(study, run.remedy), f", LR {rate(run.lr)}, seed {run.seed}{_role(run)}"])
+
+
+def _role(run: RunData) -> str:
+    return "" if run.role == "grid" else f" ({run.role})"
+
+
+def _reached(run: RunData) -> str:
+    return f" after step {int(run.metrics[-1]['step']):,}" if run.metrics else ""
+
+
+def _waiting(study: StudyData, status: RunStatus) -> Markup:
+    runs = [run for run in study.runs if run.status is status]
+    if not runs:
+        return Markup("")
+    word, hint = WAITING[status]
+    names = [tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
+    head = tag("strong", {}, f"{count(len(runs), 'run')} {word}")
+    return tag("li", {"class": "waiting"}, head, tag("p", {}, hint), tag("p", {"class": "runs"}, *names))
+
+
+def _failure(study: StudyData, run: RunData) -> Markup:
+    lines = [line for line in run.error.strip().splitlines() if line.strip()]
+    title = join([_run_name(study, run), ": ", tag("strong", {}, "failed" + _reached(run))])
+    last = tag("p", {"class": "error"}, tag("code", {}, lines[-1] if lines else "no message was written"))
+    if len(lines) < 2:
+        return tag("li", {}, title, last)
+    return tag("li", {}, title, last, details("Traceback", tag("pre", {}, run.error.strip())))

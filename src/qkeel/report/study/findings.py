@@ -1,20 +1,224 @@
-"""The sentences at the top of a study's page. Each is computed from numbers and left out where they lack."""
+"""Sentences that follow from a study's numbers: training, accuracy, chaos, references."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 
 from qkeel.errors import QkeelError
-from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row, alarm_step, planned_power
+from qkeel.metrics import (
+    ALARM_THRESHOLD,
+    COLLAPSE_ENTROPY,
+    Row,
+    alarm_step,
+    paired_effect,
+    paired_effects,
+    paired_gain,
+    planned_power,
+)
+from qkeel.options import Term, parse
 from qkeel.records import RunStatus
-from qkeel.registry import Term, parse
-from qkeel.report.html.formats import count, listing, loss, number, rate, signed
-from qkeel.report.html.page import Finding
-from qkeel.report.study import reference_findings
+from qkeel.report.html import (
+    NOTHING,
+    Finding,
+    Markup,
+    cell,
+    columns,
+    count,
+    join,
+    listing,
+    loss,
+    note,
+    number,
+    rate,
+    signed,
+    table,
+    table_row,
+)
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
-from qkeel.report.study.compare import MARGIN, Gain, collapses, gains, judge, losses, more_seeds, primary_gain, spread
-from qkeel.report.study.verdict import collapsed_at
+from qkeel.report.study.compare import (
+    MARGIN,
+    PairedGain,
+    Spread,
+    collapses,
+    gains,
+    interval_text,
+    judge,
+    less,
+    losses,
+    more_seeds,
+    primary_gain,
+    spread,
+    spread_cell,
+    swatch,
+)
+from qkeel.report.study.provenance import collapsed_at
+
+# The share of held-out images that are classified right, where runs classify.
+
+
+def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
+    """Returns the accuracy by seed of each remedy and rate, in the study's order."""
+    found: dict[tuple[str, float], dict[int, float]] = {}
+    for remedy in study.remedies:
+        for line in (line for line in study.rows() if line["remedy"] == remedy):
+            if isinstance(line.get("val_accuracy"), float):
+                found.setdefault((remedy, line["lr"]), {})[line["seed"]] = line["val_accuracy"]
+    return found
+
+
+def accuracy_findings(study: StudyData) -> list[Finding]:
+    """Returns the best accuracy without collapse, what cannot be distinguished from it, and the best of none."""
+    found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
+    if not found:
+        return []
+    totals = {key: spread(list(each.values())) for key, each in found.items()}
+    best = max(found, key=lambda key: totals[key].mean)
+    text = f"Highest held-out accuracy: {_percent(totals[best])}, {best[0]} at LR {rate(best[1])}"
+    against = {key: less(each, found[best]) for key, each in found.items() if key != best}
+    known = {key: one for key, one in against.items() if one is not None and len(one.values) > 1}
+    judged = zip(known, paired_effects([one.numbers for one in known.values()]))
+    close = [f"{remedy} at LR {rate(lr)}" for (remedy, lr), one in judged if one.verdict == "undecided"]
+    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
+    plain = [key for key in found if key[0] == BASELINE]
+    if plain and best[0] != BASELINE:
+        top = max(plain, key=lambda key: totals[key].mean)
+        text += f"; the highest of {BASELINE} is {_percent(totals[top])}, at LR {rate(top[1])}"
+    return [Finding("note", text + ".")]
+
+
+def _percent(one: Spread) -> str:
+    return f"{100 * one.mean:.1f} %"
+
+
+def table_of(study: StudyData) -> Markup:
+    """Returns the table of remedies by rates; empty where nothing is classified."""
+    found = {key: spread(list(each.values())) for key, each in cells(study).items()}
+    if not found:
+        return Markup("")
+    lrs = study.lrs()
+    head = [*columns("Remedy", kind="text"), *columns(*(f"LR\u00a0{rate(lr)}" for lr in lrs))]
+    text = "Share of held-out images that are classified right, mean over seeds in %, with the range below."
+    body = [
+        table_row(swatch(study, remedy), *(_cell(found.get((remedy, lr))) for lr in lrs))
+        for remedy in dict.fromkeys(remedy for remedy, _ in found)
+    ]
+    return join([note(text), table("Accuracy on held-out images", head, body, sortable=True)])
+
+
+def _cell(one: Spread | None) -> Markup:
+    return cell("–", -1.0) if one is None else spread_cell(one, lambda share: f"{100 * share:.1f}")
+
+
+# The page of a chaos study: sentences and table on the differences that one float32 step in one weight makes.
+
+_LEVEL = 0.95
+
+
+def _pairs(study: StudyData) -> dict[tuple[str, float, str], list[Row]]:
+    """The pairs of each remedy, rate and part of the study."""
+    found: dict[tuple[str, float, str], list[Row]] = {}
+    known = [pair for pair in study.chaos if pair["remedy"] in study.remedies]
+    for pair in sorted(known, key=lambda pair: (study.remedies.index(pair["remedy"]), pair["lr"])):
+        found.setdefault((pair["remedy"], float(pair["lr"]), pair.get("part", "")), []).append(pair)
+    return found
+
+
+def _floor(pairs: Sequence[Row]) -> float:
+    return math.sqrt(math.fsum(float(pair["loss_difference"]) ** 2 for pair in pairs) / len(pairs))
+
+
+def chaos_findings(study: StudyData) -> list[Finding]:
+    """Returns the largest floor, and for each remedy the rate from which it passes what counts as a difference."""
+    floors = {key: _floor(pairs) for key, pairs in _pairs(study).items()}
+    floors = {key: floor for key, floor in floors.items() if math.isfinite(floor)}
+    if not floors:
+        return [Finding("caution", "No pair of runs has finished yet.")]
+    top = max(floors, key=floors.__getitem__)
+    seeds = count(len({pair["seed"] for pair in study.chaos}), "seed")
+    lead = (
+        f"One float32 step in one weight changes the final held-out loss by up to {number(floors[top], 2)} nats "
+        f"({top[0]} at LR {rate(top[1])}{', ' * bool(top[2])}{top[2]}, root mean square over {seeds})."
+    )
+    parts = []
+    for remedy in dict.fromkeys(remedy for remedy, _, _ in floors):
+        above = [lr for (name, lr, _), floor in floors.items() if name == remedy and floor > MARGIN]
+        parts.append(f"{remedy} from LR {rate(min(above))} on" if above else f"{remedy} at no LR tried")
+    text = f"Above {MARGIN:g} nats: {listing(parts)}."
+    return [Finding("lead", lead), Finding("note", text)]
+
+
+def floors_table(study: StudyData) -> Markup:
+    """Returns a line per remedy and rate; empty where no pair is finished."""
+    lines = [_line(study, *key, pairs) for key, pairs in _pairs(study).items()]
+    if not lines:
+        return Markup("")
+    text = (
+        "Each run against one that differs by one float32 step in one weight. Chaos floor: root mean square over seeds "
+        "of the difference in final held-out loss. Exponent: slope of ln distance of the heads' largest and smallest "
+        "logits against steps, until it passes a tenth of their size; mean and 95 % interval over seeds."
+    )
+    head = [*columns("Remedy", kind="text")]
+    head += columns("LR", "Chaos floor", "Largest difference", "Logits apart at the end", "Exponent per step")
+    return join([note(text), table("What one float32 step does", head, lines, sortable=True)])
+
+
+def _line(study: StudyData, remedy: str, lr: float, part: str, pairs: Sequence[Row]) -> Markup:
+    worst, apart = (max(float(pair[name]) for pair in pairs) for name in ("loss_difference", "logit_distance"))
+    known = [float(pair["exponent"]) for pair in pairs if pair.get("exponent") is not None]
+    exponent = NOTHING
+    if known:
+        mean = math.fsum(known) / len(known)
+        one = paired_effect(known, level=_LEVEL) if len(known) > 1 else None
+        small = f"{number(one.low, 2)} to {number(one.high, 2)}" if one else "one seed"
+        exponent = cell(number(mean, 2), mean, small)
+    cells = [cell(number(value, 2), value) for value in (_floor(pairs), worst, apart)]
+    return table_row(swatch(study, remedy), cell(rate(lr), lr, part), *cells, exponent)
+
+
+# What the losses of a study are measured against: counted pairs of tokens, and attention that is never trained.
+
+FROZEN = "frozen_qk"
+
+
+def reference_findings(study: StudyData) -> list[Finding]:
+    """Returns a line on counted pairs, and one for each rate at which frozen queries and keys were trained."""
+    return [Finding("note", text) for text in (*_counted(study), *_over_frozen(study.rows(), study.remedies))]
+
+
+def _counted(study: StudyData) -> Iterator[str]:
+    runs = [run for run in study.runs if run.row is not None and run.role == "grid"]
+    known = [run.env["counted_bigrams"] for run in runs if run.env.get("counted_bigrams") is not None]
+    if not known or len(known) < len(runs):
+        return
+    means: dict[tuple[str, float], list[float]] = {}
+    for run in runs:
+        assert run.row is not None
+        means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
+    level = statistics.fmean(known)
+    over = sum(not statistics.fmean(own) < level for own in means.values())
+    yield (
+        f"Counting the pairs of tokens that a run reads, without any training, predicts the held-out text at "
+        f"{loss(level)} {study.loss_unit()}. Of the mean losses of {count(len(means), 'remedy-rate pair')} {over} "
+        f"{'is' if over == 1 else 'are'} not below that."
+    )
+
+
+def _over_frozen(rows: Sequence[Row], remedies: Sequence[str]) -> Iterator[str]:
+    for lr in sorted({row["lr"] for row in rows if row["remedy"] == FROZEN}):
+        gains = {other: paired_gain(rows, other, FROZEN, lr) for other in remedies if other != FROZEN}
+        gains = {other: own for other, own in gains.items() if len(own) > 1 and all(map(math.isfinite, own))}
+        effects = dict(zip(gains, paired_effects(list(gains.values()))))
+        parts = [f"{other} {signed(one.mean)} ({interval_text(one)})" for other, one in effects.items()]
+        if parts:
+            yield (
+                f"Gain over queries and keys that are never trained ({FROZEN}) at LR {rate(lr)}, nats: "
+                f"{'; '.join(parts)}. Where a gain is not above 0, training queries and keys gained nothing."
+            )
+
+
+# The sentences at the top of a study's page. Each is computed from numbers and left out where they lack.
 
 
 def findings(study: StudyData) -> list[Finding]:
@@ -22,7 +226,7 @@ def findings(study: StudyData) -> list[Finding]:
     rows = study.rows()
     if study.primary:
         drift = [Finding("note", lead.text) for lead in _drift(study)]
-        counts, references = _counts(study, study.primary, rows), reference_findings.findings(study)
+        counts, references = _counts(study, study.primary, rows), reference_findings(study)
         return [*counts, *_primary(study, study.primary), *drift, *references, *_unfinished(study)]
     found = _drift(study)
     if len({row["remedy"] for row in rows}) > 1:
@@ -31,7 +235,7 @@ def findings(study: StudyData) -> list[Finding]:
         found += _collapse(study, rows) + _best(study, rows)
     elif not found:
         found += [text for run in study.runs for text in _single(run, study.loss_unit())]
-    return found + reference_findings.findings(study) + _seeds(study, rows) + _unfinished(study)
+    return found + reference_findings(study) + _seeds(study, rows) + _unfinished(study)
 
 
 def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
@@ -147,7 +351,7 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
-def _nothing_shown(found: Sequence[Gain]) -> str:
+def _nothing_shown(found: Sequence[PairedGain]) -> str:
     """The lead where no remedy is better: what came nearest, and what would decide it."""
     if all(g.effect is None for g in found):
         return f"One seed decides nothing: no remedy is judged against {found[0].baseline}."
@@ -160,7 +364,7 @@ def _nothing_shown(found: Sequence[Gain]) -> str:
     return f"{text}; {largest}: {more_seeds(top.effect)}."
 
 
-def _held(rows: Sequence[Row], one: Gain) -> str:
+def _held(rows: Sequence[Row], one: PairedGain) -> str:
     mine, theirs = (
         spread([row["max_logit"] for row in rows if row["remedy"] == name and row["lr"] == one.lr]).high
         for name in (one.remedy, one.baseline)
@@ -171,7 +375,7 @@ def _held(rows: Sequence[Row], one: Gain) -> str:
     return f"the largest attention logit of {one.remedy} is {number(mine, 2)} ({one.baseline}: {number(theirs, 2)})"
 
 
-def _cost(one: Gain) -> str:
+def _cost(one: PairedGain) -> str:
     figures = one.figures()
     if one.verdict == "equal":
         return f"costs nothing ({figures}: inside ±{MARGIN:g})"
@@ -181,7 +385,7 @@ def _cost(one: Gain) -> str:
     return f"{'is also better' if one.praised else 'has the lower loss' if one.mean > 0 else 'costs loss'} ({figures})"
 
 
-def _logits(rows: Sequence[Row], found: Sequence[Gain]) -> list[Finding]:
+def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
     """The lowest of the largest logits at the highest rate, of the remedies whose attention works there."""
     top = max(g.lr for g in found)
     here = {g.remedy: g for g in found if g.lr == top and not g.collapsed}
@@ -190,7 +394,7 @@ def _logits(rows: Sequence[Row], found: Sequence[Gain]) -> list[Finding]:
     return [Finding("note", f"At LR {rate(top)}, {_held(rows, one)}.") for one in lowest]
 
 
-def _peers(rows: Sequence[Row], best: Gain, found: Sequence[Gain]) -> list[Finding]:
+def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -> list[Finding]:
     """The remedies that cannot be distinguished from the best one where it is best."""
     others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
     apart = judge(rows, [(name, best.remedy, best.lr) for name in others])

@@ -1,0 +1,425 @@
+"""Which QK-norm, scale and cap a model really applies, found by experiment, beside its configuration."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.audit import explain_responses
+from qkeel.audit.explain_experiment import (
+    Observation,
+    Observations,
+    ParameterEffect,
+    SiteExperiments,
+    products,
+    random_vector,
+    scale_of,
+    scaled,
+    seen,
+    sinks_of,
+)
+from qkeel.audit.explain_responses import Answers, Explanation, NormRecipe, Rotation, SiteRecipe, compress, scale_text
+from qkeel.audit.scan_weights import ConfigMapping, section
+from qkeel.capture.example import Arguments, arguments, undisturbed
+from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import owners, unwrapped
+from qkeel.sites import AttentionSite, HeadSlice, find_sites
+from qkeel.sites.tap import Tap
+
+# The queries or the keys of one site: their norm and rotation, from their responses to the experiments.
+
+
+@final
+class QueryOrKey:
+    """The queries or the keys of one site: their responses, and the norm and rotation that these show."""
+
+    def __init__(self, experiment: SiteExperiments, site: AttentionSite, side: Literal["q", "k"]) -> None:
+        self.site, self.side = site, side
+        self.slices = [(t.query if side == "q" else t.key)[-1] for t in site.terms]
+        self.effects = [e for e in experiment.effects.get(site.name, []) if side in e.changes]
+        self.model = experiment.model
+        name = site.name
+
+        def of(readings: Observations) -> Tensor:
+            return self._of(readings[name])
+
+        alone = len(self.slices) == 1 and self.slices[0].index.shape == of(experiment.base).shape[::2]
+        self.answers = Answers(
+            base=of(experiment.base),
+            **{key: of(readings) for key, readings in experiment.passes.items()},
+            small=tuple(of(readings) for readings in experiment.small),
+            x=self._given(self.slices[0], 0) if alone else None,
+            other=self._given(self.slices[0], 1) if alone else None,
+            tolerance=max(2e-4, 8 * experiment.base[name].rounding),
+        )
+        self.fine = experiment.base[name].rounding < 1e-5
+
+    def _of(self, reading: Observation) -> Tensor:
+        return reading.q if self.side == "q" else reading.k
+
+    def _given(self, part: HeadSlice, salt: int) -> Tensor:
+        size = self.model.get_parameter(part.parameter).shape[part.axis]
+        like = torch.empty(1, size, dtype=torch.float64)
+        return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
+
+    def norm(self) -> NormRecipe:
+        """Returns the norm that acts, or the factor where none does."""
+        a = self.answers
+        how = explain_responses.response(a)
+        if how == "linear":
+            return self._linear()
+        if how != "normed":
+            why = {"partly normed": f"only some of the {a.base.shape[-1]} dimensions are normed"}.get(
+                how, "it neither grows with its projection nor stays the same"
+            )
+            return NormRecipe(kind="unknown", why=why)
+        over = explain_responses.reach(a)
+        if over in ("", "some tokens"):
+            why = "a number of one token reaches others, by a convolution or pooling"
+            return NormRecipe(kind="unknown", why=why if over else "no number of its projection reaches it")
+        if over not in ("head", "layer"):
+            return NormRecipe(
+                kind="RMS" if not explain_responses.subtracts_mean(a) else "layer", over=over, gain="unknown"
+            )
+        kind = "layer" if explain_responses.subtracts_mean(a) else "RMS"
+        gain = explain_responses.gains(a, kind, over)
+        eps, floor = explain_responses.eps_of(a, kind, over)
+        shape, bias, names = self._gain(gain, kind, over)
+        width = a.base.shape[-1] * (len(a.base) if over == "layer" else 1)
+        scalar = float(gain.median()) if gain is not None and shape.startswith("scalar") else math.nan
+        if kind == "RMS" and abs(scalar * math.sqrt(width) - 1) < 1e-3:  # every vector of length 1
+            kind, shape = "L2", "none"
+        elif floor and kind == "RMS":
+            kind = "L2"
+            shape = explain_responses.shape_of(gain * width**0.5, a.tolerance) if gain is not None else shape
+        order = "" if self.rotation() is None else self._order(gain, shape, kind)
+        return NormRecipe(kind=kind, over=over, eps=eps, gain=shape, bias=bias, parameters=names, order=order)
+
+    def _linear(self) -> NormRecipe:
+        first = explain_responses.odd_part(self.answers)[:, 0]
+        given = sum(self._given(s, 0).square().sum(-1).expand(len(first)) for s in self.slices)
+        ratio = first.norm(dim=-1) / torch.as_tensor(given).sqrt()
+        if not explain_responses.close(ratio, ratio[:1].expand_as(ratio), 1e-2):
+            return NormRecipe(why="what multiplies it differs by head")
+        if explain_responses.reach(self.answers) == "some tokens":
+            return NormRecipe(why="a number of one token reaches others, by a convolution or pooling")
+        value = float(ratio.median())
+        return NormRecipe(factor=1.0 if abs(value - 1) < 1e-3 else value)
+
+    def _gain(self, gain: Tensor | None, kind: str, over: str) -> tuple[str, bool, tuple[str, ...]]:
+        """The shape of the gain, whether there is a bias after it, and the parameters that make them."""
+        a = self.answers
+        tolerance = a.tolerance
+        bias = not explain_responses.close(explain_responses.even(a)[:, 0] + a.base[:, 0], a.base[:, 0], 10 * tolerance)
+        shape = "unknown" if gain is None else explain_responses.shape_of(gain, tolerance)
+        names = []
+        for effect in self.effects:
+            names.append(effect.name)
+            odd = (self._of(effect.plus) - self._of(effect.minus)) / 2
+            old = explain_responses.odd_part(a)
+            if explain_responses.close(odd, old, tolerance):
+                bias = True
+            elif gain is not None:
+                now = gain * (odd[:, 0] / old[:, 0])
+                shape = explain_responses.shape_of(now, tolerance)
+                shape += ", 1 + w" if _one_plus(effect, now / gain) else ""
+        return shape, bias, tuple(names)
+
+    def rotation(self) -> explain_responses.Rotation | None:
+        """Returns how the vectors turn with the position."""
+        a = self.answers
+        if a.base.shape[1] < 3:
+            return explain_responses.Rotation(
+                dims=0, of=a.base.shape[-1], why="the example has fewer than three tokens"
+            )
+        y = explain_responses.odd_part(a) if explain_responses.response(a) != "other" else a.base
+        found = explain_responses.rotation(y, a.tolerance if self.fine else 0.5)
+        if found is None or found.pairing or explain_responses.response(a) != "normed":
+            return found
+        gain = explain_responses.gains(
+            a, "layer" if explain_responses.subtracts_mean(a) else "RMS", explain_responses.reach(a)
+        )
+        return found if gain is None else explain_responses.rotation(y / gain[:, None], a.tolerance)
+
+    def _order(self, gain: Tensor | None, shape: str, kind: str) -> str:
+        """Returns whether the norm comes before the rotation: from lengths of pairs, under a gain that varies."""
+        y = explain_responses.odd_part(self.answers)
+        if gain is not None:
+            for effect in self.effects:
+                odd = (self._of(effect.plus) - self._of(effect.minus)) / 2
+                if not explain_responses.close(odd, y, self.answers.tolerance):
+                    gain, y = gain * (odd[:, 0] / y[:, 0]), odd
+                    break
+        among = explain_responses.moving(explain_responses.odd_part(self.answers), self.answers.tolerance)
+        turned = explain_responses.rotation(y, self.answers.tolerance, among)
+        before = turned is not None and bool(turned.pairing)
+        if gain is None:
+            return "before RoPE" if before and shape != "none" else "order with RoPE unknown"
+        divided = explain_responses.rotation(y / gain[:, None], self.answers.tolerance, among)
+        after = divided is not None and bool(divided.pairing)
+        if before and after:
+            return "before RoPE" if kind == "layer" else "before or after RoPE (the same without a gain per dim)"
+        return "before RoPE" if before else "after RoPE" if after else "order with RoPE unknown"
+
+
+def _one_plus(effect: ParameterEffect, ratio: Tensor) -> bool:
+    """Returns whether the gain is 1 + w of the parameter, from how it followed a change."""
+    old, new = effect.before.double().cpu().flatten(), effect.after.double().cpu().flatten()
+    if old.numel() not in (ratio.shape[-1], ratio.numel()):
+        return False
+    expected = ((1 + new) / (1 + old)).view(-1, ratio.shape[-1]).expand_as(ratio)
+    return explain_responses.close(expected, ratio, 1e-3)
+
+
+# The fields of a model's config that contradict what was observed.
+
+_NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
+_CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
+
+Check = Callable[[ConfigMapping, SiteRecipe], str]
+
+
+def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
+    """Returns sentences, each with its attentions; empty where config and model agree or there is no config."""
+    where: dict[str, list[str]] = {}
+    for recipe in recipes:
+        part = _config(model, recipe.name)
+        for check in _CHECKS:
+            text = check(part, recipe)
+            if text:
+                where.setdefault(text, []).append(recipe.name)
+    whole = len(recipes)
+    return tuple(f"{text} ({'everywhere' if len(n) == whole else compress(n)})" for text, n in where.items())
+
+
+def _config(model: nn.Module, name: str) -> ConfigMapping:
+    """The config of the innermost module around a site that has one: a mapping, or what `to_dict` makes one."""
+    path = name.split("#")[0].split(".")
+    for end in range(len(path), -1, -1):
+        config = getattr(model.get_submodule(".".join(path[:end])), "config", None)
+        to_dict = getattr(config, "to_dict", None)
+        values = to_dict() if callable(to_dict) else config
+        if isinstance(values, Mapping):
+            return section(values, name)
+    return {}
+
+
+def _named(config: ConfigMapping, word: str) -> list[float]:
+    """All numbers of a config, at any depth, whose key has the word in it."""
+    found = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _named(value, word)
+        elif word in str(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(float(value))
+    return found
+
+
+def _norm(config: ConfigMapping, recipe: SiteRecipe) -> str:
+    key = next((k for k in _NORM if isinstance(config.get(k), bool)), None)
+    if key is None or "unknown" in (recipe.query.kind, recipe.key.kind):
+        return ""
+    acting = [side for side, norm in (("q", recipe.query), ("k", recipe.key)) if norm.acts]
+    if config[key] and len(acting) < 2:
+        return f"config.{key} is true, but no norm acts on {'q or k' if not acting else 'q' if 'k' in acting else 'k'}"
+    if not config[key] and acting:
+        return f"config.{key} is false, but a norm acts on {' and '.join(acting)}"
+    return ""
+
+
+def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
+    value = config.get("query_pre_attn_scalar")
+    if value is not None:
+        said, name = float(value) ** -0.5, f"config.query_pre_attn_scalar {value:g}"
+    elif isinstance(value := config.get("attention_multiplier"), (int, float)):
+        said, name = float(value), f"config.attention_multiplier {value:g}"
+    else:
+        return ""
+    got = recipe.total_scale
+    if math.isnan(got) or abs(got / said - 1) < 2e-3:
+        return ""
+    return f"{name} means logits {said:.4g} · q·k, seen was {scale_text((got,), recipe.head_dim)}"
+
+
+def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
+    key = next((k for k in _CAP if k in config), None)
+    if key is None:
+        return ""
+    said, got = config[key], recipe.softcap
+    if (said or None) == got or (said and got and abs(got / said - 1) < 1e-3):
+        return ""
+    return f"config.{key} is {said}, the cap seen is {'none' if got is None else f'{got:g}'}"
+
+
+def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
+    said = config.get("sliding_window")
+    if recipe.window is None or config.get("use_sliding_window") is False:
+        used = recipe.window is not None
+        return f"config says no sliding window, {recipe.window} keys back are seen" if used else ""
+    if said is None:
+        return f"config.sliding_window is none, {recipe.window} keys back are seen"
+    near = isinstance(said, int) and abs(said - recipe.window) <= 1
+    return "" if near else f"config.sliding_window is {said}, {recipe.window} keys back are seen"
+
+
+def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
+    if recipe.latent:
+        return ""
+    for key, word, got in (
+        ("num_attention_heads", "attention_heads", recipe.n_heads),
+        ("head_dim", "head_dim", recipe.head_dim),
+    ):
+        said = config.get(key)
+        if isinstance(said, int) and got not in _named(config, word):
+            return f"config.{key} is {said}, seen were {got}"
+    return ""
+
+
+def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
+    got = None if recipe.rotation is None else recipe.rotation.base
+    whole = None if recipe.rotation is None else recipe.rotation.whole_base
+    said = [*_named(config, "theta"), *_named(config, "base_freq")]
+    if not said or got is None or whole is None:
+        return ""
+    if any(abs(g / value - 1) < 0.05 for value in said for g in (got, whole)):
+        return ""
+    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, the one seen is {got:,.6g}"
+
+
+_CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
+
+
+# The recipe that each attention of a model really applies, found by experiment.
+
+
+def explain_model(model: nn.Module, batch: object = None) -> Explanation:
+    """Returns what each attention of a model does to q, k and their product, as forward passes show it, not names.
+
+    The projections of every site are made to give chosen numbers (twice as large, tiny, with one number larger, the
+    same at every token, …), and the q and k that arrive at attention are compared. Parameters near it are changed
+    one after the other to see what they do. That takes a few dozen forward passes; afterwards the model is bit for
+    bit what it was.
+
+    Args:
+        model: any PyTorch model whose attention `find_sites` sees. Compiled ones are run eagerly.
+        batch: what a forward pass takes: a tensor, a tuple of arguments, or a mapping of keyword arguments. It needs
+            three tokens or more to show positions, and float32 to show what bfloat16 rounds away. Of a model that
+            `qkeel.watch` has seen train: by default its last batch.
+
+    Returns:
+        An Explanation: print it, or read `sites` and `differences` (from `model.config`, where there is one).
+
+    Raises:
+        RefusedError: there is no attention that can be seen. InvalidValueError: the forward pass fails.
+
+    >>> model = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
+    >>> print(explain_model(model, torch.randn(1, 5, 16)).sites[0].lines()[0])
+    heads     2 heads of 8
+    """
+    model = unwrapped(model)
+    args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
+    with undisturbed(model):
+        model.eval()
+        sites = [s for s in find_sites(model, *args, **kwargs) if not isinstance(s.module, SpecModule)]
+        if not sites:
+            raise RefusedError(
+                f"all attention of this {type(model).__name__} is qkeel's own, which does what its spec says: "
+                "print(module.spec.explain())"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            experiment = SiteExperiments(model, args, kwargs, sites)
+            recipes = [_recipe(experiment, site) for site in sites]
+    return Explanation(model=type(model).__name__, sites=tuple(recipes), differences=differences(model, recipes))
+
+
+def _last_batch(model: nn.Module) -> Arguments:
+    """The arguments of the training pass that a watched model made last."""
+    latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
+    if latest is None:
+        raise InvalidTypeError(
+            "expected a batch, as the model takes it: qkeel.explain_model(model, batch). It is known without one only "
+            "of a model that qkeel.watch has seen train"
+        )
+    return tuple(latest.args), dict(latest.kwargs)
+
+
+def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
+    name = site.name
+    recipe = functools.partial(
+        SiteRecipe,
+        name=name,
+        n_heads=site.n_heads,
+        n_kv_heads=site.n_kv_heads,
+        head_dim=site.head_dim,
+        key_heads=site.key_heads,
+    )
+    if name not in experiment.base:
+        return recipe(
+            query=NormRecipe(kind="unknown", why="q was not seen"),
+            key=NormRecipe(kind="unknown", why="k was not seen"),
+            unknown=(site.why or "q and k of this attention could not be read off",),
+        )
+    base = experiment.base[name]
+    visible, window = seen(base.visible)
+    if not site.terms:
+        why = NormRecipe(kind="unknown", why=f"its weights are not known: {site.why}")
+        return recipe(query=why, key=why, visible=visible, window=window, softcap=base.cap)
+    sides = {side: QueryOrKey(experiment, site, side) for side in ("q", "k")}
+    query, key = sides["q"].norm(), sides["k"].norm()
+    scale = scale_of(*(r[name] for r in experiment.tokens))
+    effects = experiment.effects.get(name, [])
+    turns = [sides[side].rotation() for side in ("q", "k")]
+    return recipe(
+        query=query,
+        key=key,
+        rotation=turns[0] or turns[1],
+        latent=_latent(site, experiment.latents.get(name, {})),
+        scale=scale or (),
+        scale_parameter=", ".join(e.name for e in effects if "scale" in e.changes and not e.changes & {"q", "k"}),
+        softcap=base.cap,
+        sinks=sinks_of(base, [e.name for e in effects if "sinks" in e.changes and not e.changes & {"q", "k"}]),
+        visible=visible,
+        window=window,
+        bias=_biased(experiment.tokens[0][name], scale),
+        idle=experiment.idle.get(name, ()),
+        unknown=_doubts(turns, scale),
+    )
+
+
+def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tuple[str, ...]:
+    found = []
+    if (turns[0] is None) != (turns[1] is None):
+        found.append("only one of q and k changes with the position")
+    if scale is None:
+        found.append("the scale: logits did not follow q·k times a constant, or no row sees two keys")
+    return tuple(found)
+
+
+def _biased(reading: Observation, scale: tuple[float, ...] | None) -> bool:
+    """Returns whether something besides q·k makes one key more likely than another."""
+    if reading.logits is None:
+        return reading.bias is not None and bool((reading.bias[reading.visible] != 0).any())
+    if scale is None:
+        return False
+    x, y = products(reading, reading.visible)
+    z = torch.tensor(scale, dtype=torch.float64)[:, None, None] * x
+    return float((y - z).abs().max()) > 1e-3 * float(z.abs().max())
+
+
+def _latent(site: AttentionSite, norms: Mapping[str, str]) -> str:
+    """MLA in words: which parts of a head come from which key weight, and what lies before it."""
+    if len(site.terms) < 2 and not norms:
+        return ""
+    parts = []
+    for term in site.terms if len(site.terms) > 1 else ():
+        part = term.key[-1]
+        dims, shared = part.index.shape[1], part.n == 1 and site.n_heads > 1
+        parts.append(f"{dims} from {part.parameter.split('.')[-2]}{', one key for all heads' if shared else ''}")
+    whole = [f"MLA-like, q·k = {' + '.join(parts)}"] if parts else []
+    return "; ".join(whole + [f"{p.split('.')[-2]} reads a {text}" for p, text in sorted(norms.items())])

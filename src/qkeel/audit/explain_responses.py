@@ -1,0 +1,394 @@
+"""How a recipe is read from the responses of logits to queries and keys that were set."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from qkeel.frames.tables import join, plain_table, tag
+
+# The responses of q or k to experiments, read: which norm, over which axes, which gain, which rotation.
+
+EPS_FACTORS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-7, 1e-13, 1e-14)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answers:
+    """Results q or k [n t d] of one site at x, 2x, -x, 0, at another x, at x + a constant, at x with one number larger.
+
+    `small`: at c · x for c in EPS_FACTORS. `x` [n r], `other` [n r] are the projection's own numbers of each head
+    where it has r = d of them in one weight, else None. `tolerance` is relative, from the dtype's rounding.
+    """
+
+    base: Tensor
+    double: Tensor
+    minus: Tensor
+    zero: Tensor
+    elsewhere: Tensor
+    lifted: Tensor
+    poked: Tensor
+    small: tuple[Tensor, ...]
+    x: Tensor | None
+    other: Tensor | None
+    tolerance: float
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """The dimensions of d that turn with the position; pairs and base where they are known."""
+
+    dims: int  #: how many dimensions turn; 0 if unknown
+    of: int  #: d, all dimensions of a head
+    pairing: Literal["half", "interleaved", "one pair", ""] = ""  #: which two turn together; "" if unknown
+    base: float | None = None  #: of the frequencies base^(-2i/dims)
+    why: str = ""  #: what is unknown, in words; "" if nothing is
+
+    @property
+    def whole_base(self) -> float | None:
+        """The base if the exponent -2i/n counts all of the head's dimensions as n, not only those that turn."""
+        return None if self.base is None else self.base ** (self.of / self.dims)
+
+    def text(self) -> str:
+        """`RoPE (half), base 10,000`."""
+        if self.why and not self.pairing:
+            return f"changes with the position in an unknown way: {self.why}"
+        where = "" if self.dims == self.of else f" on {self.dims} of {self.of} dimensions"
+        base = f"base {self.base:,.6g}" if self.base is not None else f"base unknown ({self.why})"
+        if self.base is not None and self.dims < self.of:
+            base += f" counted over these, {self.whole_base:,.3g} over all"
+        return f"RoPE{where} ({self.pairing}), {base}"
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Returns whether two tensors differ by no more than rounding."""
+    return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-30))
+
+
+def response(a: Answers) -> Literal["normed", "linear", "partly normed", "other"]:
+    """The kind of response of q to a projection twice as large."""
+    if close(a.double, a.base, a.tolerance):
+        return "normed"
+    if close(a.double - a.zero, 2 * (a.base - a.zero), a.tolerance):
+        return "linear"
+    scale = a.base.abs().max()
+    still = ((a.double - a.base).abs() <= a.tolerance * scale).all(0).all(0)
+    grown = ((a.double - 2 * a.base).abs() <= a.tolerance * scale).all(0).all(0)
+    return "partly normed" if bool((still | grown).all()) else "other"
+
+
+def reach(a: Answers) -> str:
+    """Over what the norm is taken: along which axes one larger number changes others. A norm over tokens reaches
+    all of them; "some tokens" is what a convolution or pooled keys do.
+    """
+    delta = (a.poked - a.base).abs() > 10 * a.tolerance * a.base.abs().max()
+    if not bool(delta.any()):
+        return ""
+    heads, at = delta.any(2).any(1), delta.any(2).any(0)
+    token = int((a.poked - a.base).abs().amax((0, 2)).argmax())
+    if 1 < int(at.sum()) < len(at):
+        return "some tokens"
+    axes = [
+        "tokens" if int(at.sum()) > 1 else "",
+        "heads" if int(heads.sum()) > 1 else "",
+        "dimensions" if int(delta[:, token].sum(-1).max()) > 2 else "",
+    ]
+    found = " and ".join(axis for axis in axes if axis)
+    return {"dimensions": "head", "heads and dimensions": "layer"}.get(found, found)
+
+
+def subtracts_mean(a: Answers) -> bool:
+    """Returns whether a constant added to every number leaves q where it was."""
+    return close(a.lifted, a.base, 10 * a.tolerance)
+
+
+def gains(a: Answers, kind: str, over: str) -> Tensor | None:
+    """[n d] what each number of the normed projection is multiplied with at the first position, if it is."""
+    if a.x is None or a.other is None or a.x.shape[-1] != a.base.shape[-1]:
+        return None
+    first = odd_part(a)[:, 0] / _unit(a.x, kind, over)
+    y = a.elsewhere[:, 0] - even(a)[:, 0]
+    second = y / _unit(a.other, kind, over)
+    return first if close(first, second, 20 * a.tolerance) else None
+
+
+def odd_part(a: Answers) -> Tensor:
+    """The part of q that changes sign with the projection."""
+    return (a.base - a.minus) / 2
+
+
+def even(a: Answers) -> Tensor:
+    """The part of q that the projection's sign does not change: a bias after the norm."""
+    return (a.base + a.minus) / 2
+
+
+def _unit(x: Tensor, kind: str, over: str) -> Tensor:
+    """Returns x normed as RMSNorm or LayerNorm without gain or eps would."""
+    flat = x.reshape(1, -1) if over == "layer" else x
+    if kind == "layer":
+        flat = flat - flat.mean(-1, keepdim=True)
+    return (flat / flat.square().mean(-1, keepdim=True).sqrt()).view(x.shape)
+
+
+def shape_of(gain: Tensor, tolerance: float) -> str:
+    """`none`, `scalar 1.2`, `per dim`, `per head` or `per head and dim`: how a gain [n d] varies."""
+    loose = 30 * tolerance
+    if close(gain, gain[:1, :1].expand_as(gain), loose):
+        value = float(gain.median())
+        return "none" if abs(value - 1) <= loose else f"scalar {value:.4g}"
+    if close(gain, gain[:1].expand_as(gain), loose):
+        return "per dim"
+    return "per head" if close(gain, gain[:, :1].expand_as(gain), loose) else "per head and dim"
+
+
+def eps_of(a: Answers, kind: str, over: str) -> tuple[float | None, bool]:
+    """The eps of a norm from how q fades as its projection does, and whether it is a floor (max(‖x‖, eps))."""
+    if a.x is None:
+        return None, False
+    shift = even(a)[0, 0]
+    full = (a.base[0, 0] - shift).norm()
+    group = a.x if over == "layer" else a.x[:1]
+    group = group - group.mean() if kind == "layer" else group
+    size, length = float(group.square().mean()), float(group.norm())
+    added, floors = [], []
+    for c, small in zip(EPS_FACTORS, a.small):
+        faded = float((small[0, 0] - shift).norm() / full)
+        if 1e-3 < faded < 0.97:
+            added.append(c * c * size * (faded**-2 - 1))
+            floors.append(c * length / faded)
+    if not added:
+        return None, False
+    if len(added) > 1 and max(floors) < 1.05 * min(floors):
+        return _round(floors[0]), True
+    return _round(added[0]), False
+
+
+def _round(value: float) -> float:
+    """To the nearest of 1, 2, 5 · 10ⁿ within 10 %, else as it is to two digits."""
+    step = 10.0 ** math.floor(math.log10(value))
+    near = min((step * m for m in (1, 2, 5, 10)), key=lambda v: abs(math.log(v / value)))
+    return float(f"{near:.1g}") if abs(near / value - 1) < 0.1 else float(f"{value:.2g}")
+
+
+def moving(y: Tensor, tolerance: float) -> Tensor:
+    """The dimensions of y [n t d] that change with the position."""
+    least = min(tolerance / 100, 1e-2) * y.abs().max()
+    return ((y - y[:, :1]).abs() > least).any(0).any(0).nonzero().flatten()
+
+
+def rotation(y: Tensor, tolerance: float, among: Tensor | None = None) -> Rotation | None:
+    """The rotation of y [n t d] by position, with the same numbers at every token; None if there is none.
+
+    `among`: the dimensions that turn, where they are known from elsewhere.
+    """
+    d = y.shape[-1]
+    among = moving(y, tolerance) if among is None else among
+    r = len(among)
+    if r == 0:
+        return None
+    if r % 2:
+        return Rotation(dims=r, of=d, why=f"{r} dimensions change, which are not pairs")
+    z = y[..., among]
+    pairs = {"half": (z[..., : r // 2], z[..., r // 2 :]), "interleaved": (z[..., ::2], z[..., 1::2])}
+    fits = [name for name, (u, v) in pairs.items() if _turns(u, v, tolerance)]
+    if not fits:
+        return Rotation(dims=r, of=d, why="the lengths of pairs change too")
+    base, why = _base(*pairs[fits[0]], r)
+    pairing = "one pair" if len(fits) > 1 else fits[0]
+    return Rotation(dims=r, of=d, pairing=pairing, base=base, why=why)  # type: ignore[arg-type]
+
+
+def _turns(u: Tensor, v: Tensor, tolerance: float) -> bool:
+    length = (u * u + v * v).sqrt()
+    return bool(((length - length[:, :1]).abs() <= 10 * tolerance * length.max()).all())
+
+
+def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
+    """The base of frequencies base^(-2i/r) from the angles between positions."""
+    if r == 2:
+        return None, "one pair turns"
+
+    def angle(t: int) -> Tensor:
+        a, b, c, e = u[:, 0], v[:, 0], u[:, t], v[:, t]
+        return torch.atan2((a * e - b * c).sum(0), (a * c + b * e).sum(0)).abs()
+
+    last = u.shape[1] - 1
+    near, far = angle(1), angle(last) / last
+    speed = torch.where(near * last < 2, far, near)
+    good = (speed * last > 1e-4).nonzero().flatten()
+    if len(good) < 2 or int(good[0]) != 0:
+        return None, "positions are not 0, 1, 2, …" if len(good) else "too slow for so few tokens"
+    logs = speed[good].log()
+    slope = float((logs[-1] - logs[0]) / good[-1])
+    if bool(((logs - logs[0] - slope * good).abs() > 0.02).any()) or abs(float(logs[0])) > 0.02:
+        return None, "the frequencies are not those of one base"
+    return float(f"{math.exp(-slope * r / 2):.3g}"), ""
+
+
+# The result of explain_model: one SiteRecipe per attention, and the text of them all.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NormRecipe:
+    """The norm that acts on q or k."""
+
+    kind: str = "none"  #: none, RMS, layer, L2 or unknown
+    over: str = ""  #: head, layer, or the wrong axes
+    eps: float | None = None  #: None where it is unknown
+    gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
+    bias: bool = False  #: whether something is added after the gain
+    parameters: tuple[str, ...] = ()  #: names of those that hold gain and bias
+    factor: float = 1.0  #: what q is multiplied with where nothing norms it
+    order: str = ""  #: before RoPE, after RoPE, either (they commute)
+    why: str = ""  #: what is unknown or unusual, in words
+
+    @property
+    def acts(self) -> bool:
+        """Returns whether a norm was seen to act."""
+        return self.kind in ("RMS", "layer", "L2")
+
+    def text(self) -> str:
+        """Returns `RMS norm over each head, eps 1e-06, gain per dim (q_norm.weight), before RoPE`."""
+        if self.kind == "unknown":
+            return f"unknown: {self.why}"
+        if not self.acts:
+            times = "" if abs(self.factor - 1) < 1e-3 else f"times {self.factor:.4g}"
+            return ", ".join(part for part in ("no norm", times, self.why) if part)
+        name = {"RMS": "RMS norm", "layer": "LayerNorm", "L2": "L2 norm"}[self.kind]
+        over = {"head": "each head", "layer": "all heads of the layer"}.get(self.over, f"{self.over} (an unusual axis)")
+        eps = "eps unknown" if self.eps is None else f"eps {self.eps:.2g}"
+        named = f" ({compress(self.parameters)})" if self.parameters else ""
+        gain = f"{'no gain' if self.gain == 'none' else f'gain {self.gain}'}{' and bias' if self.bias else ''}{named}"
+        return ", ".join(part for part in (f"{name} over {over}", eps, gain, self.order, self.why) if part)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRecipe:
+    """One attention as it was seen to work. scale: the factor of q·k, per head; NaN where unknown."""
+
+    name: str  #: of its module in the model
+    n_heads: int  #: query heads
+    n_kv_heads: int  #: key heads
+    head_dim: int  #: d, numbers of one head's query
+    query: NormRecipe  #: what acts on q
+    key: NormRecipe  #: what acts on k
+    rotation: Rotation | None = None  #: by the position; None where nothing turns
+    latent: str = ""  #: latents that q and k are made of (MLA), in words; "" without
+    key_heads: tuple[int, ...] | None = None  #: key head of each query head; None: consecutive blocks
+    scale: tuple[float, ...] = ()
+    scale_parameter: str = ""  #: name of the parameter that learns the scale; "" without
+    softcap: float | None = None  #: cap c of c·tanh(z/c), in nats; None without
+    sinks: str = ""  #: columns of the softmax beyond the keys, in words; "" without
+    visible: str = ""  #: the keys that a query sees, in words; "" if unknown
+    window: int | None = None  #: tokens of a sliding window, the query's own included; None without
+    bias: bool = False  #: whether something is added to scale · q·k
+    idle: tuple[str, ...] = ()  #: norms in the module that change nothing, in words
+    unknown: tuple[str, ...] = ()  #: what could not be read off, in words
+
+    @property
+    def total_scale(self) -> float:
+        """The scale of the first head, with what q and k are multiplied with where nothing norms them."""
+        return (self.scale[0] if self.scale else math.nan) * self.query.factor * self.key.factor
+
+    def lines(self) -> list[str]:
+        """Returns the recipe in words, one part per line."""
+        same = dataclasses.replace(self.query, parameters=()) == dataclasses.replace(self.key, parameters=())
+        heads = f"{self.n_heads} heads of {self.head_dim}"
+        use = "query heads in blocks" if self.key_heads is None else f"used by the query heads as {self.key_heads}"
+        groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} of keys, {use}"
+        rows = [
+            f"heads     {heads}{groups}{f'; {self.latent}' if self.latent else ''}",
+            *([f"q, k      {self.query.text()}{_key_parameters(self.key)}"] if same else []),
+            *([] if same else [f"q         {self.query.text()}", f"k         {self.key.text()}"]),
+            f"position  {'no rotation of q and k' if self.rotation is None else self.rotation.text()}",
+            f"logit     {self._logit()}",
+            f"visible   {self.visible or 'unknown'}",
+        ]
+        rows += [f"idle      {text}" for text in self.idle]
+        return rows + [f"unknown   {text}" for text in self.unknown]
+
+    def _logit(self) -> str:
+        s = scale_text(self.scale, self.head_dim)
+        if self.scale_parameter:
+            s += f" (learned: {self.scale_parameter})"
+        folded = self.query.factor * self.key.factor
+        z = f"z = {s} · q·k{' + a bias' if self.bias else ''}"
+        if abs(folded - 1) > 1e-3 and self.scale:
+            z += f" (in all {scale_text((self.total_scale,), self.head_dim)}, with what multiplies q and k)"
+        cap = "" if self.softcap is None else f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
+        return f"{z}{cap}{f', {self.sinks}' if self.sinks else ''}"
+
+
+def _key_parameters(key: NormRecipe) -> str:
+    return f", for k {compress(key.parameters)}" if key.parameters else ""
+
+
+def scale_text(scale: Sequence[float], head_dim: int) -> str:
+    """Returns `1/√64`, `1/64`, `1`, or the numbers."""
+    if not scale or math.isnan(scale[0]):
+        return "(unknown)"
+    low, high = min(scale), max(scale)
+    if high - low > 1e-3 * abs(high):
+        return f"{low:.4g} to {high:.4g} by head"
+    known = {f"1/√{head_dim}": head_dim**-0.5, f"1/{head_dim}": 1 / head_dim, "1": 1.0, f"√{head_dim}": head_dim**0.5}
+    return next((text for text, value in known.items() if abs(low / value - 1) < 2e-3), f"{low:.4g}")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The recipes of every attention of a model, and where the model's config says something else."""
+
+    model: str  #: name of the model's class
+    sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
+    differences: tuple[str, ...] = ()  #: sentences, one for each setting of the config that the model contradicts
+
+    def __str__(self) -> str:
+        parts = [f"{self.model}: {len(self.sites)} attentions"]
+        for names, recipe in self.grouped():
+            parts.append(f"{names}\n" + "\n".join(f"  {line}" for line in recipe.lines()))
+        parts += [f"differs from config: {text}" for text in self.differences]
+        return "\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        rows = [(tag("code", {}, names), join(recipe.lines(), "<br>")) for names, recipe in self.grouped()]
+        items = [tag("li", {}, text) for text in self.differences]
+        more = [tag("p", {}, "differs from config:"), tag("ul", {}, *items)] if items else []
+        return join([tag("p", {}, self.model), plain_table((), rows), *more])
+
+    def grouped(self) -> list[tuple[str, SiteRecipe]]:
+        """Returns each distinct recipe once, with the names of the layers that have it."""
+        groups: dict[str, list[SiteRecipe]] = {}
+        for site in self.sites:
+            groups.setdefault("\n".join(site.lines()), []).append(site)
+        return [(compress([s.name for s in same]), same[0]) for same in groups.values()]
+
+
+def compress(names: Sequence[str]) -> str:
+    """Returns `a.0.b, a.1.b, a.3.b` as `a.{0-1,3}.b`: names that differ in one number; others one after the other."""
+    families: dict[str, list[int]] = {}
+    for name in names:
+        match = re.search(r"\d+", name)
+        key = name if match is None else f"{name[: match.start()]}\0{name[match.end() :]}"
+        families.setdefault(key, []).append(-1 if match is None else int(match[0]))
+    return ", ".join(key.replace("\0", _numbers(found)) or "(the model)" for key, found in families.items())
+
+
+def _numbers(found: list[int]) -> str:
+    runs: list[list[int]] = []
+    for n in sorted(found):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if len(found) == 1 else f"{{{text}}}"

@@ -1,0 +1,539 @@
+"""A checkpoint read head by head without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from qkeel.audit.scan_weights import FUSED, SEPARATE, Geometry, SitePlan, Slice, Unknown, read_geometry, recognise
+from qkeel.errors import InvalidValueError, UnknownNameError
+from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
+from qkeel.safetensors_io import Checkpoint, MappedFile, StoredTensor, open_checkpoint
+
+# Per-head numbers of one attention from d×d Gram matrices of its weights, and the logits they allow.
+
+Load = Callable[[str], Tensor | None]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiteReport:
+    """One attention of a checkpoint; one number per query head (a key head's stands at each of its queries).
+
+    query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part).
+    interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can be larger at any position, given the norm before the
+    projections; NaN if none was found or if q or k are normed. interaction_bound: the same, tighter, where nothing
+    rotates q against k (no RoPE, or a token with itself; for MLA it is logit_bound). gain_bound: the same from the
+    gains of the q/k norm; NaN without one. outlier: see `outliers`. Logits in nats, before any cap, without what a
+    position bias or a mask adds.
+    """
+
+    name: str  #: of the attention's module
+    layout: str  #: how q and k lie in the weights, in words
+    n_heads: int  #: query heads
+    n_kv_heads: int  #: key heads
+    head_dim: int  #: d, numbers of one head's query
+    scale: float  #: the factor on q·k
+    query_frobenius: tuple[float, ...]  #: ‖W_Q‖_F
+    query_spectral: tuple[float, ...]  #: ‖W_Q‖₂
+    key_frobenius: tuple[float, ...]  #: ‖W_K‖_F
+    key_spectral: tuple[float, ...]  #: ‖W_K‖₂
+    interaction_frobenius: tuple[float, ...]  #: ‖W_Qᵀ W_K‖_F
+    interaction_spectral: tuple[float, ...]  #: ‖W_Qᵀ W_K‖₂
+    interaction_bound: tuple[float, ...]
+    logit_bound: tuple[float, ...]
+    gain_bound: tuple[float, ...]
+    query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None without one
+    key_gain_max: float | None = None  #: the same of k's norm
+    outlier: tuple[bool, ...] = ()
+    notes: tuple[str, ...] = ()  #: what the bounds rest on or leave out, in words
+
+
+def grams(weight: Tensor, part: Slice) -> Tensor:
+    """W_h W_hᵀ per head, [heads rows rows]: float64 for 32- and 64-bit weights, float32 for shorter ones.
+
+    One head at a time, so that memory is that of one head; of the mirror image below the diagonal a quarter of the
+    whole is copied instead of computed.
+    """
+    wide = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
+    inner = weight.shape[1 - part.axis]
+    rows = torch.empty(part.rows, inner, dtype=wide)
+    found = rows.new_empty(len(part.starts), part.rows, part.rows)
+    half = part.rows // 2
+    for gram, start in zip(found, part.starts):
+        end = start + part.rows
+        rows.copy_(weight[start:end] if part.axis == 0 else weight[:, start:end].mT)
+        torch.mm(rows[:half], rows.mT, out=gram[:half])
+        gram[half:, half:] = rows[half:] @ rows[half:].mT
+        gram[half:, :half] = gram[:half, half:].mT
+    return found
+
+
+def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry) -> SiteReport:
+    """The report of a site whose Gram matrices are there; `load` reads a small tensor (gain, bias) by name."""
+    share = plan.n_heads // plan.n_kv_heads
+    a = gram[plan.query]
+    b = gram[plan.key].repeat_interleave(share, 0)
+    fine = a.isfinite().all(-1).all(-1) & b.isfinite().all(-1).all(-1)
+    a, b = (torch.where(fine[:, None, None], x, 0) for x in (a, b))
+    frobenius, spectral = gram_interaction_norms(a, b)
+    scale = geometry.scale_of(plan.head_dim)
+    query, key = gram_spectral_norm(a), gram_spectral_norm(b[::share]).repeat_interleave(share, 0)
+    bounds = _Bounds(plan, gram, load, geometry, query, key)
+    rotated = scale * geometry.rope_factor**2  # YaRN's stretch of cos and sin, on both sides
+
+    def per_head(column: Tensor) -> tuple[float, ...]:
+        return tuple(torch.where(fine, column, math.nan).tolist())
+
+    return SiteReport(
+        name=plan.name,
+        layout=plan.layout,
+        n_heads=plan.n_heads,
+        n_kv_heads=plan.n_kv_heads,
+        head_dim=plan.head_dim,
+        scale=scale,
+        query_frobenius=per_head(_trace_root(a)),
+        query_spectral=per_head(query),
+        key_frobenius=per_head(_trace_root(b)),
+        key_spectral=per_head(key),
+        interaction_frobenius=per_head(frobenius),
+        interaction_spectral=per_head(spectral),
+        interaction_bound=per_head(rotated * bounds.from_interaction(spectral)),
+        logit_bound=per_head(rotated * bounds.from_weights(spectral)),
+        gain_bound=per_head(rotated * bounds.from_gains()),
+        query_gain_max=bounds.gain_max(plan.query_gain),
+        key_gain_max=bounds.gain_max(plan.key_gain),
+        notes=(*plan.notes, *bounds.notes(), *(() if fine.all() else ("some weights are NaN or infinite",))),
+    )
+
+
+def _trace_root(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
+
+
+@final
+class _Bounds:
+    """The longest query and key that norms allow, hence the largest logit.
+
+    The input of a projection is g∘n + c with ‖n‖ ≤ √width (RMSNorm, LayerNorm), so no longer than
+    ρ = √width · max|g| + ‖c‖, and ‖W x + b‖ ≤ ‖W‖₂ ρ + ‖b‖. A normed head is no longer than √d · max|g| + ‖c‖ (flat
+    norm over all heads: √(heads · d) · max|g_h|). Rotation keeps lengths, so |q·k| ≤ ‖q‖ ‖k‖ holds at every offset.
+    """
+
+    def __init__(
+        self, plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry, query: Tensor, key: Tensor
+    ) -> None:
+        self.plan, self.gram, self.load, self.geometry = plan, gram, load, geometry
+        self.spectral = {"query": query, "key": key}
+        self.share = plan.n_heads // plan.n_kv_heads
+
+    def from_weights(self, interaction: Tensor) -> Tensor:
+        """Largest |q·k|: ‖q‖ ‖k‖ of plain attention; of MLA ρ_q ρ_k ‖W_uqᵀ W_uk‖₂ + the rope part's lengths."""
+        plan = self.plan
+        if plan.query_gain or plan.key_gain:
+            return torch.full_like(interaction, torch.nan)
+        if plan.query_rope is None or plan.key_rope is None:
+            return self._reach("query", plan.query) * self._reach("key", plan.key)
+        nope = self.radius(plan.query_input) * self.radius(plan.key_input) * interaction
+        q = gram_spectral_norm(self.gram[plan.query_rope]) * self.radius(plan.query_input)
+        k = gram_spectral_norm(self.gram[plan.key_rope]) * self.radius(plan.rope_input)
+        k = k + self._biases(plan.key_rope)
+        return nope + (q + self._biases(plan.query_rope)) * k
+
+    def from_interaction(self, interaction: Tensor) -> Tensor:
+        """Largest |q·k| without rotation: ρ_q ρ_k ‖W_Qᵀ W_K‖₂ and what the biases add."""
+        plan = self.plan
+        if plan.query_gain or plan.key_gain or plan.query_rope is not None:
+            return self.from_weights(interaction)
+        q, k = self._reach("query", plan.query), self._reach("key", plan.key)
+        wq, wk = (self.spectral[s] * self.radius(i) for s, i in (("query", plan.query_input), ("key", plan.key_input)))
+        return self.radius(plan.query_input) * self.radius(plan.key_input) * interaction + (q * k - wq * wk)
+
+    def from_gains(self) -> Tensor:
+        """Largest |q·k| where q or k are normed; NaN where neither is."""
+        if not (self.plan.query_gain or self.plan.key_gain) or self.plan.query_rope is not None:
+            return torch.full_like(self.spectral["query"], torch.nan)
+        q = self._normed(self.plan.query_gain, self.plan.n_heads) if self.plan.query_gain else None
+        k = self._normed(self.plan.key_gain, self.plan.n_kv_heads) if self.plan.key_gain else None
+        q = self._reach("query", self.plan.query) if q is None else q
+        return q * (self._reach("key", self.plan.key) if k is None else k.repeat_interleave(self.share))
+
+    def _reach(self, side: str, part: Slice) -> Tensor:
+        name = self.plan.query_input if side == "query" else self.plan.key_input
+        biases = self._biases(part)
+        biases = biases.repeat_interleave(self.plan.n_heads // len(biases))
+        return self.spectral[side] * self.radius(name) + biases
+
+    def _biases(self, part: Slice) -> Tensor:
+        """‖b_h‖ per head of the part."""
+        if part.bias is None:
+            return self.spectral["query"].new_zeros(len(part.starts))
+        bias = self._vector(part.bias).to(self.spectral["query"].dtype)
+        return torch.stack([bias[start : start + part.rows].norm() for start in part.starts])
+
+    def _normed(self, gain: str, heads: int) -> Tensor:
+        like = self.spectral["query"]
+        g = self._gain(gain).to(like.dtype)
+        offset = self._offset(gain, like)
+        if g.numel() == heads * self.plan.head_dim and heads > 1:
+            # One norm over all heads, or a bare parameter, which does not say; [heads, d] of a module: one per head.
+            flat = g.ndim == 1 or not gain.endswith(".weight")
+            width = g.numel() if flat else self.plan.head_dim
+            c = offset.view(heads, -1).norm(dim=1) if offset.numel() == g.numel() else offset.norm()
+            return width**0.5 * g.view(heads, -1).abs().amax(1) + c
+        return (self.plan.head_dim**0.5 * g.abs().amax() + offset.norm()).expand(heads)
+
+    def radius(self, gain: str | None) -> float:
+        """ρ of the norm of that name; NaN if there is none."""
+        if gain is None:
+            return math.nan
+        g = self._gain(gain).double()
+        return g.numel() ** 0.5 * float(g.abs().amax()) + float(self._offset(gain, g).norm())
+
+    def gain_max(self, gain: str | None) -> float | None:
+        """Returns max|g|, or None without a gain."""
+        return None if gain is None else float(self._gain(gain).abs().amax())
+
+    def _gain(self, name: str) -> Tensor:
+        return self._vector(name) + (1.0 if self.geometry.one_plus else 0.0)
+
+    def _vector(self, name: str) -> Tensor:
+        found = self.load(name)
+        assert found is not None, name  # the plan names only what is there
+        return found.double()
+
+    def _offset(self, gain: str, like: Tensor) -> Tensor:
+        bias = self.load(gain.removesuffix("weight") + "bias") if gain.endswith(".weight") else None
+        return like.new_zeros(()) if bias is None else bias.to(like.dtype)
+
+    def notes(self) -> list[str]:
+        """Returns what was assumed, and why a bound is missing."""
+        plan = self.plan
+        found = []
+        if self.geometry.model_type is None and (plan.query_input or plan.query_gain or plan.key_gain):
+            found.append("no model_type: gains read as w, not 1 + w, and logits taken as divided by √head_dim")
+        missing = [plan.query_input, plan.key_input, *([plan.rope_input] if plan.query_rope else [])]
+        if not (plan.query_gain and plan.key_gain) and None in missing:
+            found.append("no norm found before the projections: weights alone give no logit bound")
+        if plan.query_rope is not None and (plan.query_gain or plan.key_gain):
+            found.append("q/k norm on MLA: no bound given")
+        return found
+
+
+Z_SCORE = 3.5  # Iglewicz & Hoaglin 1993, "How to detect and handle outliers": modified z-score above 3.5
+RATIO = 2.0  # and at least this many times the median: a tight checkpoint has no outliers
+
+
+def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
+    """Per site and head: ‖W_Qᵀ W_K‖₂ · scale far above the median of all heads, on a logarithmic scale.
+
+    z = 0.6745 (ln x - median ln x) / median |ln x - median|; an outlier has z > 3.5 and x > 2 · median. NaN is one.
+    """
+    logs = [[_log(x * site.scale) for x in site.interaction_spectral] for site in sites]
+    known = [x for row in logs for x in row if math.isfinite(x)]
+    if not known:
+        return [tuple(math.isnan(x) for x in row) for row in logs]
+    middle = statistics.median(known)
+    spread = max(statistics.median(abs(x - middle) for x in known), 1e-12)
+    high = middle + max(Z_SCORE * spread / 0.6745, math.log(RATIO))
+    return [tuple(math.isnan(x) or x > high for x in row) for row in logs]
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan
+
+
+# A checkpoint read head by head in one pass over the file, without running the model.
+
+_CHUNK = 1 << 19  # numbers read at once: small enough for a core's cache
+_SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads that find eigenvalues
+_PENDING = 2 * _SOLVERS  # attentions whose eigenvalues may wait to be found; bounds memory
+_KEEP = 1 << 26  # bytes after which pages of a large tensor are given back
+
+ScanProgress = Callable[[int, int], None]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReport:
+    """One tensor: dtype as the file names it, Frobenius norm of its finite values (None if not floating), NaN + inf."""
+
+    name: str  #: as in the checkpoint
+    dtype: str  #: as in the checkpoint
+    shape: tuple[int, ...]  #: as in the checkpoint
+    frobenius: float | None  #: ‖·‖_F of the finite values
+    non_finite: int  #: how many values are NaN or infinite
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """The result of `scan`: attention sites, what could not be read and why, every tensor."""
+
+    path: str  #: of the checkpoint, as given
+    n_bytes: int  #: size of the checkpoint in bytes
+    sites: tuple[SiteReport, ...]  #: every attention that was read
+    unknown: tuple[Unknown, ...]  #: what looks like attention and was not read
+    tensors: tuple[TensorReport, ...]  #: every tensor
+
+
+def _silent(done: int, total: int) -> None:
+    return
+
+
+def scan(
+    path: str | Path, *, flags: Geometry | None = None, on_progress: ScanProgress = _silent, heads: bool = True
+) -> Scan:
+    """Returns the norms of every tensor and, per layer and head, of W_Q, W_K and W_Qᵀ W_K, and the logits they allow.
+
+    Args:
+        path: a .safetensors file, a folder of shards with model.safetensors.index.json, or a Hugging Face folder.
+        flags: head counts where config.json has none, or in place of those of config.json.
+        on_progress: called with bytes done and bytes in all.
+        heads: False for the table of tensors alone; then a checkpoint without known attention is no error.
+
+    Memory is that of one head and of the Gram matrices of a few layers; pages of the file are given back as it goes.
+
+    Raises: RefusedError for pickles; DataError for missing, truncated or damaged files; UnknownNameError if nothing
+        in it is known as attention; InvalidValueError for head counts that cannot be.
+
+    >>> import tempfile, torch, safetensors.torch
+    >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> safetensors.torch.save_file({f"attn.{name}_proj.weight": torch.eye(8) for name in "qk"}, file)
+    >>> scan(file, flags=Geometry(n_heads=2)).sites[0].query_spectral
+    (1.0, 1.0)
+    """
+    given = flags or Geometry()
+    for name, value in (("n_heads", given.n_heads), ("n_kv_heads", given.n_kv_heads), ("head_dim", given.head_dim)):
+        if value is not None and value < 1:
+            raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the number of the model")
+    checkpoint = open_checkpoint(path)
+    found = recognise(checkpoint.tensors, lambda name: read_geometry(checkpoint.config, name, given)) if heads else []
+    if heads and not found:
+        raise _nothing_known(checkpoint)
+    plans = [f for f in found if isinstance(f, SitePlan)]
+    tensors, measured = _TensorPass(checkpoint, plans, given, on_progress).run()
+    sites = [measured[plan.name] for plan in plans]
+    marked = [dataclasses.replace(site, outlier=marks) for site, marks in zip(sites, outliers(sites))]
+    return Scan(
+        path=str(path),
+        n_bytes=checkpoint.size,
+        sites=tuple(marked),
+        unknown=tuple(f for f in found if isinstance(f, Unknown)),
+        tensors=tuple(tensors),
+    )
+
+
+def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
+    matrices = [name for name, t in checkpoint.tensors.items() if len(t.shape) > 1][:6]
+    known = ", ".join([f"{q}/{k}" for q, k in SEPARATE] + sorted(FUSED))
+    return UnknownNameError(
+        f"{checkpoint.path} holds no attention weights under a known name; expected one of {known}; "
+        f"found {', '.join(matrices) or 'no matrices'}, … Rename them, or list the tensors alone with --tensors-only"
+    )
+
+
+@final
+class _TensorPass:
+    """One pass over the tensors in the order they lie on disk.
+
+    Reading and Gram matrices in this thread, their eigenvalues in others: LAPACK solves one small matrix after the
+    other on one core, while this thread has the next layer to read.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, plans: Iterable[SitePlan], flags: Geometry, progress: ScanProgress
+    ) -> None:
+        self.checkpoint, self.flags, self.progress = checkpoint, flags, progress
+        self.sites: dict[str, Future[SiteReport]] = {}
+        self.waiting: dict[str, list[SitePlan]] = {}
+        self.grams: dict[Slice, Tensor] = {}
+        self.small: dict[Path, MappedFile] = {}
+        self.lock = threading.Lock()
+        for plan in plans:
+            for tensor in {s.tensor for s in plan.slices()}:
+                self.waiting.setdefault(tensor, []).append(plan)
+
+    def run(self) -> tuple[list[TensorReport], dict[str, SiteReport]]:
+        """Reads every tensor once; a site is measured when its last weight is read."""
+        done, total = 0, self.checkpoint.size
+        reports = []
+        file: MappedFile | None = None
+        with ThreadPoolExecutor(_SOLVERS, "qkeel-scan") as solvers:
+            for tensor in self.checkpoint.tensors.values():
+                if file is None or file.file != tensor.file:
+                    file = MappedFile(tensor.file)
+                reports.append(self._report(file, tensor, solvers))
+                file.release(tensor.begin, tensor.end)
+                done += tensor.end - tensor.begin
+                self.progress(done, total)
+            return reports, {name: site.result() for name, site in self.sites.items()}
+
+    def _report(self, file: MappedFile, tensor: StoredTensor, solvers: ThreadPoolExecutor) -> TensorReport:
+        file.expect(tensor.begin, tensor.end)
+        plans = self.waiting.pop(tensor.name, [])
+        weight = file.view(tensor) if plans else None
+        for part in {s for plan in plans for s in plan.slices() if s.tensor == tensor.name}:
+            assert weight is not None
+            self.grams[part] = grams(weight, part)
+        norm, bad = self._norm(file, tensor) if tensor.floating else (None, 0)
+        for plan in plans:
+            if all(part in self.grams for part in plan.slices()):
+                own = {part: self.grams.pop(part) for part in plan.slices()}
+                self._hand_over(plan, own, solvers)
+        return TensorReport(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, frobenius=norm, non_finite=bad)
+
+    def _hand_over(self, plan: SitePlan, own: dict[Slice, Tensor], solvers: ThreadPoolExecutor) -> None:
+        geometry = read_geometry(self.checkpoint.config, plan.query.tensor, self.flags)
+        self.sites[plan.name] = solvers.submit(measure, plan, own, self._load, geometry)
+        if len(self.sites) > _PENDING:
+            list(self.sites.values())[-1 - _PENDING].result()
+
+    def _norm(self, file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
+        """Frobenius norm of the finite values, and how many are not finite; from Gram matrices where they have all."""
+        known = [(part, gram) for part, gram in self.grams.items() if part.tensor == tensor.name]
+        if len(known) == 1 and len(known[0][0].starts) * known[0][0].rows == tensor.shape[known[0][0].axis]:
+            square = float(known[0][1].diagonal(dim1=-2, dim2=-1).double().sum())
+            if math.isfinite(square):
+                return math.sqrt(square), 0
+        return _norm(file, tensor)
+
+    def _load(self, name: str) -> Tensor | None:
+        tensor = self.checkpoint.tensors.get(name)
+        if tensor is None:
+            return None
+        with self.lock:  # asked for by several threads
+            if tensor.file not in self.small:
+                self.small = {tensor.file: MappedFile(tensor.file)}
+            return self.small[tensor.file].view(tensor).clone()
+
+
+def _norm(file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
+    """Frobenius norm of the finite values, and how many are not finite."""
+    flat = file.view(tensor).reshape(-1)
+    size = flat.element_size()
+    # One piece of memory for all chunks: converting costs less than asking for new memory.
+    wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32 if size < 4 else flat.dtype)
+    total, bad = 0.0, 0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        values = part if size >= 4 else wide[: len(part)].copy_(part)
+        square = float(values.dot(values))
+        if not math.isfinite(square):  # NaN, infinity, or a square beyond float32
+            exact = part.double()
+            fine = exact.isfinite()
+            bad += int((~fine).sum())
+            square = float(torch.linalg.vector_norm(torch.where(fine, exact, 0.0))) ** 2
+        total += square
+        if start * size % _KEEP == 0 and start:
+            file.release(tensor.begin, tensor.begin + start * size)
+            file.expect(tensor.begin + start * size, tensor.end)
+    return math.sqrt(total), bad
+
+
+# A scan as text for people and as JSON for programs.
+
+# Field of SiteReport -> heading of its column.
+_COLUMNS = {
+    "query_frobenius": "|Wq|_F",
+    "query_spectral": "|Wq|_2",
+    "key_frobenius": "|Wk|_F",
+    "key_spectral": "|Wk|_2",
+    "interaction_frobenius": "|Wq'Wk|_F",
+    "interaction_spectral": "|Wq'Wk|_2",
+    "interaction_bound": "unrotated",
+    "logit_bound": "logit bound",
+    "gain_bound": "gain bound",
+}
+
+
+def as_json(scan: Scan) -> dict[str, Any]:
+    """Returns a scan as plain values; NaN, which JSON does not have, is None.
+
+    >>> as_json(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=()))["path"]
+    'm'
+    """
+    return {name: _plain(value) for name, value in dataclasses.asdict(scan).items()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str:
+    """Returns a scan as text: per layer its largest head, or every head, then outliers, what is unknown or not finite.
+
+    >>> print(table(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=())))
+    m: 0.000 GB, 0 tensors, 0 attentions
+    """
+    parts = [f"{scan.path}: {scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors, {len(scan.sites)} attentions"]
+    if scan.sites:
+        rows = [row for site in scan.sites for row in _rows(site, every_head)]
+        parts.append(_align([("layer", "head", *_COLUMNS.values()), *rows]))
+        parts.append("bounds: no logit can be larger, whatever the input (nats); unrotated: without RoPE; -: not known")
+    parts += [line for line in (_outlier_line(scan), *_notes(scan)) if line]
+    bad = [t for t in scan.tensors if t.non_finite]
+    parts += [f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values" for t in bad]
+    parts += [f"unknown: {u.name}: {u.reason}" for u in scan.unknown]
+    if tensors:
+        head = ("tensor", "dtype", "shape", "|W|_F")
+        body = [(t.name, t.dtype, "x".join(map(str, t.shape)) or "-", _number(t.frobenius)) for t in scan.tensors]
+        parts.append(_align([head, *body]))
+    return "\n".join(parts)
+
+
+def _rows(site: SiteReport, every_head: bool) -> list[tuple[str, ...]]:
+    sizes = [x if x == x else math.inf for x in site.interaction_spectral]
+    heads = range(site.n_heads) if every_head else [max(range(site.n_heads), key=sizes.__getitem__)]
+    values = dataclasses.asdict(site)
+    return [
+        (site.name, f"{h}{' !' if site.outlier[h] else ''}", *(_number(values[name][h]) for name in _COLUMNS))
+        for h in heads
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.4g}"
+
+
+def _outlier_line(scan: Scan) -> str:
+    found = [f"{site.name} head {h}" for site in scan.sites for h, out in enumerate(site.outlier) if out]
+    if not found:
+        return ""
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"outlier heads (marked !): {', '.join(found[:8])}{more}: |Wq'Wk|_2 far above the median of all heads"
+
+
+def _notes(scan: Scan) -> list[str]:
+    """Each note once, with the layers it is about."""
+    where: dict[str, list[str]] = {}
+    for site in scan.sites:
+        for note in site.notes:
+            where.setdefault(note, []).append(site.name)
+    total = len(scan.sites)
+    return [
+        f"note ({'all layers' if len(names) == total else ', '.join(names[:3])}): {n}" for n, names in where.items()
+    ]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

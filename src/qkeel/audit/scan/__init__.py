@@ -1,1 +1,0 @@
-"""A checkpoint read head by head without running the model."""

@@ -1,0 +1,524 @@
+"""Which tensors of a checkpoint make which head."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from qkeel.errors import DataError
+from qkeel.safetensors_io import StoredTensor
+
+# The number, width and scale of the heads, read from config.json or from flags, never from weights.
+
+ConfigMapping = Mapping[str, Any]  # config.json, or a part of it: whatever JSON holds
+
+# Keys of config.json by meaning, the first that is present counts.
+N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
+N_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
+# Parts of a composite config, and words in the names of their tensors; the first that fits counts.
+SECTIONS = (
+    ("vision_config", ("vision", "visual", "image")),
+    ("audio_config", ("audio",)),
+    ("encoder", ("encoder.",)),
+    ("decoder", ("decoder.",)),
+    ("text_config", ("",)),
+    ("llm_config", ("",)),
+    ("thinker_config", ("",)),
+    ("model", ("",)),  # a qkeel run
+)
+# Model types whose norms multiply by 1 + w (transformers 5.23, modeling files).
+ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "t5gemma", "t5gemma2")
+ONE_PLUS += ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "muse_glimmer")
+ONE_PLUS += ("muse_spark", "nemotron", "step3p7")
+# Model types that do not divide logits by √head_dim (transformers 5.23, modeling files).
+UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop", "gpt_neo"])
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes of attention; None where neither config nor flags say. `scale` None stands for 1/√head_dim."""
+
+    n_heads: int | None = None  #: query heads
+    n_kv_heads: int | None = None  #: key heads
+    head_dim: int | None = None  #: d, numbers of one head's query
+    nope_dim: int | None = None  #: of latent attention: those of a head that are not rotated
+    rope_dim: int | None = None  #: of latent attention: those that are rotated
+    value_dim: int | None = None  #: numbers of one head's value
+    scale: float | None = None
+    rope_factor: float = 1.0  #: on cos and sin, if more than 1 (YaRN, LongRoPE)
+    model_type: str | None = None  #: as in config.json; it says whether norms multiply by w or 1 + w
+    layout: str | None = None  #: of a fused weight: "blocks", [q | k | v], or "groups", q, k, v per key head
+
+    @property
+    def one_plus(self) -> bool:
+        """Returns whether norms multiply by 1 + w."""
+        return self.model_type in ONE_PLUS
+
+    def scale_of(self, head_dim: int) -> float:
+        """Returns what logits are multiplied with."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geometry:
+    """Returns the sizes for the tensor of that name; flags go over config.json."""
+    part = section(config, tensor)
+    # An encoder-decoder may give its halves different numbers of heads.
+    keys = ("decoder_attention_heads", *N_HEADS) if "decoder." in tensor else N_HEADS
+    found = Geometry(
+        n_heads=_first(part, keys),
+        n_kv_heads=_kv_heads(part),
+        head_dim=_first(part, HEAD_DIM),
+        nope_dim=_first(part, ("qk_nope_head_dim",)),
+        rope_dim=_first(part, ("qk_rope_head_dim",)),
+        value_dim=_first(part, ("v_head_dim",)),
+        scale=_scale(part),
+        model_type=part.get("model_type", config.get("model_type")),
+    )
+    said = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    return dataclasses.replace(found, **{**said, "rope_factor": _rope_factor(part)})
+
+
+def section(config: ConfigMapping, tensor: str) -> ConfigMapping:
+    """Returns the part of a composite config that is about a tensor or module of that name."""
+    for key, words in SECTIONS:
+        part = config.get(key)
+        if isinstance(part, Mapping) and any(word in tensor for word in words):
+            return part
+    return config
+
+
+def _first(config: ConfigMapping, keys: tuple[str, ...]) -> int | None:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, (str, bool, float)):
+            raise DataError(f"config.json has {value!r:.60} as {key}; expected a whole number: correct or restore it")
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _kv_heads(config: ConfigMapping) -> int | None:
+    nested = config.get("attn_config")
+    if isinstance(nested, Mapping) and "kv_n_heads" in nested:
+        return _first(nested, ("kv_n_heads",))
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        return 1  # Falcon, GPT-BigCode
+    found = _first(config, N_KV_HEADS)
+    if found is not None or "decoder_attention_heads" in config:
+        return found
+    return _first(config, N_HEADS)  # a config without the key is of a model without groups
+
+
+def _scale(config: ConfigMapping) -> float | None:
+    """None for 1/√head_dim. DeepSeek's YaRN multiplies it with (0.1·m·ln s + 1)²; others name it."""
+    if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
+        return 1.0
+    if scalar := _positive(config, "query_pre_attn_scalar"):
+        return scalar**-0.5
+    if multiplier := _positive(config, "attention_multiplier"):
+        return multiplier
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    width = (_first(config, ("qk_nope_head_dim",)) or 0) + (_first(config, ("qk_rope_head_dim",)) or 0)
+    if isinstance(rope, Mapping) and width:
+        over, factor = _positive(rope, "mscale_all_dim"), _positive(rope, "factor") or 1.0
+        if over and factor > 1:
+            return width**-0.5 * (0.1 * over * math.log(factor) + 1) ** 2
+    return None
+
+
+def _positive(config: ConfigMapping, key: str) -> float | None:
+    """The number above 0 of that name; None where it is not given, null or 0.
+
+    Raises: DataError for anything else.
+    """
+    value = config.get(key)
+    if value is None or (value == 0 and not isinstance(value, str)):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise DataError(
+            f"config.json has {str(value)[:60]!r} as {key}; expected a number above 0: correct or restore it"
+        )
+    return float(value)
+
+
+def _rope_factor(config: ConfigMapping) -> float:
+    """YaRN: 0.1 m ln s + 1 (Peng et al. 2023, arXiv 2309.00071, equation 22; m, m_all as in DeepSeek's config).
+
+    LongRoPE: √(1 + ln s / ln L) (Ding et al. 2024, arXiv 2402.13753, as in transformers 5.23). Never below 1 here.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return 1.0
+    kind = rope.get("rope_type", rope.get("type"))
+    factor = _positive(rope, "factor") or 1.0
+    if attention_factor := _positive(rope, "attention_factor"):
+        return max(1.0, attention_factor)
+    if kind == "yarn" and factor > 1:
+        m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
+        top = 0.1 * (m if m and over else 1.0) * math.log(factor) + 1
+        return max(1.0, top / (0.1 * over * math.log(factor) + 1) if m and over else top)
+    before = _positive(rope, name := "original_max_position_embeddings") or _positive(config, name)
+    after = _positive(config, "max_position_embeddings")
+    if kind == "longrope" and before and before > 1 and after:
+        return max(1.0, math.sqrt(1 + math.log(max(after / before, 1.0)) / math.log(before)))
+    return 1.0
+
+
+# Names and shapes that show which rows of which weight make head h: the tables, and how they are applied.
+#
+# A checkpoint holds no code, so here, and only here, names are read. Nothing is guessed in silence: what a name
+# leaves open comes from config.json or a flag, what is taken by convention is noted, the rest is listed as unknown.
+
+# Query and key in weights of their own: the last part of the module's name.
+SEPARATE = (
+    ("q_proj", "k_proj"),
+    ("query", "key"),
+    ("wq", "wk"),
+    ("to_q", "to_k"),
+    ("q_lin", "k_lin"),
+    ("query_proj", "key_proj"),
+    ("linear_q", "linear_k"),
+    ("q", "k"),
+)
+# Query, key and value in one weight. blocks: [q | k | v]; groups: for each key head its queries, its key, its value
+# (with as many key heads as heads: q, k, v interleaved per head); None: the name does not say, see GROUPED, BLOCKS.
+FUSED: dict[str, str | None] = {
+    "qkv": "blocks",
+    "qkv_proj": "blocks",
+    "c_attn": "blocks",
+    "Wqkv": "blocks",
+    "in_proj_weight": "blocks",
+    "query_key_value": None,
+    "wqkv": "groups",
+    "linear_qkv": "groups",
+}
+# What the model type says, over the table above (transformers 5.23, modeling files).
+GROUPED = frozenset(["gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon", "internlm2", "gpt_bigcode"])
+BLOCKS = frozenset(["chatglm"])
+OTHER = {"codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a trace of the TPUs it was trained on)"}
+# q_proj holds, per head, the query and a gate of the same width.
+GATED = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
+# Gains of a q/k norm next to the projections: (query, key).
+GAINS = (
+    ("q_norm", "k_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+    ("query_norm", "key_norm"),
+    ("norm_q", "norm_k"),
+    ("q_ln", "k_ln"),
+)
+# The norm whose output the projections read, next to the attention module or one or two levels up.
+INPUT_NORMS = ("input_layernorm", "ln_1", "attention_norm", "attn_norm", "layernorm_before", "layer_norm1", "norm1")
+INPUT_NORMS += ("ln1", "ln_attn", "self_attn_layer_norm", "pre_attention_layernorm")
+# Types whose norm of such a name comes after attention.
+NOT_BEFORE = frozenset(["swinv2", "opt", "bart", "mbart", "marian"])
+_ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+_SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
+
+Tensors = Mapping[str, StoredTensor]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Rows (axis 0) or columns (axis 1) of a weight: `rows` of them from each of `starts`, one start per head."""
+
+    tensor: str
+    axis: int = 0
+    starts: tuple[int, ...]
+    rows: int
+    bias: str | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SitePlan:
+    """One attention in a checkpoint. The rope parts are there for MLA only: there a logit is a sum of two products."""
+
+    name: str
+    layout: str
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    query: Slice
+    key: Slice
+    query_rope: Slice | None = None
+    key_rope: Slice | None = None
+    query_gain: str | None = None
+    key_gain: str | None = None
+    query_input: str | None = None
+    key_input: str | None = None
+    rope_input: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def slices(self) -> list[Slice]:
+        """The parts that are there."""
+        return [s for s in (self.query, self.key, self.query_rope, self.key_rope) if s is not None]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unknown:
+    """Something that looks like attention and could not be read, and why."""
+
+    name: str  #: of the module or the weight
+    reason: str  #: why it could not be read, in words
+
+
+PlansOrUnknown = list[SitePlan | Unknown]
+
+
+def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> PlansOrUnknown:
+    """Returns every attention of a checkpoint in the order of its tensors, and what could not be read."""
+    found: PlansOrUnknown = []
+    for name, tensor in tensors.items():
+        module, dot, leaf = _split(name)
+        if not dot and module == "":
+            continue
+        got = _site(tensors, module, leaf, tensor, geometry(name))
+        if got is not None:
+            found.append(got)
+    return found + _left_over(tensors, [f.name for f in found])
+
+
+def _split(name: str) -> tuple[str, bool, str]:
+    """`a.b.q_proj.weight` -> a.b, q_proj; `a.b.in_proj_weight` -> a.b, in_proj_weight."""
+    path = name.removesuffix(".weight")
+    module, _, leaf = path.rpartition(".")
+    return module, path != name or leaf == "in_proj_weight", leaf
+
+
+def _site(
+    tensors: Tensors, module: str, leaf: str, tensor: StoredTensor, geometry: Geometry
+) -> SitePlan | Unknown | None:
+    at = f"{module}." if module else ""
+    key = next((k for q, k in SEPARATE if q == leaf and f"{at}{k}.weight" in tensors), None)
+    made: SitePlan | Unknown | None = None
+    if leaf in ("q_b_proj", "q_proj") and f"{at}kv_a_proj_with_mqa.weight" in tensors:
+        made = _latent(tensors, at, leaf, geometry)
+    elif leaf == "q_up" and f"{at}k_up.weight" in tensors:
+        made = _own_latent(tensors, at, geometry)
+    elif key is not None:
+        made = _separate(tensors, at, leaf, key, geometry)
+    elif leaf in FUSED and tensor.name.endswith(("weight",)):
+        made = _fused(tensors, at, leaf, geometry)
+    if isinstance(made, SitePlan):
+        return _readable(tensors, _with_norms(tensors, made, geometry))
+    return None if made is None else Unknown(module or leaf, made.reason)
+
+
+def _readable(tensors: Tensors, plan: SitePlan) -> SitePlan | Unknown:
+    for part in plan.slices():
+        tensor = tensors[part.tensor]
+        scale = next((part.tensor + s for s in _SCALES if part.tensor + s in tensors), None)
+        if not tensor.floating or scale:
+            why = f"scales in {scale}" if scale else f"stored as {tensor.dtype}"
+            return Unknown(plan.name, f"{part.tensor} is quantised ({why}); scan the checkpoint before quantisation")
+    return plan
+
+
+def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> SitePlan | Unknown:
+    query, key = tensors[f"{at}{q}.weight"], tensors[f"{at}{k}.weight"]
+    if len(query.shape) != 2 or len(key.shape) != 2:
+        return Unknown("", f"{q} has shape {list(query.shape)}, expected a matrix")
+    heads = geometry.n_heads
+    if heads is None:
+        return Unknown("", f"the number of heads is not known; give --n-heads ({q} has {query.shape[0]} rows)")
+    per_head, rest = divmod(query.shape[0], heads)
+    gated = geometry.model_type in GATED
+    if rest or (gated and per_head % 2):
+        return Unknown("", f"{q} has {query.shape[0]} rows, which {heads} heads do not divide; give --n-heads")
+    size = per_head // 2 if gated else per_head
+    groups, rest = divmod(key.shape[0], size)
+    wrong = _contradiction(geometry, size, groups, heads) if not rest else f"{k} has {key.shape[0]} rows"
+    if wrong:
+        return Unknown("", f"{heads} heads of {size} do not fit: {wrong}; give --n-heads and --n-kv-heads")
+    return SitePlan(
+        name=at[:-1],
+        layout="gated q, k apart" if gated else "q, k apart",
+        n_heads=heads,
+        n_kv_heads=groups,
+        head_dim=size,
+        query=_even(tensors, f"{at}{q}", heads, per_head, size),
+        key=_even(tensors, f"{at}{k}", groups, size, size),
+    )
+
+
+def _contradiction(geometry: Geometry, size: int, groups: int, heads: int) -> str:
+    if geometry.n_kv_heads not in (None, groups):
+        return f"there are {groups} key heads of that width, config or flags say {geometry.n_kv_heads}"
+    if heads % max(groups, 1):
+        return f"{groups} key heads do not divide {heads} heads"
+    if geometry.head_dim not in (None, size):
+        return f"config or flags say head_dim {geometry.head_dim}"
+    return ""
+
+
+def _even(tensors: Tensors, module: str, heads: int, step: int, rows: int, first: int = 0) -> Slice:
+    bias = f"{module}.bias"
+    starts = tuple(first + step * h for h in range(heads))
+    return Slice(tensor=f"{module}.weight", starts=starts, rows=rows, bias=bias if bias in tensors else None)
+
+
+def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan | Unknown:
+    bare = leaf == "in_proj_weight"
+    name = f"{at}{leaf}" if bare else f"{at}{leaf}.weight"
+    bias = f"{at}in_proj_bias" if bare else f"{at}{leaf}.bias"
+    shape, heads, kind = tensors[name].shape, geometry.n_heads, geometry.model_type
+    layout = geometry.layout or ("groups" if kind in GROUPED else "blocks" if kind in BLOCKS else FUSED[leaf])
+    if kind in OTHER and not geometry.layout:
+        return Unknown("", f"{OTHER[kind]}: not read")
+    if len(shape) != 2 or shape[0] == shape[1]:
+        return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix, wider on one side")
+    if heads is None:
+        return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
+    if layout is None:
+        return Unknown("", f"{leaf} may be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups")
+    groups = geometry.n_kv_heads or heads
+    width = _width(shape, heads, groups, geometry.head_dim)
+    if not width or heads % groups:
+        return Unknown("", f"{leaf} is {shape[0]} x {shape[1]}, which {heads} heads and {groups} key heads do not fit")
+    q, k = _starts(layout, heads, groups, width)
+    axis = 0 if shape[0] == width * (heads + 2 * groups) else 1
+    own = bias if bias in tensors else None
+    said = geometry.layout is not None or kind is not None
+    return SitePlan(
+        name=at[:-1] or leaf,
+        layout="[q | k | v]" if layout == "blocks" else "q, k, v per key head",
+        n_heads=heads,
+        n_kv_heads=groups,
+        head_dim=width,
+        query=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=own),
+        key=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=own),
+        notes=() if said else (f"order of q, k, v taken from the convention for {leaf}",),
+    )
+
+
+def _width(shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None) -> int:
+    """The head_dim of a fused weight, 0 if nothing fits: nn.Linear has outputs in rows, GPT-2's Conv1D in columns."""
+    parts = heads + 2 * groups
+    fits = [n // parts for n in shape if n % parts == 0]
+    if head_dim is not None:
+        return head_dim if head_dim in fits else 0
+    usual = [n // heads for n in shape if n // heads in fits]  # the input is as wide as all heads together
+    return min(usual or fits, default=0) if len(set(fits)) > 1 else max(fits, default=0)
+
+
+def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First row of each query head and of each key head."""
+    if layout == "blocks":
+        return tuple(h * width for h in range(heads)), tuple((heads + g) * width for g in range(groups))
+    share = heads // groups
+    step = (share + 2) * width
+    query = tuple((h // share) * step + (h % share) * width for h in range(heads))
+    return query, tuple(g * step + share * width for g in range(groups))
+
+
+def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan | Unknown:
+    """DeepSeek's MLA: q_b rows [nope | rope] per head, kv_b rows [nope | value] per head, kv_a rows [latent | rope]."""
+    heads, nope, rope, value = geometry.n_heads, geometry.nope_dim, geometry.rope_dim, geometry.value_dim
+    if heads is None or nope is None or rope is None or value is None:
+        return Unknown(
+            "", "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
+        )
+    need = {leaf: heads * (nope + rope), "kv_b_proj": heads * (nope + value)}
+    for name, rows in need.items():
+        stored = tensors.get(f"{at}{name}.weight")
+        if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
+            shape = "missing" if stored is None else f"of shape {list(stored.shape)}"
+            return Unknown("", f"{name} is {shape}, config.json asks for {rows} rows")
+    latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
+    if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
+        return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")
+    return SitePlan(
+        name=at[:-1],
+        layout="MLA",
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=nope + rope,
+        query=_even(tensors, f"{at}{leaf}", heads, nope + rope, nope),
+        key=_even(tensors, f"{at}kv_b_proj", heads, nope + value, nope),
+        query_rope=_even(tensors, f"{at}{leaf}", heads, nope + rope, rope, nope),
+        key_rope=_even(tensors, f"{at}kv_a_proj_with_mqa", 1, rope, rope, latent),
+        query_input=_present(tensors, f"{at}q_a_layernorm") if leaf == "q_b_proj" else None,
+        key_input=_present(tensors, f"{at}kv_a_layernorm"),
+    )
+
+
+def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan | Unknown:
+    """qkeel.nn.MLA: every part in a weight of its own."""
+    heads = geometry.n_heads
+    names = ("q_up", "k_up", "q_rope", "k_rope")
+    stored = [tensors.get(f"{at}{name}.weight") for name in names]
+    if heads is None:
+        return Unknown("", "the number of heads is not known; give --n-heads")
+    if any(s is None or len(s.shape) != 2 for s in stored) or any(s.shape[0] % heads for s in stored[:3] if s):
+        return Unknown("", f"expected matrices {', '.join(names)} whose rows {heads} heads divide")
+    up, _, rope, shared = (s.shape[0] for s in stored if s)
+    return SitePlan(
+        name=at[:-1],
+        layout="MLA",
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=up // heads + shared,
+        query=_even(tensors, f"{at}q_up", heads, up // heads, up // heads),
+        key=_even(tensors, f"{at}k_up", heads, up // heads, up // heads),
+        query_rope=_even(tensors, f"{at}q_rope", heads, rope // heads, rope // heads),
+        key_rope=_even(tensors, f"{at}k_rope", 1, shared, shared),
+        query_input=_present(tensors, f"{at}q_latent_norm"),
+        key_input=_present(tensors, f"{at}kv_latent_norm"),
+    )
+
+
+def _present(tensors: Tensors, module: str) -> str | None:
+    """The name of a norm's gain, `module.weight` or the bare parameter `module`."""
+    return next((name for name in (f"{module}.weight", module) if name in tensors), None)
+
+
+def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePlan:
+    """The plan with the norms found next to it and before it."""
+    at = f"{plan.name}." if plan.name else ""
+    gains = [(_present(tensors, at + q), _present(tensors, at + k)) for q, k in GAINS]
+    query, key = next((pair for pair in gains if pair[0] or pair[1]), (None, None))
+    before = None if geometry.model_type in NOT_BEFORE else _norm_before(tensors, plan.name)
+    mla = plan.query_rope is not None
+    # Queries without a latent of their own (DeepSeek-V2-Lite) read what the module reads.
+    own_query = f"{at}q_up.weight" == plan.query.tensor and f"{at}q_down.weight" not in tensors
+    latent = mla and not own_query and not plan.query.tensor.endswith("q_proj.weight")
+    return dataclasses.replace(
+        plan,
+        query_gain=query,
+        key_gain=key,
+        query_input=plan.query_input if latent else before,
+        key_input=plan.key_input if mla else before,
+        rope_input=before if mla else None,
+    )
+
+
+def _norm_before(tensors: Tensors, module: str) -> str | None:
+    """The gain of the norm that feeds a module, found next to it or to its holder; none for cross attention."""
+    if _CROSS.search(module):  # its keys come from elsewhere
+        return None
+    parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
+    names = [f"{p}.{n}" if p else n for p in parents for n in INPUT_NORMS]
+    return next((got for name in names if (got := _present(tensors, name))), None)
+
+
+def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:
+    """Modules that are called attention, hold matrices, and are in no site."""
+    lost: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        match = _ATTENTION.match(name)
+        if match and len(tensor.shape) >= 2 and tensor.floating:
+            lost.setdefault(match[1], []).append(name[match.end() :].removesuffix(".weight"))
+    shown = []
+    for module, leaves in lost.items():
+        if not any(site == module or site.startswith(f"{module}.") or module.startswith(f"{site}.") for site in known):
+            shown.append(Unknown(module, f"no known names of query and key among {', '.join(sorted(leaves)[:6])}"))
+    return shown

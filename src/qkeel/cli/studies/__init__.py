@@ -1,1 +1,0 @@
-"""The commands of studies: run one, and merge parts of one."""

@@ -1,0 +1,686 @@
+"""A training script run as it stands: which of its models are watched, and what is printed."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import gc
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import sys
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qkeel.autopilot import Autopilot
+from qkeel.autopilot import attach as attach_autopilot
+from qkeel.cli.console import FAILED, INTERRUPTED, OK, USAGE
+from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
+from qkeel.handle import Handle, compose
+from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
+from qkeel.monitor.monitor import Monitor, watched
+from qkeel.monitor.watch import watch as attach
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import is_made, submodules_of
+from qkeel.patching.optimizers import StepHooks, when_made
+from qkeel.records.disk import read_regular
+from qkeel.remedies.apply import Asked, AtNextPass
+from qkeel.report import write
+
+# The messages about a watched run, apart from the output of its script: lines on stderr that begin with `qkeel:`.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """What is said to do about an alarm: the command that was typed, and what is being done already."""
+
+    own: Sequence[str]  # words of `qkeel watch ...` before --
+    command: Sequence[str]  # the words after it
+    applied: str = ""  # by --apply
+    piloted: bool = False  # by --autopilot
+
+    @property
+    def watcher(self) -> str:
+        """The command that was typed."""
+        return shlex.join(["qkeel", *self.own, *self.command])
+
+    def lines(self, remedy: str) -> list[str]:
+        """What to do, where the alarm advises `remedy`; nothing where an autopilot sees to it."""
+        found = _APPLY.search(remedy)
+        if self.piloted:
+            return []
+        if found is None:
+            return [f"to act: {remedy}"]
+        spec = found[1]
+        again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
+        why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
+        return [f"to fix it: {again}", f"or in the script, after the optimizer is made: {found[0]}{why}"]
+
+
+_APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
+_WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new training try qk_norm first)"
+
+
+@final
+class MessageSink(Sink):
+    """Prints the directory of the run, what alarms say, and at the end the last numbers.
+
+    Alarms of one cause are one story: the first grave one says what to do, those after it only how it continues; of
+    several at one step the gravest speaks.
+    """
+
+    def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:
+        self.run, self.writer, self.fix = run, writer, fix
+        self._shown = shown
+        self._sample: Sample | None = None
+        self._alarms: list[Alarm] = []
+        self._fixed: set[str] = set()
+        self._model = ""
+
+    @property
+    def last(self) -> int | None:
+        """The step measured last."""
+        return None if self._sample is None else self._sample.step
+
+    @property
+    def place(self) -> str:
+        """The directory, in the words in which it was asked for."""
+        return str(self._shown.with_name((self.run.path or self.run.asked).name))
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """One line: what is watched, and where it is written."""
+        self._model = str(about["model"])
+        sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
+        number = f"{sites} of {sites + missed}" if missed else f"{sites}"
+        what = f"{number} attention layers of {about['model']}" if sites else f"the attention of {about['model']}"
+        with_it = f" with {self.fix.applied} applied" if self.fix.applied else ""
+        self.writer(f"watching {what}{with_it}, run {self.place}")
+
+    def write(self, sample: Sample) -> None:
+        """Nothing now."""
+        if sample.phase == "train" or self._sample is None:
+            self._sample = sample
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One line, and the first time that something is to be done about it, what."""
+        before = [other for other in self._alarms if other.cause == alarm.cause]
+        self._alarms.append(alarm)
+        if any(other.step == alarm.step for other in before):
+            return  # the gravest came first
+        self.writer(dataclasses.replace(alarm, trend="").line if before else alarm.line)
+        if alarm.severity is not Severity.NOTICE and alarm.remedy not in self._fixed:
+            self._fixed.add(alarm.remedy)
+            for line in self.fix.lines(alarm.remedy):
+                self.writer(line)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """One line, of an event that says something."""
+        if "text" in event:
+            self.writer(str(event["text"]))
+
+    def close(self, complete: bool) -> None:
+        """Nothing now: `summary()` may come later."""
+
+    def summary(self) -> None:
+        """The numbers measured last, layer by layer, and how many alarms there were."""
+        if self._sample is not None:
+            for line in sample_table(self._sample, root=self._model).splitlines():
+                self.writer(line)
+        counts = Counter(alarm.severity for alarm in self._alarms)
+        alarms = ", ".join(f"{counts[severity]} {severity}" for severity in reversed(Severity) if counts[severity])
+        self.writer(f"alarms: {alarms or 'none'}")
+        for cause, own in self._by_cause().items():
+            grave = max(own, key=lambda alarm: list(Severity).index(alarm.severity))
+            self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
+
+    def _by_cause(self) -> dict[str, list[Alarm]]:
+        """The alarms of each cause of which one is more than a notice, and that has several."""
+        causes: dict[str, list[Alarm]] = {}
+        for alarm in self._alarms:
+            causes.setdefault(alarm.cause, []).append(alarm)
+        return {
+            cause: own
+            for cause, own in causes.items()
+            if len({alarm.step for alarm in own}) > 1 and any(alarm.severity is not Severity.NOTICE for alarm in own)
+        }
+
+
+@final
+class MessageWriter(Handle):
+    """Writes lines to stderr as it was at the start; qkeel's own warnings too, each as one line. Of several
+    processes only rank 0 speaks, but all warn; those that the script forks do neither.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._stream, self._pid = sys.stderr, os.getpid()
+        self._plain = plain = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if not issubclass(category, QkeelWarning):
+                plain(message, category, *where)
+            elif self.here and not issubclass(category, AlarmWarning):  # alarms have lines of their own
+                self._print(f"warning{f' (rank {rank})' if rank else ''}: {' '.join(str(message).split())}")
+
+        warnings.showwarning = show
+        super().__init__(self._stop)
+
+    @property
+    def here(self) -> bool:
+        """Returns whether this is the process that the run began in, not one that the script has forked."""
+        return os.getpid() == self._pid
+
+    def __call__(self, line: str) -> None:
+        """Prints the line, on rank 0."""
+        if self.rank == 0:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        """Begins at the left, also where a progress bar has left the cursor in the middle of a line."""
+        bars = sys.modules.get("tqdm.std")  # a script without bars need not wait for it
+        text, shown = f"qkeel: {line}", bars is not None and bool(vars(bars.tqdm).get("_instances"))
+        if bars is not None and shown and self._stream.isatty():
+            bars.tqdm.write(text, file=self._stream)  # takes the bars away and draws them again below
+        else:
+            print(f"\n{text}" if shown else text, file=self._stream, flush=True)
+
+    def _stop(self) -> None:
+        warnings.showwarning = self._plain
+
+
+# Finds the models that a program trains, from the optimizers that appear in it.
+
+LEAST_SHARE = 0.1  # of an optimizer's parameters that a model must hold to be watched besides a larger one
+
+LOOKS = 3  # steps of an optimizer after which its model is looked for, if there was none to be found before
+
+
+@final
+class ModelFinder(Handle):
+    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made.
+
+    The models are those that hold its parameters, found among all living objects; so a copy that averages weights is
+    not among them. Where none does yet, they are looked for again after the optimizer's first step. A module whose
+    passes are not seen until the first step, such as a container whose forward nobody calls, gives way to the part of
+    it that holds the same parameters. Two optimizers of one model make one Monitor, whose steps the first one counts;
+    one made after that has stepped is a new phase of training, with a Monitor of its own.
+
+    Optimizers and models are held weakly. In processes that the program starts nothing is looked for.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[nn.Module, Optimizer], Monitor],
+        of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+    ) -> None:
+        """Takes what starts a watch, and what is called once for a model that the script watches itself."""
+        self.optimizers = 0  # made so far
+        self._start, self._of_script = start, of_script
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
+        self._pid = os.getpid()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._watches: list[_Watch] = []
+        made = when_made(lambda optimizer: self._safely(self._made, optimizer))
+        before, after = self._before_step, self._after_step
+        steps = StepHooks(lambda o: self._safely(before, o), lambda o: self._safely(after, o))
+        super().__init__(compose([made, steps]).remove)
+
+    def _made(self, optimizer: Optimizer) -> None:
+        self.optimizers += 1
+        self._steps[optimizer] = 0
+        self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        self._watches = [watch for watch in self._watches if watch.monitor() is not None]
+        for chain in chains(optimizer):
+            old = next((w for w in self._watches if any(w.model() is module for module in chain)), None)
+            if old is None:
+                own = next(filter(watched, chain), None)
+                if own is None:
+                    self._begin(chain, optimizer)
+                elif own not in self._seen:
+                    self._seen.add(own)
+                    self._of_script(own, optimizer)
+            elif not self._steps[optimizer] and self._over(old):
+                old.end()
+                self._watches.remove(old)
+                self._begin(chain, optimizer)
+
+    def _over(self, watch: _Watch) -> bool:
+        """Returns whether an optimizer made now begins a new phase."""
+        first = watch.optimizer()
+        return first is None or self._steps[first] > 0
+
+    def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
+        monitor = self._start(chain[0], optimizer)
+        monitor.steps = self._steps[optimizer]
+        self._watches.append(_Watch(chain, optimizer, monitor))
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        for watch in self._watches:
+            if watch.optimizer() is optimizer and watch.mistaken:
+                watch.end()  # before it warns that it sees nothing; the part begins with the next step
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        mine = [watch for watch in self._watches if watch.optimizer() is optimizer]
+        for watch in mine:
+            if watch.mistaken:
+                self._watches.remove(watch)
+                self._begin(watch.inwards(), optimizer)
+        if not mine and steps <= LOOKS:
+            self._look(optimizer)
+
+    def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        if os.getpid() != self._pid or not self.active:
+            return
+        try:
+            act(optimizer)
+        except Exception as error:
+            self.remove()
+            caution(f"qkeel looks for no more models to watch: {type(error).__name__}: {error}. The script runs on")
+
+
+class _Watch:
+    """A model under watch, from outside inwards the modules that may be meant by it, and whose steps count."""
+
+    def __init__(self, chain: list[nn.Module], optimizer: Optimizer, monitor: Monitor) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.monitor = weakref.ref(monitor)
+        self._chain = [weakref.ref(module) for module in chain]
+
+    def model(self) -> nn.Module | None:
+        """The module that is watched, if it still lives."""
+        return self._chain[0]()
+
+    @property
+    def mistaken(self) -> bool:
+        """Returns whether its passes are not seen, and there is a part of it that may be called instead."""
+        monitor = self.monitor()
+        return monitor is not None and not monitor.passes and len(self._chain) > 1
+
+    def inwards(self) -> list[nn.Module]:
+        """The modules that are left when the outermost is not the one."""
+        return [module for ref in self._chain[1:] if (module := ref()) is not None]
+
+    def end(self) -> None:
+        """Stop watching it."""
+        monitor = self.monitor()
+        if monitor is not None:
+            monitor.close()
+
+
+def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
+    """The models that hold an optimizer's parameters, the one with most of them first.
+
+    Each is a list of modules that hold the same of them: the outermost one, then its part that holds them all, and so
+    on. Wrappers that hand their call on to a module are left out: to see that module's passes is to see theirs.
+    """
+    left = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    least = LEAST_SHARE * len(left)
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_made(thing)]
+    parts = {id(part) for module in modules for part in _parts(module)}
+    roots = {id(root): root for root in (_model(m) for m in modules if id(m) not in parts)}
+    sizes = {key: sum(1 for _ in root.parameters()) for key, root in roots.items()}
+    held = {key: left & {id(p) for p in root.parameters()} for key, root in roots.items()}
+    found = []
+    for key in sorted(roots, key=lambda key: (-len(held[key]), sizes[key], type(roots[key]).__qualname__)):
+        own = held[key] & left
+        if not own or len(own) < least:
+            continue
+        left -= own
+        found.append(_inwards(roots[key], own))
+    return found
+
+
+def _inwards(module: nn.Module, own: set[int]) -> list[nn.Module]:
+    chain = []
+    part: nn.Module | None = module
+    while part is not None:
+        if type(part).forward is not nn.Module.forward:  # ModuleList and the like can't be called
+            chain.append(part)
+        part = next((unwrapped(p) for p in _parts(part) if own <= {id(x) for x in p.parameters()}), None)
+    return chain or [module]
+
+
+def _model(module: nn.Module) -> nn.Module:
+    try:
+        return unwrapped(module)
+    except AttributeError:  # a wrapper that is still being made
+        return module
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    return [part for part in submodules_of(module).values() if part is not None]
+
+
+# The models of a training script, each watched into a run directory of its own.
+
+PAGE = "report.html"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WatchPlan:
+    """The quantities to measure and where to write them."""
+
+    cadence: Cadence
+    out: Path
+    shown: Path  # `out` as it is printed: in the words in which it was asked for
+    fix: Fix
+    sinks: tuple[Sink, ...] = ()
+    query_mask: str | None = None
+    policy: str | None = None  # of an autopilot
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _WatchedModel:
+    """A model under watch and its messages; `done` closes its files if the script drops it before the end."""
+
+    model: str
+    message_sink: MessageSink
+    monitor: weakref.ref[Monitor]
+    pilot: weakref.ref[Autopilot] | None
+    done: weakref.finalize
+
+    @property
+    def used(self) -> bool:
+        """Returns whether it has a run directory or may get one."""
+        monitor = self.monitor()
+        return self.message_sink.run.path is not None or (monitor is not None and monitor.active)
+
+
+@final
+class WatchSession:
+    """Watches the models of the script that runs in this process, each in a run directory of its own."""
+
+    def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
+        self.plan, self.writer = plan, writer
+        self._runs: list[_WatchedModel] = []
+        self._applied: list[AtNextPass] = []  # kept until the process ends
+        self._by_script = False  # the script watches a model itself
+        self._finder = ModelFinder(self._start, self._of_script)
+
+    def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
+        name, plan = type(model).__name__, self.plan
+        run = RunDirectorySink(self._place(name), watcher=plan.fix.watcher)
+        message_sink = MessageSink(run, self.writer, shown=plan.shown, fix=plan.fix)
+        others = () if any(run.used for run in self._runs) else plan.sinks
+        monitor = attach(
+            model,
+            optimizer,
+            every=plan.cadence,
+            sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
+            query_mask=plan.query_mask,
+        )
+        if plan.fix.applied:
+            self._apply(model, optimizer)
+        pilot = None if plan.policy is None else weakref.ref(attach_autopilot(monitor, optimizer, policy=plan.policy))
+        done = weakref.finalize(optimizer, run.close, True)
+        done.atexit = False
+        self._runs.append(
+            _WatchedModel(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), pilot=pilot, done=done)
+        )
+        return monitor
+
+    def _of_script(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """A model that the script watches itself gets no second monitor, and the remedies of --apply all the same."""
+        self._by_script = True
+        self.writer(f"{type(model).__name__} is watched by the script itself, so this command does not measure it")
+        if self.plan.fix.applied:
+            self._apply(model, optimizer)
+
+    def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Applies the remedies of --apply when the model is first called; a script that they cannot be applied to ends,
+        so that nobody takes it for one that they were applied to."""
+        spec, name = self.plan.fix.applied, type(model).__name__
+
+        def refused(error: QkeelError) -> None:
+            if isinstance(error, NoAttentionError):
+                self.writer(f"{name} has no attention: {spec} is not applied to it")
+                return
+            self.writer(f"error: {spec} cannot be applied to {name}: {' '.join(str(error).split())}")
+            raise SystemExit(USAGE)
+
+        try:
+            self._applied.append(AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused))
+        except QkeelError as error:
+            refused(error)
+
+    def _place(self, model: str) -> Path:
+        """The plan's directory; with the class name appended for models of another class than the first."""
+        first = next((run.model for run in self._runs if run.used), model)
+        out = self.plan.out
+        return out if first == model else out.with_name(f"{out.name}-{model}")
+
+    def close(self, *, complete: bool) -> None:
+        """Stops watching and reports how it went and where the runs are. `complete`: whether the script ended well."""
+        self._finder.remove()
+        seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
+        for run in self._runs if complete else ():
+            if (monitor := run.monitor()) is not None:
+                monitor.training_over(self.writer)
+            elif (last := run.message_sink.last) is not None:
+                self.writer(f"{run.model} is measured up to step {last:,}: the script dropped it before it ended")
+        broken = any(monitor.passes and not monitor.active for monitor in seen)
+        pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
+        for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record
+            one.close(complete=complete)
+        for run in self._runs:
+            run.done.detach()
+        written = [run.message_sink for run in self._runs if run.message_sink.run.path is not None]
+        for message_sink in written:
+            message_sink.summary()
+        for message_sink in written:
+            self.writer(f"run {message_sink.place}")
+            self._write_page(message_sink)
+        if len(written) > 1:
+            self.writer(f"to compare them: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
+        if not written:
+            self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
+
+    def _write_page(self, sink: MessageSink) -> None:
+        """The page of a run, in its directory. Where it can't be written the script ends as it would all the same."""
+        assert sink.run.path is not None
+        try:
+            write(sink.run.path, sink.run.path / PAGE)
+        except Exception as error:
+            self.writer(f"no page could be written: {type(error).__name__}: {error}")
+        else:
+            self.writer(f"page {Path(sink.place, PAGE)}")
+
+    def _why_nothing(self, monitors: list[Monitor]) -> str:
+        if not self._finder.optimizers:
+            return (
+                "the script made no torch.optim.Optimizer in this process. If it starts processes that train, start "
+                "them with torchrun instead; elsewhere call qkeel.watch(model) in it"
+            )
+        if not self._runs and self._by_script:
+            return "the script watches its models itself"
+        if not self._runs:
+            return "no nn.Module was found that holds the parameters of the script's optimizers"
+        models = ", ".join(dict.fromkeys(run.model for run in self._runs))
+        if any(monitor.steps for monitor in monitors):
+            return f"no attention was seen in the passes of {models}"
+        if any(monitor.passes for monitor in monitors):
+            return (
+                f"{models} was called, but no step of its optimizer was seen. It ended before the first one, or a "
+                "compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
+            )
+        return f"the script ended before {models} was called"
+
+
+# A Python program run in this process as `python` would run it: arguments, paths, exit code, traceback.
+
+EXAMPLE = "qkeel watch -- python train.py"
+TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The part of a command after `python`: a script or, with -m, a module, and its arguments."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    unbuffered: bool = False
+
+    @property
+    def title(self) -> str:
+        """A name for people and directories: train for train.py, package.train for -m package.train."""
+        return self.name if self.module else Path(self.name).stem
+
+    @property
+    def words(self) -> list[str]:
+        """The words that parse() reads again as this program."""
+        return ["python", *["-u"] * self.unbuffered, *["-m"] * self.module, self.name, *self.arguments]
+
+
+def parse(words: Sequence[str]) -> Program | list[str]:
+    """The program that a command starts; for torchrun its words, since that starts the program, several times.
+
+    Raises: InvalidValueError if it is not a command that runs Python here.
+    """
+    if not words:
+        raise InvalidValueError(f"expected the command that trains, got none; for example: {EXAMPLE}")
+    first, rest = words[0], list(words[1:])
+    if Path(first).name == "torchrun":
+        return rest
+    if first.endswith(".py"):
+        return Program(name=first, arguments=tuple(rest))
+    if not _is_this_python(first):
+        raise InvalidValueError(
+            f"expected python, torchrun or a .py file, got {first!r}. A launcher can start the watcher instead: "
+            f"{first} ... -m qkeel watch -- python train.py; a script with its own command is often a module too: "
+            "qkeel watch -- python -m NAME"
+        )
+    return _behind_python(rest)
+
+
+def _is_this_python(word: str) -> bool:
+    name, own = Path(word).name, f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if name.removesuffix(".exe") not in ("python", "python3", own) and word != sys.executable:
+        return False
+    if os.sep in word and Path(word).absolute().parent != Path(sys.executable).absolute().parent:
+        raise InvalidValueError(
+            f"expected this interpreter, since the script runs inside the watcher: {sys.executable}, got {word}. "
+            "Install qkeel where that one is, or write python"
+        )
+    return True
+
+
+def _behind_python(rest: list[str]) -> Program | list[str]:
+    unbuffered = False
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option == "-u":
+            unbuffered = True
+        elif option.startswith("-m"):
+            name = option[2:] or (rest.pop(0) if rest else "")
+            if not name:
+                raise InvalidValueError(f"expected the name of a module after -m, got nothing; see {EXAMPLE}")
+            if name in TORCHRUN:
+                return rest
+            return Program(name=name, arguments=tuple(rest), module=True, unbuffered=unbuffered)
+        else:
+            raise InvalidValueError(
+                f"python's option {option} comes too late here: the script runs inside the watcher's own interpreter. "
+                f"Give it to that one: python {option} -m qkeel watch -- python train.py"
+            )
+    if not rest:
+        raise InvalidValueError(f"expected a script after python, got none; for example: {EXAMPLE}")
+    return Program(name=rest[0], arguments=tuple(rest[1:]), unbuffered=unbuffered)
+
+
+def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
+    """The torchrun command in which every worker runs under `watcher`, the words `qkeel watch ...` with their --."""
+    from torch.distributed.run import get_args_parser  # takes 0.2 s, which other programs need not wait for
+
+    given = get_args_parser().parse_args(list(words))
+    if given.no_python:
+        raise InvalidValueError("torchrun's --no-python starts something that is not Python, which can't be watched")
+    options = list(words[: len(words) - 1 - len(given.training_script_args)])
+    if not given.module:
+        options.append("-m")
+    program = Program(
+        name=given.training_script, arguments=tuple(given.training_script_args), module=given.module, unbuffered=True
+    )
+    return [sys.executable, "-m", "torch.distributed.run", *options, *watcher, *program.words]
+
+
+def prepare(program: Program) -> bytes | None:
+    """Make this process what the program expects to find, and read it; a module is read when it is run.
+
+    Raises: DataError if there is no such file or module.
+    """
+    code = None if program.module else read_regular(Path(program.name), DataError)
+    folder = Path.cwd() if program.module else Path(program.name).resolve().parent
+    if not sys.flags.safe_path:
+        sys.path[0] = str(folder)
+    if program.module and importlib.util.find_spec(program.name.partition(".")[0]) is None:
+        raise DataError(f"expected a module that Python finds from {folder}, got {program.name!r}; is it installed?")
+    if program.unbuffered:
+        raw = open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - stdout until the end
+        how = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = io.TextIOWrapper(raw, *how, write_through=True)  # type: ignore[arg-type]
+    sys.argv = [program.name, *program.arguments]
+    return code
+
+
+def execute(program: Program, source: bytes | None) -> int:
+    """Run it as __main__; returns the exit code that python would have ended with (130 for an interruption)."""
+    try:
+        if source is None:
+            runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(program.name, source)
+    except SystemExit as leave:
+        return _exit_code(leave)
+    except BaseException as error:
+        error.__traceback__ = _from_users_code(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+    return OK
+
+
+def _run_script(name: str, source: bytes) -> None:
+    """As runpy.run_path, but sys.argv[0] stays as it was given, and __main__ stays for threads and pickles."""
+    path = str(Path(name).absolute())
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__cached__ = None  # type: ignore[attr-defined]
+    main.__loader__ = SourceFileLoader("__main__", path)
+    main.__builtins__ = builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _exit_code(leave: SystemExit) -> int:
+    if leave.code is None:
+        return OK
+    if isinstance(leave.code, int):
+        return leave.code
+    print(leave.code, file=sys.stderr)
+    return FAILED
+
+
+def _from_users_code(trace: TracebackType | None) -> TracebackType | None:
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace

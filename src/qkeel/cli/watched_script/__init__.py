@@ -1,1 +1,0 @@
-"""Someone else's training script, run in this process and watched."""

@@ -1,0 +1,295 @@
+"""Records as tables: a small frame of arrays, pandas, polars, CSV, Parquet and HTML, and figures of matplotlib."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+
+from qkeel.errors import caution, check_known, needed
+from qkeel.options import lookup
+from qkeel.records import disk
+
+# HTML by construction: whatever is not already markup is escaped. For pages, and for what a notebook shows.
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+VOID = frozenset({"br", "hr", "meta"})
+
+
+def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Markup:
+    """Returns one element; a child that is not Markup is escaped; an attribute of None is written without a value.
+
+    >>> tag("p", {"class": "note"}, "a < b")
+    '<p class="note">a &lt; b</p>'
+    """
+    head = name + "".join(
+        f" {key}" if value is None else f' {key}="{html.escape(value)}"' for key, value in attributes.items()
+    )
+    if name in VOID:
+        return Markup(f"<{head}>")
+    return Markup(f"<{head}>{join(children)}</{name}>")
+
+
+def join(parts: Iterable[str], between: str = "") -> Markup:
+    """Returns parts one after the other, each escaped unless it is Markup."""
+    return Markup(between.join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
+
+
+def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: bool = False) -> Markup:
+    """Returns a table for a notebook, without a style of the page's own.
+
+    >>> plain_table(["a"], [["<"]])
+    '<table><tr><th>a</th></tr><tr><td>&lt;</td></tr></table>'
+
+    Args:
+        head: the headings; none for a table without.
+        rows: the texts of the cells.
+        aligned: the first column to the left, the others, which are numbers, to the right.
+    """
+
+    def line(kind: str, cells: Iterable[str]) -> Markup:
+        sides = ({"style": f"text-align:{'right' if i else 'left'}"} if aligned else {} for i, _ in enumerate(cells))
+        return tag("tr", {}, *(tag(kind, side, text) for side, text in zip(sides, cells)))
+
+    head, rows = list(head), map(list, rows)
+    style = {"style": "font-variant-numeric:tabular-nums"} if aligned else {}
+    return tag("table", style, *([line("th", head)] if head else []), *(line("td", row) for row in rows))
+
+
+# A table of named columns, and the two tables of a run: one row per step, one row per step, layer and head.
+
+Foreign = Any  # what a library makes that need not be installed: a DataFrame, an Axes
+_SHOWN = 6  # rows at each end of what a notebook shows
+
+
+@final
+class Frame:
+    """A table of `columns` of one length by name; a column is `frame["max_logit"]`, an array [rows]."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.columns = dict(columns)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return lookup("column", self.columns, name)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def to_pandas(self) -> Foreign:
+        """Returns a pandas.DataFrame.
+
+        Raises: MissingLibraryError if pandas is not installed.
+        """
+        with needed("to_pandas()", "'qkeel[frames]'"):
+            import pandas  # pyright: ignore[reportMissingImports]
+        return pandas.DataFrame(self.columns)
+
+    def to_polars(self) -> Foreign:
+        """Returns a polars.DataFrame.
+
+        Raises: MissingLibraryError if polars is not installed.
+        """
+        with needed("to_polars()", "'qkeel[frames]'"):
+            import polars  # pyright: ignore[reportMissingImports]
+        return polars.DataFrame(self.columns)
+
+    def __repr__(self) -> str:
+        return f"<Frame of {len(self):,} rows: {', '.join(self.columns)}>"
+
+    def _repr_html_(self) -> str:
+        """The first and the last rows."""
+        n = len(self)
+        rows = [*range(min(n, _SHOWN)), *range(max(_SHOWN, n - _SHOWN), n)]
+        lines = [[_cell(values[row]) for values in self.columns.values()] for row in rows]
+        if n > len(rows):
+            lines.insert(_SHOWN, ["…"] * len(self.columns))
+        return tag("div", {}, tag("p", {}, f"{n:,} rows"), plain_table(self.columns, lines))
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
+
+
+def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
+    """One row per record: the step [n] and the numbers of the whole model, each [n].
+
+    >>> steps_frame(np.array([0, 5]), {"max_logit": np.array([1.0, 2.0])})
+    <Frame of 2 rows: step, max_logit>
+    """
+    return Frame({"step": np.asarray(steps).astype(np.int64), **{k: v for k, v in values.items() if k != "step"}})
+
+
+def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray]) -> Frame:
+    """One row per record, layer and head: step, layer, head, and the fields that were measured, NaN where one was not.
+
+    steps [n]; layers: names, or () for layer 0, layer 1, …; heads: name -> [n layers heads] by records.HEAD_FIELDS.
+    Heads that a layer does not have get no row, fields that were never measured no column.
+
+    >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
+    <Frame of 1 rows: step, layer, head, entropy>
+    """
+    measured = {name: values for name, values in heads.items() if not np.isnan(values).all()}
+    if not measured:
+        return Frame({"step": np.zeros(0, np.int64), "layer": np.zeros(0, object), "head": np.zeros(0, np.int64)})
+    n, n_layers, n_heads = next(iter(measured.values())).shape
+    names = np.array([layers[i] if layers else f"layer {i}" for i in range(n_layers)], dtype=object)
+    step, layer, head = np.indices((n, n_layers, n_heads)).reshape(3, -1)
+    there = np.any([~np.isnan(values.reshape(-1)) for values in measured.values()], axis=0)
+    columns = {"step": np.asarray(steps).astype(np.int64)[step], "layer": names[layer], "head": head}
+    return Frame({name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()})
+
+
+# Tables on disk, CSV or Parquet, that grow frame by frame.
+
+TableFormat = Literal["csv", "parquet"]
+TABLE_FORMATS: tuple[TableFormat, ...] = ("csv", "parquet")
+_ROWS = 100_000  # rows of Parquet held back: a file has a row group for each write
+
+
+@final
+class TableFiles:
+    """Files of one `folder`, NAME.csv or NAME.parquet by `kind`: `append("heads", frame)` adds the rows of a frame.
+
+    A file's columns are those of its first frame, or those `announced` for it; what comes later and has no column is
+    left out, with one warning. CSV can be read at every moment, Parquet after `close()`. NaN is an empty cell in CSV.
+
+    Raises: MissingLibraryError for Parquet without pyarrow, UnknownNameError for another format.
+    """
+
+    def __init__(self, folder: Path, kind: str, announced: dict[str, tuple[str, ...]] | None = None) -> None:
+        check_known("table format", kind, TABLE_FORMATS)
+        self.folder, self.kind = folder, kind
+        self._arrow: Foreign = None
+        if kind == "parquet":
+            with needed("Parquet", "'qkeel[frames]'"):
+                import pyarrow
+                import pyarrow.parquet
+            self._arrow = pyarrow
+        self._names = dict(announced or {})
+        self._writers: dict[str, Foreign] = {}
+        self._held: dict[str, list[Frame]] = {}
+        self._left_out: set[str] = set()
+
+    def append(self, name: str, frame: Frame) -> None:
+        """Adds the rows of a frame."""
+        names = self._names.setdefault(name, tuple(frame.columns))
+        late = frame.columns.keys() - set(names) - self._left_out
+        if late:
+            self._left_out |= late
+            caution(f"{', '.join(sorted(late))} came after {name}.{self.kind} was begun, and has no column there")
+        unmeasured = np.full(len(frame), np.nan)
+        frame = Frame({column: frame.columns.get(column, unmeasured) for column in names})
+        if self.kind == "csv":
+            path = self.folder / f"{name}.csv"
+            disk.append(path, _lines(frame, head=not path.exists()).encode())
+            return
+        held = self._held.setdefault(name, [])
+        held.append(frame)
+        if sum(map(len, held)) >= _ROWS:
+            self._write_held(name)
+
+    def _write_held(self, name: str) -> None:
+        frames, self._held[name] = self._held[name], []
+        columns = {column: np.concatenate([f[column] for f in frames]) for column in self._names[name]}
+        table = self._arrow.table(columns)
+        if name not in self._writers:
+            writer = self._arrow.parquet.ParquetWriter
+            self._writers[name] = writer(str(self.folder / f"{name}.parquet"), table.schema, compression="zstd")
+        self._writers[name].write_table(table.cast(self._writers[name].schema))
+
+    def close(self) -> list[Path]:
+        """Writes what is held back; returns the files."""
+        for name, held in self._held.items():
+            if held:
+                self._write_held(name)
+        for writer in self._writers.values():
+            writer.close()
+        return [path for name in self._names if (path := self.folder / f"{name}.{self.kind}").exists()]
+
+
+def _lines(frame: Frame, *, head: bool) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if head:
+        writer.writerow(frame.columns)
+    columns = [[_text(value) for value in values.tolist()] for values in frame.columns.values()]
+    writer.writerows(zip(*columns, strict=True))
+    return text.getvalue()
+
+
+def _text(value: object) -> object:
+    return "" if isinstance(value, float) and math.isnan(value) else value
+
+
+# Figures by matplotlib: lines of each layer over the steps, a map of heads, a forecast.
+
+_NAMED = 8  # lines that a key names; more are coloured by their depth
+
+
+def axes(given: Foreign = None) -> Foreign:
+    """Returns the matplotlib Axes to draw on: those given, or those of a new figure.
+
+    Raises: MissingLibraryError if matplotlib is not installed.
+    """
+    if given is not None:
+        return given
+    with needed("plot()", "'qkeel[plot]'"):
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+    return pyplot.subplots(layout="constrained")[1]
+
+
+def draw_lines(ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str) -> None:
+    """Draws one line per column of values [n k] over the steps [n], on a log axis where values differ 30-fold."""
+    from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
+
+    colours = colormaps["viridis"](np.linspace(0, 0.9, max(len(names), 2)))
+    for column, name, colour in zip(values.T, names, colours, strict=False):
+        ax.plot(steps, column, color=colour, label=name, marker="." if len(steps) < 3 else None)
+    if len(names) <= _NAMED:
+        ax.legend()
+    else:
+        ax.set_title(f"from {names[0]} (dark) to {names[-1]} (light)", fontsize="medium")
+    finite = values[np.isfinite(values)]
+    if len(finite) and finite.min() > 0 and finite.max() > 30 * finite.min():
+        ax.set_yscale("log")
+    ax.set(xlabel="optimizer step", ylabel=label)
+
+
+def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str) -> None:
+    """Draws a map of one record [layers heads]; heads that a layer does not have stay empty."""
+    image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
+    ax.figure.colorbar(image, ax=ax, label=label)
+    if len(names) <= 3 * _NAMED:
+        ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel="head", ylabel="layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+
+
+def draw_forecast(
+    ax: Foreign, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float], farthest: float
+) -> None:
+    """Draws the threshold and where it is passed: from `now`, step and value, to the steps low, likeliest, high.
+
+    Args:
+        ax: the Axes. threshold: the logit. now: step and value of the last record.
+        ahead: the steps, infinite where they are not in this run. farthest: the last step that the axis shows.
+    """
+    low, step, high = ahead
+    ax.axhline(threshold, color="0.5", linestyle=":")
+    if np.isfinite(step):
+        ax.plot([now[0], step], [now[1], threshold], color="C3", linestyle="--", label="forecast")
+        ax.axvspan(low, high if np.isfinite(high) else step, color="C3", alpha=0.15, label="90 % interval")
+    ax.set_xlim(right=min(ax.get_xlim()[1], farthest))
+    ax.legend()

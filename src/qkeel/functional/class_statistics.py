@@ -1,0 +1,283 @@
+"""How statistics merge over blocks, batches and processes, and statistics by class of token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+# Merges the statistics of two data sets into those of both, field by field.
+
+MergeRule = Literal["max", "min", "sum", "root", "mean"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Merge:
+    """The rule of a field: the larger, the smaller, the sum, the root of the sum of squares, or a mean weighted by the
+    field `count`. `neutral` is its value where nothing was seen."""
+
+    how: MergeRule
+    neutral: float = 0.0
+    count: str = ""
+
+
+def rule(how: MergeRule, neutral: float = 0.0, count: str = "") -> dict[str, Merge]:
+    """The metadata of a field that merges in this way, see `Merge`."""
+    return {"merge": Merge(how, neutral, count)}
+
+
+def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
+    """The rules of the fields that have one, by name. Counts are the sums."""
+    return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
+
+
+def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
+    """The merged fields of two statistics of one kind, those that the rules name."""
+    return {name: _merged(a, b, name, rule) for name, rule in rules.items()}
+
+
+def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
+    """The fields of some statistics that are tensors, by name."""
+    return {name: x for name in _field_names(type(stats)) if isinstance(x := getattr(stats, name), Tensor)}
+
+
+@functools.cache
+def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple([field.name for field in dataclasses.fields(kind)])
+
+
+def _merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
+    mine, other = a[name], b[name]
+    if rule.how == "max":
+        return torch.maximum(mine, other)
+    if rule.how == "min":
+        return torch.minimum(mine, other)
+    if rule.how == "sum":
+        return mine + other
+    if rule.how == "root":
+        return torch.hypot(mine, other)
+    # In the means' dtype: a quotient of integers would be float32.
+    share = b[rule.count].to(mine.dtype) / (a[rule.count] + b[rule.count]).clamp_min(1)
+    return torch.lerp(mine, other, share if share.ndim == mine.ndim else share[..., None])
+
+
+# ClassStats: norms, largest logits and attention weights of one site split by token classes, per head; a monoid.
+
+PerPair = Float[Tensor, "h c c"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenClasses:
+    """Of which class each query and each key of a call is: a number of `names`, or -1 for none."""
+
+    names: tuple[str, ...]  #: of the c classes
+    query: Int[Tensor, "#b t"]  #: number of the class of each query; -1: none
+    key: Int[Tensor, "#b s"]  #: number of the class of each key; -1: none
+
+    def keys(self, like: Tensor) -> KeyClasses:
+        """Made ready for logits of this dtype."""
+        members = one_hot(self.key, len(self.names))
+        columns = None
+        # Where all sequences are alike: their columns are read, not the whole block. Asked on a CPU only.
+        if like.device.type == "cpu" and bool((members == members[:1]).all()):
+            columns = tuple(one.nonzero().flatten() for one in members[0].unbind(-1))
+        return KeyClasses(members.to(like.dtype), columns)
+
+    def rows(self, rows: slice | Tensor) -> TokenClasses:
+        """Those of some queries and all keys."""
+        return dataclasses.replace(self, query=self.query[:, rows])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyClasses:
+    """The members [b|1 s c]: 1 where a key is of a class; columns: the keys of each class where sequences are alike."""
+
+    members: Tensor
+    columns: tuple[Tensor, ...] | None
+
+    def upto(self, n: int) -> Tensor:
+        """The members of the first n keys."""
+        return self.members[:, :n]
+
+    def maxima(self, z: Float[Tensor, "b h r n"], n_of: Tensor) -> Float[Tensor, "b h r c"]:
+        """Row maxima of lowered logits over the keys of each class; -inf where a row sees `n_of` = 0 of them."""
+        lowest, n = torch.finfo(z.dtype).min / 4, z.shape[-1]
+        tops = []
+        if self.columns is None:
+            for one in self.upto(n).unbind(-1):
+                tops.append((z + ((1 - one) * lowest)[:, None, None]).amax(-1))
+        for place in self.columns or ():
+            place = place[place < n]
+            if not len(place):
+                tops.append(z.new_full(z.shape[:-1], lowest))
+                continue
+            first, last = int(place[0]), int(place[-1]) + 1
+            tops.append((z[..., first:last] if last - first == len(place) else z[..., place]).amax(-1))
+        return torch.stack(tops, -1).masked_fill(n_of == 0, -torch.inf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClassStats:
+    """LogitStats of one site split by the classes of queries (first) and keys (second), per query [h] or key head [g].
+
+    Logits, norms and weights are those of LogitStats; tokens of no class count nowhere. The class of a query is the
+    first of two class dimensions: max_logit[h, a, b] is that of queries of class a and keys of class b.
+
+    Attributes:
+        max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf where there are none.
+        mass: weight that a query of class a gives to all keys of class b, mean over the `n_queries` of class a that
+            see a key at all. Before dropout, after the cap, of weights that sum to one over the keys: so rows of
+            `mass` do too, but for keys of no class.
+        uniform_mass: the same if every query gave all the keys it sees the same weight: what `mass` is to be compared
+            with.
+        query_norm: mean L2 norm over `n_normed` queries; that count is 0 where q and k were not seen, only logits.
+        key_norm: mean L2 norm over `n_keys` keys; that count is 0 in the same case.
+    """
+
+    names: tuple[str, ...]  #: of the c classes
+    max_logit: PerPair = field(metadata=rule("max"))
+    mass: PerPair = field(metadata=rule("mean", count="n_queries"))
+    uniform_mass: PerPair = field(metadata=rule("mean", count="n_queries"))
+    query_norm: Float[Tensor, "h c"] = field(metadata=rule("mean", count="n_normed"))
+    query_norm_max: Float[Tensor, "h c"] = field(metadata=rule("max"))  #: largest L2 norm of the queries
+    key_norm: Float[Tensor, "g c"] = field(metadata=rule("mean", count="n_keys"))
+    key_norm_max: Float[Tensor, "g c"] = field(metadata=rule("max"))  #: largest L2 norm of the keys
+    n_queries: Int[Tensor, "h c"] = field(metadata=rule("sum"))
+    n_pairs: Int[Tensor, "h c c"] = field(metadata=rule("sum"))
+    n_normed: Int[Tensor, "h c"] = field(metadata=rule("sum"))
+    n_keys: Int[Tensor, "g c"] = field(metadata=rule("sum"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every statistic and count by name."""
+        return tensors(self)
+
+    def pair(self, name: str, query: str, key: str) -> Float[Tensor, " h"]:
+        """One number per head of a field by pairs: `stats.pair("mass", "image", "text")`."""
+        return tensors(self)[name][:, self.index(query), self.index(key)]
+
+    def index(self, name: str) -> int:
+        """The number of a class. Raises: InvalidValueError if there is none of the name."""
+        if name not in self.names:
+            raise InvalidValueError(f"expected one of the classes {', '.join(self.names)}, got {name!r}")
+        return self.names.index(name)
+
+    @property
+    def query_competition(self) -> Float[Tensor, " h"]:
+        """Mean norm of the longest class of queries over that of the shortest; NaN with fewer than two classes seen."""
+        return norm_ratio(self.query_norm, self.n_normed)
+
+    @property
+    def key_competition(self) -> Float[Tensor, " g"]:
+        """The same of keys."""
+        return norm_ratio(self.key_norm, self.n_keys)
+
+
+MERGES = merge_rules(ClassStats)
+TENSORS = tuple(MERGES)
+
+
+def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | None:
+    """The statistics of both data sets as one; None is the neutral element.
+
+    Raises: InvalidValueError if the classes or the heads are not the same.
+    """
+    if a is None or b is None:
+        return b if a is None else a
+    if a.names != b.names or a.mass.shape != b.mass.shape or a.key_norm.shape != b.key_norm.shape:
+        raise InvalidValueError(
+            f"cannot merge statistics of the classes {', '.join(a.names)} of {len(a.mass)} heads with those of "
+            f"{', '.join(b.names)} of {len(b.mass)} heads; merge only statistics of the same site and classes"
+        )
+    return ClassStats(names=a.names, **merged(tensors(a), tensors(b), MERGES))
+
+
+def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
+    """Statistics of calls of one head each as those of one site; None if some have none."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    each = [tensors(part) for part in known]
+    return ClassStats(names=known[0].names, **{name: torch.cat([part[name] for part in each]) for name in TENSORS})
+
+
+def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Float[Tensor, "*h"]:
+    """The competition index: the largest over the smallest mean norm of a class; 1 where none is longer than another.
+
+    Classes that were not seen are left out; NaN if fewer than two are left.
+
+    >>> norm_ratio(torch.tensor([[2.0, 6.0, 0.0]]), torch.tensor([[5, 1, 0]]))
+    tensor([3.])
+    """
+    seen = counts > 0
+    ratio = norms.masked_fill(~seen, -torch.inf).amax(-1) / norms.masked_fill(~seen, torch.inf).amin(-1)
+    return ratio.masked_fill(seen.sum(-1) < 2, torch.nan)
+
+
+def one_hot(classes: Int[Tensor, "*n"], n: int) -> Bool[Tensor, "*n c"]:
+    """True at the class of each token, nowhere for -1."""
+    return classes[..., None] == torch.arange(n, device=classes.device)
+
+
+def check_classes(classes: Tensor, n: int) -> None:
+    """Checks that classes are whole numbers from -1 to n - 1. Raises: InvalidTypeError, InvalidValueError."""
+    if classes.is_floating_point() or classes.is_complex():
+        raise InvalidTypeError(f"expected the classes of tokens as whole numbers, got {classes.dtype}")
+    if classes.numel() and not (int(classes.min()) >= -1 and int(classes.max()) < n):
+        raise InvalidValueError(
+            f"expected classes from 0 to {n - 1}, or -1 for a token of none, got {int(classes.min())} to "
+            f"{int(classes.max())}"
+        )
+
+
+def class_stats(
+    query: Bool[Tensor, "#b t c"],
+    rows: tuple[Tensor, Tensor, Tensor],
+    over: Bool[Tensor, "b h t"],
+    n_keys: Int[Tensor, "b h t"],
+) -> dict[str, Tensor]:
+    """The fields of ClassStats on pairs, from rows = (largest logit, weight, visible keys) by key class [b h t c].
+
+    query: the class of each query; over: rows that count; n_keys: the keys that each sees.
+    """
+    top, mass, n_of = rows
+    of = query[:, None] & over[..., None]  # [b h t a]
+    count = of.sum((0, 2))
+    share = n_of / n_keys.clamp_min(1)[..., None]
+    weigh = of.to(mass.dtype)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.einsum("bhta,bhtc->hac", weigh, x.masked_fill(~over[..., None], 0.0))
+
+    tops = [top.masked_fill(~one[..., None], -torch.inf).amax((0, 2)) for one in of.unbind(-1)]
+    return {
+        "max_logit": torch.stack(tops, 1),
+        "mass": total(mass.masked_fill(n_of == 0, 0.0)) / count.clamp_min(1)[..., None],
+        "uniform_mass": total(share.to(mass.dtype)) / count.clamp_min(1)[..., None],
+        "n_queries": count,
+        "n_pairs": torch.stack([n_of.long().masked_fill(~one[..., None], 0).sum((0, 2)) for one in of.unbind(-1)], 1),
+    }
+
+
+def class_norms(
+    of: Bool[Tensor, "#b n c"], norm: Float[Tensor, "b h n"] | None, over: Bool[Tensor, "b h n"], like: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and largest norm, and how many, [h c] by class, over the tokens that count; 0 where norms are unknown."""
+    picked = of[:, None] & over[..., None]
+    if norm is None:
+        none = picked.sum((0, 2)) * 0
+        return none.to(like.dtype), none.to(like.dtype), none
+    each = norm[..., None].masked_fill(~picked, 0.0)
+    count = picked.sum((0, 2))
+    return each.sum((0, 2)) / count.clamp_min(1), each.amax((0, 2)), count

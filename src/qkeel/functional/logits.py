@@ -1,0 +1,286 @@
+"""What turns q·k into attention weights: factors on the logits, soft caps, normalizers, and losses on final logits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError, check
+
+# Factors on the logit that depend on the query's position, and constants of scale.
+
+
+def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns ln(n) / ln(train_length) per query that sees n keys; with `clip`, never under 1.
+
+    Calibrated so that the factor is 1 at the training length. n = 1 gives 0, harmless with a single key.
+
+    Source: Su 2021, kexue.fm 8823 (entropy invariance); clip: kexue.fm 9706.
+
+    Args:
+        n: the number of keys that each query sees.
+        train_length: the training length in tokens, at least 2.
+        clip: keep the factor at 1 or above.
+        dtype: of the result.
+
+    Raises:
+        InvalidValueError: train_length is under 2.
+
+    >>> log_n(torch.tensor([512, 4096]), 512)
+    tensor([1.0000, 1.3333])
+    """
+    if train_length < 2:
+        raise InvalidValueError(f"log n needs a train_length of at least 2, got {train_length}")
+    factor = n.clamp_min(1).to(dtype).log() / math.log(train_length)
+    return factor.clamp_min(1.0) if clip else factor
+
+
+def floor_log_temperature(
+    pos: Tensor, alpha: float = 0.1, floor: int = 8192, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """1 + alpha·ln(1 + ⌊(pos + 1) / floor⌋); 1 for negative positions (queries before the first key).
+
+    Source: Llama 4 as shipped in transformers (attn_scale, floor_scale).
+
+    Args:
+        pos: the position of each query.
+        alpha: the weight of the logarithm.
+        floor: the number of positions on one step.
+        dtype: of the result.
+
+    >>> floor_log_temperature(torch.tensor([0, 8191, 16383]))
+    tensor([1.0000, 1.0693, 1.1099])
+    """
+    return 1 + alpha * torch.log1p(torch.div((pos + 1).clamp_min(0), floor, rounding_mode="floor").to(dtype))
+
+
+def qk_norm_init(length: float) -> float:
+    """The initial logit scale g₀ = log₂(L² - L) of QKNorm, in nats; L = 97.5th percentile of the lengths in training.
+
+    Source: Henry et al. 2020, arXiv 2010.04245, section 3.
+
+    Raises:
+        InvalidValueError: the length is not above 1.
+
+    >>> round(qk_norm_init(72), 4)
+    12.3197
+    """
+    check(length > 1, "a length above 1", length)
+    return math.log2(length * length - length)
+
+
+def cosine_scale(train_length: float) -> float:
+    """λ = 4 ln n, n = train_length / 2, the scale of cosine attention in nats for head_dim near 128.
+
+    Source: Su 2023, kexue.fm 9812 and 9859.
+
+    Raises:
+        InvalidValueError: the training length is not above 2.
+
+    >>> round(cosine_scale(512), 2)
+    22.18
+    """
+    check(train_length > 2, "a training length above 2", train_length)
+    return 4 * math.log(train_length / 2)
+
+
+@functools.cache
+def gradient_scale(n: float, head_dim: int | None = None) -> float:
+    """λ that maximises λ (1 - Σ p_i²), p = softmax(λ s): the scale under which the softmax passes on most gradient.
+
+    For n similarities s of density ∝ (1 - s²)^((d-3)/2), cosines of random vectors of head_dim numbers, or, where that
+    is None, N(0, 1). Σ p_i² is taken as M(2λ)/(n M(λ)²), M the moment-generating function of s: a mean over all rows
+    of numerator and denominator apart. The mean of λ (1 - Σ p_i²) over drawn rows goes on growing beyond this λ.
+
+    Args:
+        n: keys that a query sees, above 1; for a decoder half of the training length.
+
+    Source: Su 2023, kexue.fm 9812. 4 ln n is its fit for cosines of 128 numbers and n near 256.
+
+    >>> round(gradient_scale(256, 128), 2), round(gradient_scale(256, 64), 2), round(gradient_scale(256), 4)
+    (22.29, 16.64, 1.8635)
+    """
+    check(n > 1, "more than one key", n)
+    check(head_dim is None or head_dim >= 2, "cosines of at least 2 numbers", f"head_dim={head_dim}")
+
+    def passed_on(scale: float) -> float:
+        spread = scale * scale  # ln M(2λ) - 2 ln M(λ) of N(0, 1)
+        if head_dim is not None:
+            spread = _log_moment(2 * scale, head_dim) - 2 * _log_moment(scale, head_dim)
+        return scale * (1 - math.exp(spread) / n)
+
+    high = 1.0
+    while passed_on(2 * high) > passed_on(high):
+        high *= 2
+    return _summit(passed_on, 2 * high)
+
+
+def _log_moment(scale: float, head_dim: int) -> float:
+    """Returns ln E e^(λs) of a cosine s of head_dim numbers: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
+    term = total = 1.0
+    k = 0
+    while term > 1e-17 * total:
+        k += 1
+        term *= scale * scale / 4 / (k * (head_dim / 2 + k - 1))
+        total += term
+    return math.log(total)
+
+
+def _summit(height: Callable[[float], float], right: float) -> float:
+    """The place of the only maximum of a function in (0, right), by golden sections."""
+    low, high, golden = 0.0, right, (math.sqrt(5) - 1) / 2
+    while high - low > 1e-9 * right:
+        a, b = high - golden * (high - low), low + golden * (high - low)
+        low, high = (a, high) if height(a) < height(b) else (low, b)
+    return (low + high) / 2
+
+
+def sigmoid_bias(length: float) -> float:
+    """The bias b = -ln n on logits, in nats, which keeps the row sum of sigmoid attention near 1 at initialisation.
+
+    Source: Ramapuram et al. 2024, arXiv 2409.04431, section 3.
+
+    Raises:
+        InvalidValueError: the length is not above 0.
+
+    >>> round(sigmoid_bias(2048), 6)
+    -7.624619
+    """
+    check(length > 0, "a length above 0", length)
+    return -math.log(length)
+
+
+def deepnorm(sublayers: int) -> tuple[float, float]:
+    """(α, β) of DeepNorm, x ← N(αx + F(x)) with F's output matrix smaller by β: n^(1/4), (4n)^(-1/4), n sublayers.
+
+    Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
+    That a layer of one sublayer (GAU) counts once is our reading of it.
+
+    Raises:
+        InvalidValueError: there is no sublayer.
+
+    >>> [round(x, 4) for x in deepnorm(48)]
+    [2.6321, 0.2686]
+    """
+    check(sublayers >= 1, "at least one sublayer", sublayers)
+    return sublayers**0.25, (4 * sublayers) ** -0.25
+
+
+# Soft capping of logits.
+
+
+def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
+    """Returns cap · tanh(z / cap): monotone, |result| <= cap, near the identity for |z| << cap.
+
+    Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 before it.
+
+    Raises:
+        InvalidValueError: the cap is not above 0.
+
+    >>> softcap(torch.tensor([10.0, 500.0]), 50.0)
+    tensor([ 9.8688, 50.0000])
+    """
+    if not cap > 0:
+        raise InvalidValueError(f"expected a cap above 0, got {cap}")
+    if math.isinf(cap):  # neutral; the formula would make it ∞ · 0
+        return z
+    return cap * torch.tanh(z / cap)
+
+
+# Logits to weights. `visible` is True where a query may see a key; None means everywhere.
+#
+# A row that sees no key gets weights 0, never NaN, and so do its gradients.
+
+Logits = Float[Tensor, "*batch t s"]
+Visible = Bool[Tensor, "*#batch #t #s"] | None
+
+
+def _hide(z: Tensor, visible: Tensor | None) -> Tensor:
+    # The most negative finite number, not -inf: a row without keys stays free of NaN, forward and backward.
+    return z if visible is None else z.masked_fill(~visible, torch.finfo(z.dtype).min)
+
+
+def _blank(weights: Tensor, visible: Tensor | None) -> Tensor:
+    return weights if visible is None else weights.masked_fill(~visible, 0.0)
+
+
+def softmax(z: Logits, visible: Visible = None) -> Logits:
+    """Returns exp(z_ij) / Σ_j exp(z_ij) over the visible keys. Source: Vaswani et al. 2017, arXiv 1706.03762."""
+    return _blank(torch.softmax(_hide(z, visible), dim=-1), visible)
+
+
+def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
+    """Returns exp(z_ij) / (exp(s) + Σ_j exp(z_ij)): rows sum to less than 1. `sink` broadcasts to [*batch t 1].
+
+    s = 0 is "softmax off by one"; a learned s per head is that of gpt-oss and DeepSeek-V4.
+
+    Source: Miller 2023, Attention is off by one; gpt-oss as shipped in transformers.
+    """
+    column = sink.to(z.dtype).expand(*z.shape[:-1], 1)
+    padded = torch.softmax(torch.cat([_hide(z, visible), column], dim=-1), dim=-1)
+    return _blank(padded[..., :-1], visible)
+
+
+def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
+    """σ(z + b) in [0, 1], not normalised over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431, equation 3."""
+    return _blank(torch.sigmoid(z + bias), visible)
+
+
+def squared_relu(z: Logits, visible: Visible = None) -> Logits:
+    """Returns relu(z)² / n with n = number of visible keys of the row.
+
+    Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring
+    (the paper's code divides the logit by n before squaring: another number).
+    """
+    n = z.shape[-1] if visible is None else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
+    return _blank(torch.relu(z).square() / n, visible)
+
+
+def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
+    """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps): no sink needed, rows sum to at most 1.
+
+    Computed with the row maximum m taken out: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
+
+    Source: Zuhri et al. 2025, arXiv 2504.20966, equation 5 and their code.
+    """
+    if z.shape[-1] == 0:  # no key, no maximum
+        return z
+    hidden = _hide(z, visible)
+    m = hidden.amax(-1, keepdim=True).detach().clamp_min(0.0)
+    rise = _blank(torch.exp(hidden - m) - torch.exp(-m), visible)
+    return torch.relu(rise) / (rise.abs().sum(-1, keepdim=True) + eps)
+
+
+def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
+    """-Σ p ln p of the row made to sum to one, in nats; 0 for an empty row.
+
+    Weights that do not sum to one (sinks, sigmoid, squared ReLU, softpick) are renormalised first, so the
+    number says how spread the mass on the keys is, whatever share of it went to a sink. At most ln s.
+
+    Source: Zhai et al. 2023, arXiv 2303.06296 (attention entropy).
+    """
+    total = weights.sum(-1, keepdim=True)
+    p = weights / torch.where(total > 0, total, torch.ones_like(total))
+    # Not xlogy(p, p): its gradient at p = 0 is NaN.
+    return -(p * torch.where(p > 0, p, torch.ones_like(p)).log()).sum(-1)
+
+
+# Losses on output logits.
+
+
+def z_loss(logits: Float[Tensor, "*batch vocab"], coefficient: float = 1e-4) -> Float[Tensor, ""]:
+    """Returns coefficient · mean((ln Σ e^logit)²): keeps the output logits' normaliser near 1.
+
+    The logsumexp is squared (at least one public codebase adds it unsquared, which is another loss).
+
+    Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322.
+
+    >>> z_loss(torch.zeros(3, 4), 1.0)
+    tensor(1.9218)
+    """
+    return coefficient * torch.logsumexp(logits.float() if logits.dtype.itemsize < 4 else logits, -1).square().mean()

@@ -1,0 +1,513 @@
+"""Per-head statistics of attention logits, one row of queries at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError
+from qkeel.functional.class_statistics import (
+    ClassStats,
+    KeyClasses,
+    Merge,
+    TokenClasses,
+    class_norms,
+    class_stats,
+    merge_classes,
+    merge_rules,
+    merged,
+    one_hot,
+    rule,
+    tensors,
+)
+
+# LogitStats: what attention logits of one site look like, per head; a monoid.
+
+PerHead = Float[Tensor, " h"]
+POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitStats:
+    """Statistics over the visible (query, key) pairs of one site; [h] per query head, [g] per key head.
+
+    Logits are signed, after the scale and bias, before the cap. Entropy is in nats, of the weights before dropout,
+    over query rows that see at least one key. Norms are those of q and k as they enter the dot product, after norm
+    and rotation. Detached; float32 or wider. `merge` adds data: key blocks, micro-batches, ranks.
+
+    Attributes:
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
+        sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
+            cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
+        share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
+        qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
+            product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
+        cos_max: the largest cosine of the angle between those q and k; 0 where one of them is zero.
+        cos_mean: the mean of these cosines.
+        n_products: the pairs behind these three; 0 where q and k were not seen, only their logits: the three are then
+            not measured and read 0, -inf, 0.
+        key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
+            is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
+        classes: the same split by token classes, where those of the call are known.
+        entropy_error: half the width of a 95 % interval of `entropy`, where that is of a sample of rows; else None.
+    """
+
+    max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
+    min_logit: PerHead = field(metadata=rule("min", torch.inf))  #: smallest, in nats; +inf where no pair is visible
+    mean_logit: PerHead = field(metadata=rule("mean", count="n_pairs"))  #: mean over the `n_pairs` pairs, in nats
+    capped_max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest after the cap, in nats
+    entropy: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean over `n_queries` rows, in nats, >= 0
+    entropy_min: PerHead = field(metadata=rule("min", torch.inf))  #: smallest of a row, in nats
+    query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean L2 norm of q over `n_queries` rows
+    query_norm_max: PerHead = field(metadata=rule("max"))  #: largest L2 norm of q
+    key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))  #: mean L2 norm of `n_keys` keys
+    key_norm_max: Float[Tensor, " g"] = field(metadata=rule("max"))  #: largest L2 norm of k
+    n_queries: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: rows that see at least one key
+    n_pairs: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: visible pairs
+    n_keys: Int[Tensor, " g"] = field(metadata=rule("sum"))  #: keys that were counted
+    normalized_entropy: PerHead = field(metadata=rule("mean", count="n_free"))
+    sink_share: PerHead = field(metadata=rule("mean", count="n_free"))
+    share_above: PerHead = field(metadata=rule("mean", count="n_pairs"))
+    qk_frobenius: PerHead = field(metadata=rule("root"))
+    cos_max: PerHead = field(metadata=rule("max", -torch.inf))
+    cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
+    n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
+    n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
+    key_norm_by_position: Float[Tensor, "g bins"] = field(metadata=rule("mean", count="n_keys_by_position"))
+    n_keys_by_position: Int[Tensor, "g bins"] = field(metadata=rule("sum"))
+    classes: ClassStats | None = None
+    entropy_error: PerHead | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every statistic and count that was measured, by name; those by class are left out."""
+        return tensors(self)
+
+    def value(self, name: str) -> Tensor | None:
+        """A statistic by its recorded name (records.HEAD_FIELDS); None if it has no such name or was not measured.
+
+        >>> LogitStats.empty(2, 1, torch.zeros(0)).value("entropy")
+        tensor([0., 0.])
+        """
+        return getattr(self, name) if name in RECORDED else None
+
+    @property
+    def non_finite(self) -> PerHead:
+        """1 for a head whose logits or entropy are NaN or infinite, else 0."""
+        low = self.min_logit.isfinite() | (self.n_pairs == 0)  # not measured
+        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(self.max_logit.dtype)
+
+    @property
+    def max_abs_logit(self) -> PerHead:
+        """Largest magnitude; 0 where nothing was seen."""
+        return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
+
+    @classmethod
+    def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
+        """The neutral element: maxima -inf, minima +inf, means 0, counts 0."""
+
+        @functools.cache
+        def number(value: float, count: bool) -> Tensor:
+            return torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
+
+        return cls.of_numbers(n_heads, n_kv_heads, number)
+
+    @classmethod
+    def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
+        """The neutral element made of single numbers, each for all fields that are it; `number(value, count)`."""
+
+        def full(name: str, merge: Merge) -> Tensor:
+            heads = n_kv_heads if name.startswith(("key_", "n_keys")) else n_heads
+            shape = (heads, POSITION_BINS) if name.endswith("_by_position") else (heads,)
+            return number(float(merge.neutral), merge.how == "sum").expand(shape)
+
+        return cls(**{name: full(name, merge) for name, merge in MERGES.items()})  # type: ignore[arg-type]
+
+
+MERGES = merge_rules(LogitStats)
+TENSORS = tuple(MERGES)
+DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
+RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
+
+
+def merge(a: LogitStats, b: LogitStats) -> LogitStats:
+    """The statistics of both data sets as one: extrema, and means weighted by their counts. Associative and commutative
+    up to rounding. Source: derived.
+
+    Raises:
+        InvalidValueError: the two have other numbers of heads.
+    """
+    if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
+        raise InvalidValueError(
+            f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
+            f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
+        )
+    fields = merged(tensors(a), tensors(b), MERGES)
+    error = b.entropy_error if a.entropy_error is None else a.entropy_error
+    if a.entropy_error is not None and b.entropy_error is not None:
+        error = merged(tensors(a), tensors(b), {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
+    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), entropy_error=error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitBracket:
+    """Bounds on the largest logit per head, from row logsumexps that a kernel gave for free.
+
+    `lower <= max_logit <= upper`. `entropy` is there when it was asked for; it tightens the lower bound
+    from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `entropy_error` is half the
+    width of a 95 % interval of an entropy from a sample of rows; None where it is of all rows. `certified` marks
+    heads whose `lower` is the exact maximum; never a head with a logit that is NaN or infinite. `note` says what was
+    computed, and why, where the bounds did not come from a kernel that attended: then they cost a pass of their own.
+    """
+
+    lower: PerHead
+    upper: PerHead
+    entropy: PerHead | None = None
+    entropy_error: PerHead | None = None
+    certified: Tensor | None = None
+    note: str = ""
+
+    @classmethod
+    def exact(
+        cls, top: PerHead, entropy: PerHead | None, note: str = "", entropy_error: PerHead | None = None
+    ) -> LogitBracket:
+        """The bracket that an exact maximum closes."""
+        return cls(
+            lower=top, upper=top, entropy=entropy, entropy_error=entropy_error, certified=top.isfinite(), note=note
+        )
+
+
+# Statistics of the logits of each query row, block by block, and how rows become LogitStats.
+
+PerRow = Float[Tensor, "b h t"]
+PerRowAndClass = Float[Tensor, "b h t c"]
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VisibleKeys:
+    """The keys among `n` of a block that its rows see: all before `start`; from there on those of `visible`.
+
+    visible: True where a row sees a key, broadcasts to [b h rows n-start]; None where `start` is n.
+    """
+
+    visible: Tensor | None
+    start: int
+    n: int
+
+    def blank_(self, x: Tensor) -> Tensor:
+        """Returns x [b h rows n] with 0 at hidden pairs, in place, whatever stood there."""
+        if self.visible is not None:
+            # As integers: all bits off where hidden, be it NaN. On a CPU ten times as fast as masked_fill_.
+            kind = _BITS[x.dtype]
+            x[..., self.start :].view(kind).bitwise_and_(-self.visible.to(kind))
+        return x
+
+    def lower_(self, x: Tensor) -> Tensor:
+        """Blanked x with a huge negative number at hidden pairs, in place; finite, so that 0 times it is 0."""
+        if self.visible is not None:
+            x[..., self.start :].add_(self._penalty(x))
+        return x
+
+    def least(self, x: Tensor) -> Tensor:
+        """Row minima [b h rows] of blanked x."""
+        if self.visible is None:
+            return x.amin(-1)
+        low = (x[..., self.start :] - self._penalty(x)).amin(-1)
+        return torch.minimum(low, x[..., : self.start].amin(-1)) if self.start else low
+
+    def counts(self, rows: int, device: torch.device) -> Tensor:
+        """The number of keys that each row sees [b|1 h|1 rows]."""
+        if self.visible is None:
+            return torch.full((1, 1, rows), self.n, device=device)
+        some = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
+        return some.sum(-1) + self.start
+
+    def counts_of(self, members: Tensor) -> Tensor:
+        """The number of the members [b|1 n c] of each class each row sees, [b h|1 rows|1 c]."""
+        before = members[:, : self.start].sum(1)[:, None, None]
+        if self.visible is None:
+            return before
+        return before + self.visible.to(members.dtype) @ members[:, None, self.start :]
+
+    def first(self, x: Tensor) -> Tensor:
+        """Returns x [b h rows] at the first key that each row sees."""
+        if self.visible is None or self.start:
+            return x[..., 0]
+        index = self.visible.to(torch.uint8).argmax(-1, keepdim=True)
+        return x.gather(-1, index.expand(*x.shape[:-1], 1))[..., 0]
+
+    def whole(self, x: Tensor) -> Tensor | None:
+        """`visible` over all columns of x, as a normaliser takes it."""
+        if self.visible is None or not self.start:
+            return self.visible
+        full = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).expand(x.shape).clone()
+        full[..., self.start :] = self.visible
+        return full
+
+    def _penalty(self, x: Tensor) -> Tensor:
+        assert self.visible is not None
+        return torch.where(self.visible, x.new_zeros(()), x.new_full((), torch.finfo(x.dtype).min / 4))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowStats:
+    """Per query row; where `n_keys` is 0 the other numbers mean nothing."""
+
+    n_keys: Int[Tensor, "b h t"]  #: visible keys
+    max_logit: PerRow  #: largest before the cap, in nats
+    min_logit: PerRow  #: smallest before the cap, in nats
+    capped_max: PerRow  #: largest after the cap, in nats
+    total: PerRow  #: sum of logits
+    above: PerRow  #: how many logits are over the threshold
+    entropy: PerRow  #: of the weights, in nats
+    first_weight: PerRow  #: weight on the first visible key
+    product_norm: PerRow  #: root of Σ(q·k)² over the pairs
+    cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
+    cos_total: PerRow  #: sum of cosines over the pairs
+    n_products: Int[Tensor, "b h t"]  #: pairs whose q and k were seen
+    class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
+    class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
+    class_keys: PerRowAndClass | None = None  #: visible keys of each class
+
+    @classmethod
+    def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:
+        """Rows that see no key, as many as there are in `like`."""
+        zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+        split = None if keys is None else like.new_zeros(*like.shape, keys.members.shape[-1])
+        fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
+        return cls(**{**fields, "n_keys": none, "n_products": none})  # type: ignore[arg-type]
+
+    @classmethod
+    def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
+        """Rows one after the other; in dimension 1 the heads of several calls."""
+        each = [tensors(part) for part in parts]
+        return cls(**{name: torch.cat([part[name] for part in each], dim=dim) for name in each[0]})
+
+
+def extreme_logits(z: Tensor, seen: VisibleKeys, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest [h] of blanked logits z [b h r n] over rows that count; leaves z lowered."""
+    over = seen.counts(z.shape[2], z.device) > 0
+    if counted is not None:
+        over = over & counted[:, None]
+    low = seen.least(z).masked_fill(~over, torch.inf).amin((0, 2))
+    return seen.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
+
+
+def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+    """Extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
+    b, h, r, _ = z.shape
+    found = {"total": z.sum(-1), "min_logit": seen.least(z)}
+    top = seen.lower_(z).amax(-1)
+    # Comparing every logit costs as much as the exponential, and no logit is above where no maximum is. Only a CPU may
+    # look: elsewhere that would wait for the device.
+    over = z.device.type != "cpu" or bool((top > threshold).any())
+    above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
+    if keys is not None:
+        members = keys.upto(z.shape[-1])
+        found["class_keys"] = seen.counts_of(members).expand(b, h, r, -1)
+        found["class_max"] = keys.maxima(z, found["class_keys"])
+    return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
+
+
+def softmax_rows(z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+    """Largest capped logit, entropy, first weight and weight by class of the softmax of lowered z; overwrites z.
+
+    Centred: with m the row maximum, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m); no cancellation at logits of
+    thousands.
+    """
+    top = z.amax(-1, keepdim=True)
+    # Under this floor the exponential is 0 next to the maximum's 1, but takes a CPU seven times as long.
+    z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
+    p = z.exp()
+    mass = p.sum(-1)
+    split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
+    first = seen.first(p) / mass
+    entropy = mass.log() - p.mul_(z).sum(-1) / mass
+    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first, **split}
+
+
+def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
+    """Sums of weights [b h rows n] over the keys of each class: attention whose v is 1 at the class of its key."""
+    members = keys.upto(weights.shape[-1]).expand(len(weights), -1, -1)
+    return (weights.flatten(1, 2) @ members).view(*weights.shape[:3], -1)
+
+
+def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
+    """Size and angle of q·k from blanked `products` = unit · q·k [b h rows n], unit > 0; norms [b h rows], [b g n]."""
+    g, h = k_norm.shape[1], products.shape[1]
+    cosines = products * _inverse(k_norm).repeat_interleave(h // g, dim=1)[:, :, None]
+    along = _inverse(q_norm) / unit
+    n = seen.counts(products.shape[2], products.device).expand(q_norm.shape)
+    total = cosines.sum(-1) * along
+    return {
+        "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
+        "cos_total": total.clamp(-n, n),  # a cosine may be 1 + 1e-7
+        "cos_max": (seen.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
+        "n_products": n,
+    }
+
+
+def no_product_rows(like: Tensor) -> dict[str, Tensor]:
+    """The same where q and k are unknown; like [b h rows]."""
+    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+    return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
+
+
+def _inverse(norm: Tensor) -> Tensor:
+    """1 / norm, 0 where that is no number: hidden keys may hold anything."""
+    return torch.where(norm > 0, norm, torch.inf).reciprocal()
+
+
+class KernelRows(NamedTuple):
+    """Statistics of each query row [b h t] from a kernel, float32; rows that see no key: -inf, -inf, 0."""
+
+    largest: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int) -> LogitStats:
+    """Returns max_logit, entropy, entropy_min and n_queries of all rows that see a key and count; the rest is neutral.
+
+    So is capped_max_logit, since the cap is not known here.
+    """
+    over = rows.lse != -torch.inf  # NaN is to be seen
+    if counted is not None:
+        over = over & counted[:, None]
+    n = over.sum((0, 2))
+    return dataclasses.replace(
+        LogitStats.empty(rows.lse.shape[1], n_kv_heads, rows.largest),
+        max_logit=rows.largest.masked_fill(~over, -torch.inf).amax((0, 2)),
+        entropy=rows.entropy.masked_fill(~over, 0.0).sum((0, 2)) / n.clamp_min(1),
+        entropy_min=rows.entropy.masked_fill(~over, torch.inf).amin((0, 2)),
+        n_queries=n,
+    )
+
+
+def reduce_rows(
+    rows: RowStats,
+    counted: Bool[Tensor, "b t"] | None,
+    q_norm: PerRow | None,
+    k_norm: Float[Tensor, "b g s"] | None,
+    keys_seen: Bool[Tensor, "b g s"],
+    classes: TokenClasses | None = None,
+    of_key: Int[Tensor, " s"] | None = None,
+) -> LogitStats:
+    """LogitStats of all rows that see a key and count; norms None where they are unknown; of_key: see BandCall."""
+    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
+    over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
+    free = over & (rows.n_keys > 1)
+    n_queries, n_free = over.sum((0, 2)), free.sum((0, 2))
+    n_pairs, n_products = ((n * over).sum((0, 2)) for n in (rows.n_keys, rows.n_products))
+
+    def mean(x: Tensor, count: Tensor, where: Tensor = over) -> Tensor:
+        return x.masked_fill(~where, 0.0).sum((0, 2)) / count.clamp_min(1)
+
+    def most(x: Tensor, where: Tensor = over) -> Tensor:
+        return x.masked_fill(~where, -torch.inf).amax((0, 2))
+
+    q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
+    entropy = rows.entropy.masked_fill(rows.n_keys < 2, 0.0)
+    relative = (entropy / rows.n_keys.clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+    return LogitStats(
+        max_logit=most(rows.max_logit),
+        min_logit=-most(-rows.min_logit),
+        mean_logit=mean(rows.total, n_pairs),
+        capped_max_logit=most(rows.capped_max),
+        entropy=mean(entropy, n_queries),
+        entropy_min=-most(-entropy),
+        query_norm=mean(q_norm, n_queries),
+        query_norm_max=most(q_norm).clamp_min(0),
+        n_queries=n_queries,
+        n_pairs=n_pairs,
+        normalized_entropy=mean(relative, n_free, free),
+        sink_share=mean(rows.first_weight, n_free, free),
+        share_above=mean(rows.above, n_pairs),
+        qk_frobenius=torch.linalg.vector_norm(rows.product_norm.masked_fill(~over, 0.0), dim=(0, 2)),
+        cos_max=most(rows.cos_max, over & (rows.n_products > 0)),
+        cos_mean=mean(rows.cos_total, n_products),
+        n_free=n_free,
+        n_products=n_products,
+        classes=split,
+        **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]  # none of them is `formulas`
+    )
+
+
+def _split(
+    classes: TokenClasses,
+    rows: RowStats,
+    counted: Tensor | None,
+    q_norm: Tensor | None,
+    keys: tuple[Tensor | None, Tensor],
+) -> ClassStats:
+    """The statistics by class; keys: their norms, None where unknown, and which are seen."""
+    over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
+    assert rows.class_max is not None
+    assert rows.class_mass is not None
+    assert rows.class_keys is not None
+    query, key = (one_hot(c, len(classes.names)).to(over.device) for c in (classes.query, classes.key))
+    q_mean, q_most, n_normed = class_norms(query, q_norm, over, rows.total)
+    k_mean, k_most, n_keys = class_norms(key, keys[0], keys[1], rows.total)
+    return ClassStats(
+        names=classes.names,
+        query_norm=q_mean,
+        query_norm_max=q_most,
+        n_normed=n_normed,
+        key_norm=k_mean,
+        key_norm_max=k_most,
+        n_keys=n_keys,
+        **class_stats(query, (rows.class_max, rows.class_mass, rows.class_keys), over, rows.n_keys),
+    )
+
+
+def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+    """Mean and largest norm of the seen keys, in all and by distance from the first of them in their sequence."""
+    known = norm is not None
+    norm = like.new_zeros(seen.shape) if norm is None else norm
+    if not norm.shape[2]:  # without keys, as with one that nobody sees
+        norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
+    seen = seen & known
+    norm = norm.masked_fill(~seen, 0.0)
+    count = seen.sum((0, 2))
+    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
+    # Bins that begin after the last key hold nothing.
+    edges = edges[: 1 + sum(edge < norm.shape[2] for edge in edges[1:])]
+    bins = list(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else norm.shape[2]]))
+    if of_key is not None and of_key.numel():
+        offset = _offsets(seen, of_key)
+        inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
+        sums = torch.stack([norm.where(one, 0.0).sum((0, 2)) for one in inside], dim=1)
+        counts = torch.stack([one.sum((0, 2)) for one in inside], dim=1)
+    else:
+        s = norm.shape[2]
+        place = torch.arange(s, device=norm.device) + seen.to(torch.uint8).argmax(-1, keepdim=True)
+        within, place = place < s, place.clamp_max(s - 1)
+        norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
+        sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
+        counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
+    left = (0, POSITION_BINS - len(edges))
+    sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
+    return {
+        "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
+        "key_norm_max": norm.amax((0, 2)),
+        "n_keys": count,
+        "key_norm_by_position": sums / counts.clamp_min(1),
+        "n_keys_by_position": counts,
+    }
+
+
+def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:
+    """The distance [b g s] of each seen key from the first seen one of its sequence; sequences lie side by side."""
+    index = torch.arange(seen.shape[2], device=seen.device)
+    before = torch.where(seen, index, -1).cummax(-1).values.roll(1, -1)
+    before[..., 0] = -1
+    first = seen & ((before < 0) | (of_key[before.clamp_min(0)] != of_key))
+    return index - torch.where(first, index, 0).cummax(-1).values

@@ -1,0 +1,386 @@
+"""Sinks of trackers, files and notebooks, each library imported when its sink is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from qkeel.errors import InvalidValueError, caution, needed
+from qkeel.frames import Foreign, Frame, TableFiles, heads_frame, steps_frame
+from qkeel.frames.tables import TableFormat
+from qkeel.monitor import Alarm, Sample, Severity, Sink
+from qkeel.monitor.record import sample_html, sample_line
+from qkeel.records import HEAD_FIELDS, fresh_directory
+
+# CSV and Parquet: every number of every head, as tables that pandas, polars, R or a spreadsheet read.
+
+
+class CSVSink(Sink):
+    """Writes steps.csv, heads.csv and alarms.csv into a folder, those of passes in evaluation mode with eval_ before
+    their names; whatever is on disk stays, as with a run directory. The files can be read while training goes on.
+    """
+
+    kind: TableFormat = "csv"
+
+    def __init__(self, path: str | Path = "qkeel-runs/tables") -> None:
+        self.asked = Path(path)
+        self.path: Path | None = None
+        self._files: TableFiles | None = None
+
+    def require(self) -> None:
+        """Parquet needs pyarrow."""
+        TableFiles(Path(), self.kind)
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Make the folder."""
+        fields = about.get("fields")
+        names = ("step", "layer", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
+        announced: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "eval_heads"), names)
+        self.path = fresh_directory(self.asked)
+        self._files = TableFiles(self.path, self.kind, announced)
+
+    def write(self, sample: Sample) -> None:
+        """One row of steps and one row of each head."""
+        before = "eval_" if sample.phase == "eval" else ""
+        step = np.array([sample.step])
+        self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.values.items()}))
+        heads = {name: values[None] for name, values in sample.heads.items()}
+        self._append(f"{before}heads", heads_frame(step, sample.layers, heads))
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One row."""
+        head = -1 if alarm.head is None else alarm.head
+        row = {"step": alarm.step, "severity": str(alarm.severity), "rule": alarm.rule, "layer": alarm.layer or ""}
+        row |= {"head": head, "value": alarm.value, "text": str(alarm)}
+        self._append("alarms", Frame({name: np.array([value]) for name, value in row.items()}))
+
+    def close(self, complete: bool) -> None:
+        """Write what is held back."""
+        if self._files is not None:
+            self._files.close()
+
+    def _append(self, name: str, frame: Frame) -> None:
+        if self._files is not None:
+            self._files.append(name, frame)
+
+
+class ParquetSink(CSVSink):
+    """The same as Parquet files, which can be read when watching has ended: of a process that was killed they are not
+    whole. A run directory is, and `qkeel export` makes the same files of it.
+    """
+
+    kind = "parquet"
+
+
+# TensorBoard: summaries as scalars, the heads as histograms, alarms as texts.
+
+
+@final
+class TensorBoardSink(Sink):
+    """Writes event files under `directory`, in TensorBoard's own habit of one file per run."""
+
+    def __init__(self, directory: str | Path = "runs/qkeel") -> None:
+        self.directory = Path(directory)
+        self._writer: Any = None
+
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
+        with needed("the TensorBoard sink", "tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        return SummaryWriter
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Start the event file and describe what is watched."""
+        self._writer = self._library()(str(self.directory))
+        self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
+
+    def write(self, sample: Sample) -> None:
+        """All summaries of a sample in one event: a call per number costs 50 times as much. A histogram is one more."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in sample.summaries().items()]
+        self._writer.file_writer.add_summary(Summary(value=values), sample.step)
+        for tag, heads in sample.head_values().items():
+            self._writer.add_histogram(tag, heads, sample.step)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """A text at its step."""
+        self._writer.add_text(f"alarms/{alarm.rule}", str(alarm), alarm.step)
+        self._writer.flush()
+
+    def close(self, complete: bool) -> None:
+        """Write out what is held back."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+# Weights & Biases: summaries and histograms of the heads over `qkeel/step`, alarms as alerts and as tags.
+
+STEP = "qkeel/step"
+_WANDB_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
+_MANY = 100  # samples
+_LATE = (
+    f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest "
+    "when watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
+)
+
+
+@final
+class WandbSink(Sink):
+    """Logs to the run that is active, or starts one of its own and ends it.
+
+    In a run of someone else each sample goes out with a log call of the owner, so that the run's step counter stays
+    the owner's; those that no call took go out at the end, and each has its step as `qkeel/step`. With commit="true"
+    each is written at once.
+    """
+
+    def __init__(
+        self, project: str = "qkeel", name: str | None = None, mode: str | None = None, commit: str = "false"
+    ) -> None:
+        self.project, self.name, self.mode, self.commit = project, name, mode, commit.lower() == "true"
+        self._run: Any = None
+        self._own = False
+        self._waiting: list[dict[str, object]] = []
+        self._histogram: Foreign = None
+        self._place = -1  # the run's step counter when a sample was last put into its row
+
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
+        with needed("the W&B sink", "wandb"):
+            import wandb  # pyright: ignore[reportMissingImports]
+        return wandb
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Join the active run, or start one."""
+        module = self._library()
+        self._histogram = module.Histogram
+        self._own = module.run is None
+        self._run = module.init(project=self.project, name=self.name, mode=self.mode) if self._own else module.run
+        self._run.config.update({"qkeel": dict(about)}, allow_val_change=True)
+        for keys in ("attn/*", "hidden/*", "eval/attn/*", "eval/hidden/*"):
+            self._run.define_metric(keys, step_metric=STEP)
+
+    def write(self, sample: Sample) -> None:
+        """One log call, or one of several that wait for the owner's."""
+        heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
+        self._waiting.append({**sample.summaries(), **heads, STEP: sample.step})
+        if self._own or self.commit:
+            self._write_waiting()
+        elif self._run.step != self._place:  # else the row already holds a sample that this one would replace
+            self._run.log(self._waiting.pop(0), commit=False)
+            self._place = self._run.step
+        elif len(self._waiting) == _MANY:
+            caution(_LATE)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One alert, and a tag of the run."""
+        from wandb import AlertLevel  # type: ignore[import-not-found]
+
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[_WANDB_LEVELS[alarm.severity]])
+        self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's longest tag
+
+    def close(self, complete: bool) -> None:
+        """Write what waits, and end the run if it is the sink's own."""
+        if self._run is not None:
+            self._write_waiting()
+            if self._own:
+                self._run.finish(exit_code=0 if complete else 1)
+
+    def _write_waiting(self) -> None:
+        if self._waiting and not self._own and not self.commit:
+            self._run.log({}, commit=True)  # the row that may hold a sample
+        for row in self._waiting:
+            self._run.log(row, commit=True)
+        self._waiting = []
+
+
+# MLflow: summaries as metrics, alarms as tags.
+
+
+@final
+class MLflowSink(Sink):
+    """Logs to the run that is active, or starts one of its own and ends it; where to is MLflow's own setting."""
+
+    def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
+        self.experiment, self.name = experiment, name
+        self._mlflow: Any = None
+        self._client: Any = None
+        self._run_id = ""
+        self._own = False
+
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
+        with needed("the MLflow sink", "mlflow"):
+            import mlflow  # pyright: ignore[reportMissingImports]
+        return mlflow
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Join the active run, or start one."""
+        self._mlflow = self._library()
+        self._own = self._mlflow.active_run() is None
+        self._client = self._mlflow.MlflowClient()
+        run = self._begun() if self._own else self._mlflow.active_run()
+        self._run_id = run.info.run_id
+        self._client.set_tag(self._run_id, "qkeel.model", str(about.get("model")))
+
+    def _begun(self) -> Foreign:
+        """A run in the experiment, which stays that of this run alone: others go where the program has them."""
+        if not self.experiment:
+            return self._mlflow.start_run(run_name=self.name)
+        known = self._client.get_experiment_by_name(self.experiment)
+        number = self._client.create_experiment(self.experiment) if known is None else known.experiment_id
+        return self._mlflow.start_run(run_name=self.name, experiment_id=number)
+
+    def write(self, sample: Sample) -> None:
+        """All summaries of a sample in one call for each 1,000, which is MLflow's limit."""
+        found = list(sample.summaries().items())
+        for begin in range(0, len(found), 1000):
+            some = dict(found[begin : begin + 1000])
+            self._mlflow.log_metrics(some, step=sample.step, run_id=self._run_id)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One tag, named by its rule."""
+        self._client.set_tag(self._run_id, f"qkeel.alarm.{alarm.rule.replace(' ', '_')}", str(alarm))
+
+    def close(self, complete: bool) -> None:
+        """End the run if it is the sink's own."""
+        if self._own and self._client is not None:
+            self._mlflow.end_run("FINISHED" if complete else "KILLED")
+
+
+# Trackio: W&B's calls on a local database.
+
+_TRACKIO_LEVELS = {
+    Severity.NOTICE: "INFO",
+    Severity.ALARM: "WARN",
+    Severity.CRITICAL: "ERROR",
+}  # names of an AlertLevel
+
+
+@final
+class TrackioSink(Sink):
+    """Logs to the run that is active, or to one of its own in `project`, which it ends; nothing leaves the machine
+    unless trackio is set up so.
+    """
+
+    def __init__(self, project: str = "qkeel", name: str | None = None) -> None:
+        self.project, self.name = project, name
+        self._run: Any = None
+        self._own = False
+        self._histogram: Foreign = None
+
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
+        with needed("the trackio sink", "trackio"):
+            import trackio  # pyright: ignore[reportMissingImports]
+        return trackio
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Join the active run, or start one."""
+        module = self._library()
+        from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
+
+        self._histogram = module.Histogram
+        self._run = current_run.get()
+        stopped: Foreign = None if self._run is None else vars(self._run).get("_stop_flag")
+        self._own = self._run is None or (stopped is not None and stopped.is_set())  # run.finish() leaves it active
+        if self._own:
+            self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
+
+    def write(self, sample: Sample) -> None:
+        """One log call; the owner of a joined run goes on counting its own."""
+        owners = vars(self._run).get("_next_step")
+        heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
+        self._run.log({**sample.summaries(), **heads}, step=sample.step)
+        if not self._own and owners is not None:
+            self._run._next_step = owners
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One alert."""
+        from trackio import AlertLevel  # type: ignore[import-not-found]
+
+        level = AlertLevel[_TRACKIO_LEVELS[alarm.severity]]
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=level, step=alarm.step)
+
+    def close(self, complete: bool) -> None:
+        """End the run if it is the sink's own."""
+        if self._own and self._run is not None:
+            self._run.finish()
+
+
+# A live view in a notebook: the sample measured last and the alarms, in one cell.
+
+
+@final
+class NotebookSink(Sink):
+    """Shows a table in the cell that runs, and puts each sample in its place, at most every `seconds`."""
+
+    def __init__(self, seconds: str = "0.5") -> None:
+        self.seconds = float(seconds)
+        self._display: Foreign = None
+        self._sample: Sample | None = None
+        self._alarms: list[Alarm] = []
+        self._shown = -math.inf
+
+    def require(self) -> None:
+        """The library is there."""
+        self._library()
+
+    def _library(self) -> Any:
+        with needed("the notebook sink", "ipython"):
+            from IPython import display  # pyright: ignore[reportMissingImports]
+        return display
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Make the place in the cell's output."""
+        self._display = self._library().display(self, display_id=True)
+        if self._display is None:
+            raise InvalidValueError('sinks="notebook" shows a table in a notebook\'s cell; outside of one use "log"')
+
+    def write(self, sample: Sample) -> None:
+        """Show it."""
+        if sample.phase != "train":
+            return
+        self._sample = sample
+        if time.monotonic() - self._shown >= self.seconds:
+            self._update()
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Show it below the table."""
+        self._alarms.append(alarm)
+        self._update()
+
+    def close(self, complete: bool) -> None:
+        """Show the last sample."""
+        if self._display is not None:
+            self._update()
+
+    def _update(self) -> None:
+        self._shown = time.monotonic()
+        self._display.update(self)
+
+    def __repr__(self) -> str:
+        return "nothing measured yet" if self._sample is None else sample_line(self._sample)
+
+    def _repr_html_(self) -> str:
+        if self._sample is None:
+            return "<p>nothing measured yet</p>"
+        return sample_html(self._sample, self._alarms)

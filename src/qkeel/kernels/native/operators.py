@@ -1,0 +1,372 @@
+"""The compiled operators as torch operators: norm and rotation, steps of AdamW, stacked runs."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkeel.errors import caution
+from qkeel.kernels.native.build import opened
+from qkeel.patching.modes import constant_when_compiled, transformed
+
+# The mechanism of every compiled operator: built, loaded and described to torch's compiler on first use.
+
+STORED = (torch.float32, torch.bfloat16, torch.float16)  # what operators read; they compute in float32
+WIDEST = 1024  # WIDEST in the sources
+_LOADING = threading.Lock()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OperatorSource:
+    """The operators of one C++ source, `source/NAME.cpp`, which defines them as torch.ops.qkeel_native.OPERATOR.
+
+    `shapes` has, for each operator, a function of its arguments that returns empty tensors like its results: torch's
+    compiler calls these instead of the operators.
+    """
+
+    name: str
+    shapes: Mapping[str, Callable[..., object]]
+
+    @constant_when_compiled
+    def ready(self) -> bool:
+        """Returns whether the operators can be used here and now; the first call may compile.
+
+        Not where QKEEL_NATIVE=0 switches them off, where they cannot be compiled, or under a torch.func transform, an
+        export or a trace. A failure is reported once; from then on torch computes, as with QKEEL_NATIVE=0.
+        """
+        if _switched_off() or transformed():
+            return False
+        with _LOADING:
+            return _loaded(self) is not None
+
+    def functions(self) -> ModuleType | None:
+        """Returns the source's Python functions, which call no dispatcher of torch; None where there are none.
+
+        They check themselves what is under way, and leave to the operators what they cannot compute.
+        """
+        if _switched_off():
+            return None
+        with _LOADING:
+            library = _loaded(self)
+            return None if library is None else _functions(self.name, library)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Returns whether it is a tensor of torch's own: a subclass has operators of its own."""
+    return type(x) in (Tensor, nn.Parameter)
+
+
+def reads(x: Tensor) -> bool:
+    """Returns whether operators read it: a plain tensor of STORED, rows of a multiple of 8 numbers, 1,024 at most."""
+    return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= WIDEST and x.numel() > 0
+
+
+def _switched_off() -> bool:
+    return os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux"
+
+
+@functools.cache
+def _functions(name: str, library: str) -> ModuleType | None:
+    found = importlib.machinery.ExtensionFileLoader(name, library)
+    try:
+        return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, found))  # type: ignore[arg-type]
+    except ImportError:  # compiled where Python's headers are missing
+        return None
+
+
+@functools.cache
+def _loaded(source: OperatorSource) -> str | None:
+    """Loads the library and returns the path of what was loaded; None, and a warning, where there is none."""
+    try:
+        try:
+            library = _load(opened(source.name))
+        except ImportError:  # sound, but not for this machine
+            library = _load(opened(source.name, from_scratch=True))
+        for operator, shapes in source.shapes.items():
+            torch.library.register_fake(f"qkeel_native::{operator}", shapes)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _tell(source.name, " ".join(str(error).split()))
+        return None
+    return library
+
+
+def _load(file: int) -> str:
+    """Loads an open file and returns its path in this process, under which the file stays open.
+
+    torch.ops.load_library would go back to the file's name, where another file may lie by now. A loader tells
+    libraries apart by their paths, so that the descriptor of a loaded one must not be given to another.
+    """
+    path = f"/proc/self/fd/{file}"
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        os.close(file)
+        raise ImportError(str(error)) from error
+    return path
+
+
+@functools.cache
+def _reasons() -> set[str]:
+    return set()
+
+
+def _tell(name: str, reason: str) -> None:
+    """Says why, once for all sources that it keeps from being loaded."""
+    if reason not in _reasons():
+        _reasons().add(reason)
+        caution(f"qkeel computes without its compiled {name}: {reason}. QKEEL_NATIVE=0 silences this.")
+
+
+# Norm and rotation of q or k as one compiled operator, and its derivative.
+
+NONE = 0  # the kind of a pass that only rotates
+WHOLE = 4  # added to the kind of a norm over all heads of a token, which only Triton's kernels take
+CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; 1 for any b and t
+
+
+def norm_rope(
+    x: Float[Tensor, "b h t d"], gain: Tensor | None, table: CosSin | None, kind: int, eps: float, keep_x: bool
+) -> Float[Tensor, "b h t d"]:
+    """Returns rotation(gain · norm(x)), in x's dtype and layout.
+
+    Args:
+        x: q or k. gain: [], [d], [h 1] or [h d]. table: cos and sin of the rotation.
+        kind: 0 no norm, 1 RMS, 2 L2, 3 LayerNorm. eps: of the norm.
+        keep_x: keep x for the backward pass, else the result, from which x̂ is computed again.
+    """
+    cos, sin = (None, None) if table is None else table
+    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
+        return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # half the time of a small call
+    return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
+
+
+def _forward_shapes(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
+) -> tuple[Tensor, Tensor]:
+    y = same_shape(x)
+    if kind == NONE:
+        return y, y.new_empty(0, dtype=torch.float32)
+    b, h, t = y.shape[:3]
+    if y.stride(1) < y.stride(2):
+        return y, y.new_empty(b, t, h, dtype=torch.float32).transpose(1, 2)
+    return y, y.new_empty(b, h, t, dtype=torch.float32)
+
+
+def same_shape(x: Tensor, *_: object) -> Tensor:
+    """Returns an empty tensor for a result like x, whose rows are contiguous."""
+    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+
+
+def backward_shapes(
+    dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    """Returns empty tensors for the gradients of x, and of the gain by head or for all of them."""
+    shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
+    return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
+
+
+# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and of k with one table, without
+# a gradient, by one call instead of two. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
+NORM_ROPE_OPERATORS = OperatorSource(
+    "norm_rope",
+    {
+        "norm_rope": _forward_shapes,
+        "norm_rope_alone": same_shape,
+        "norm_rope_two": lambda q, k, *_: (same_shape(q), same_shape(k)),
+        "norm_rope_backward": backward_shapes,
+    },
+)
+norm_rope_ready = NORM_ROPE_OPERATORS.ready
+# Python functions that cost less than an operator, for one token:
+# - encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps) gives q and k as `norm_rope_two` does; None for tensors
+#   other than plain ones of a CPU, under transforms and modes, and where a gradient is wanted.
+# - place(pos) is the number that all of `pos` equals, or None.
+functions = NORM_ROPE_OPERATORS.functions
+
+
+# The layers and updates of a stack of runs, except for attention, as compiled operators: see lab.stack.
+
+
+def linear(x: Float[Tensor, "runs rows i"], weight: Float[Tensor, "runs o i"]) -> Float[Tensor, "runs rows o"]:
+    """Returns x Wᵀ of every run; the widths i and o are multiples of 8."""
+    return torch.ops.qkeel_native.stacked_linear(x, weight)
+
+
+def linear_backward(
+    dy: Float[Tensor, "runs rows o"], x: Float[Tensor, "runs rows i"], weight: Float[Tensor, "runs o i"]
+) -> tuple[Float[Tensor, "runs rows i"], Float[Tensor, "runs o i"]]:
+    """Returns the gradients of x and W."""
+    return torch.ops.qkeel_native.stacked_linear_backward(dy, x, weight)
+
+
+def gelu_(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns gelu(x) = x Φ(x), to 1e-7; x becomes the slope there, Φ(x) + x φ(x)."""
+    return torch.ops.qkeel_native.stacked_gelu_(x)
+
+
+def rms_norm(
+    x: Float[Tensor, "runs rows d"], gain: Float[Tensor, "runs d"] | None, eps: float
+) -> tuple[Float[Tensor, "runs rows d"], Float[Tensor, "runs rows"]]:
+    """Returns gain · x / rms(x) and 1 / rms(x); d is a multiple of 8."""
+    return torch.ops.qkeel_native.stacked_rms_norm(x, gain, eps)
+
+
+def rms_norm_backward(
+    dy: Float[Tensor, "runs rows d"],
+    x: Float[Tensor, "runs rows d"],
+    inverse: Float[Tensor, "runs rows"],
+    gain: Float[Tensor, "runs d"] | None,
+) -> tuple[Float[Tensor, "runs rows d"], Float[Tensor, " ..."]]:
+    """Returns the gradients of x and of the gain, the latter [0] without one; `inverse` is 1 / rms(x)."""
+    return torch.ops.qkeel_native.stacked_rms_norm_backward(dy, x, inverse, gain)
+
+
+def cross_entropy_(
+    logits: Float[Tensor, "runs rows vocab"], targets: Int[Tensor, "_ rows"], grad: bool
+) -> Float[Tensor, " runs"]:
+    """Returns each run's mean loss in nats; targets may be shared by all runs.
+
+    With `grad` the logits become their gradient.
+    """
+    return torch.ops.qkeel_native.stacked_cross_entropy_(logits, targets, grad)
+
+
+def clip_(gradients: Sequence[Float[Tensor, "runs ..."]], limit: float) -> Float[Tensor, " runs"]:
+    """Returns the norm of each run's gradients, and scales those over the limit, if that is above 0."""
+    return torch.ops.qkeel_native.stacked_clip_(list(gradients), limit)
+
+
+def adamw_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    state: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
+    rates: Tensor,
+    options: tuple[Sequence[float], float, float, float],
+) -> None:
+    """Does a step of AdamW, each run at its own rate and step.
+
+    Args:
+        weights, gradients: n of [runs ...]. state: means, variances, and steps done [n runs].
+        rates: [n runs] float64; a weight whose rate is below 0 stays unchanged.
+        options: n·runs weight decays, those of a weight in a row; β₁, β₂, ε.
+    """
+    means, variances, steps = state
+    lists = (list(x) for x in (weights, gradients, means, variances))
+    torch.ops.qkeel_native.stacked_adamw_(*lists, steps, rates, list(options[0]), *options[1:])
+
+
+STACKED_OPERATORS = OperatorSource(
+    "stacked",
+    {
+        "stacked_linear": lambda x, w: x.new_empty((*x.shape[:2], w.shape[1])),
+        "stacked_linear_backward": lambda dy, x, w: (torch.empty_like(x), torch.empty_like(w)),
+        "stacked_gelu_": torch.empty_like,
+        "stacked_rms_norm": lambda x, *_: (torch.empty_like(x), x.new_empty(x.shape[:2])),
+        "stacked_rms_norm_backward": lambda dy, x, _, gain: (
+            torch.empty_like(x),
+            x.new_empty((0,) if gain is None else gain.shape),
+        ),
+        "stacked_cross_entropy_": lambda z, *_: z.new_empty(z.shape[:1]),
+        "stacked_clip_": lambda g, _: g[0].new_empty(g[0].shape[:1]),
+        "stacked_adamw_": lambda *_: None,
+    },
+)
+stacked_ready = STACKED_OPERATORS.ready
+
+
+# Updates of many weights as compiled operators: a step of Adam or AdamW with a rate for each line of a weight, and a
+# factor for each head.
+
+# Both operators change their arguments and return nothing.
+ADAMW_OPERATORS = OperatorSource("adamw", {"adam_lines": lambda *_: None, "scale_heads": lambda *_: None})
+adamw_ready = ADAMW_OPERATORS.ready
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdamOptions:
+    """The options of a parameter group of torch's Adam. `plain`: decoupled decay at its full size at any rate."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    decoupled: bool
+    maximize: bool
+    plain: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdamTensors:
+    """The n weights of a step, each a dense float32 matrix or vector, what torch's Adam keeps of them, and rates.
+
+    `maxima` is empty without amsgrad. `rates` [lines] float32, `squares` [lines] float64: a line is a row (axis 0) or
+    a column (axis 1) of its matrix, or a number of its vector. `grad_scale` and `found_inf` are a GradScaler's, which
+    only the kernel for GPUs reads.
+    """
+
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    means: Sequence[Tensor]
+    variances: Sequence[Tensor]
+    maxima: Sequence[Tensor]
+    steps: Sequence[Tensor]
+    rates: Sequence[Tensor]
+    squares: Sequence[Tensor]
+    axes: Sequence[int]
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
+    """Does w ← w + rate · (Adam(w) - w) for each line, in place, and writes each line's new sum of squares.
+
+    The state changes as in torch's step; a rate of 1 gives the weight of that step. With `options.plain` it is
+    w' + rate · (Adam(w) - w'), w' = (1 - lr · decay) · w.
+    """
+    t, o = tensors, options
+    torch.ops.qkeel_native.adam_lines(
+        *(list(x) for x in (t.weights, t.gradients, t.means, t.variances, t.maxima, t.steps, t.rates, t.squares)),
+        list(t.axes), o.lr, o.beta1, o.beta2, o.eps, o.decay, o.decoupled, o.plain, o.maximize,
+    )  # fmt: skip
+
+
+def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
+    """Writes the sums of squares of each line of weights, to the bit those that a step of them leaves: by a step of a
+    copy that leaves it as it is."""
+    none = AdamOptions(lr=0, beta1=0.9, beta2=0.9, eps=1, decay=0, decoupled=True, maximize=False)
+    for weight, own, axis in zip(weights, squares, axes):
+        means, variances, gradients = ([torch.zeros_like(weight)] for _ in range(3))
+        tensors = AdamTensors(
+            weights=[weight.clone()],
+            gradients=gradients,
+            means=means,
+            variances=variances,
+            maxima=[],
+            steps=[weight.new_zeros(())],
+            rates=[weight.new_zeros(len(own))],
+            squares=[own],
+            axes=[axis],
+        )
+        adam_lines(tensors, none)
+
+
+def scale_heads(heads: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiplies each of the heads [n r m], float32, by its factor [n], in place; a factor of 1 changes no bit."""
+    if heads:  # an operator without tensors has no device
+        torch.ops.qkeel_native.scale_heads(list(heads), list(factors))

@@ -1,0 +1,691 @@
+"""Per-head statistics beside any kernel: exact ones by blocks, and bounds from the logsumexp alone."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from qkeel.errors import RefusedError, ShapeError
+from qkeel.functional.bounds import LogitChange, change_factors, change_rows, no_change_rows, reduce_changes
+from qkeel.functional.class_statistics import KeyClasses, TokenClasses
+from qkeel.functional.logits import entropy
+from qkeel.functional.statistics import (
+    KernelRows,
+    LogitBracket,
+    LogitStats,
+    RowStats,
+    VisibleKeys,
+    by_class,
+    extreme_logits,
+    logit_rows,
+    product_rows,
+    reduce_kernel_rows,
+    reduce_rows,
+    softmax_rows,
+)
+from qkeel.kernels.contract import extremes, head_numbers, lse_bounds, row_blocks, row_statistics, sampled_numbers
+from qkeel.kernels.encode import folded
+from qkeel.kernels.native import logit_pass
+from qkeel.kernels.triton.available import HeadNumbers
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.patching.modes import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
+from qkeel.spec.call import AttentionCall, of_key
+from qkeel.spec.logits import Cap
+from qkeel.spec.rope import NoPosition
+from qkeel.spec.slot import Outputs, PerRow
+
+# What was found of an attention call, before it is reduced to statistics: the heads of many calls are reduced at
+# once.
+#
+# A reduction over rows takes as many operations for the heads of all layers as for those of one, each of which costs
+# the host, and a GPU's queue, some microseconds. So what was found of calls that are alike waits until the pass is
+# over, or until what waits holds too much memory.
+
+
+class Found(abc.ABC):
+    """What was found of one attention call. Calls of which `alike` is equal, and not (), are reduced together."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def heads(self) -> tuple[int, int]:
+        """The numbers of query and key heads."""
+
+    @property
+    @abc.abstractmethod
+    def alike(self) -> tuple[object, ...]:
+        """What must be equal of two calls whose heads are reduced together; () of one that is reduced alone."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds until it is reduced."""
+        return 0
+
+    @abc.abstractmethod
+    def with_others(self, others: Sequence[Any]) -> LogitStats:
+        """The statistics of this call and of others that are alike, their heads one after the other."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoundStats(Found):
+    """Statistics that are made already."""
+
+    stats: LogitStats
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return len(self.stats.max_logit), len(self.stats.key_norm)
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        return ()
+
+    def with_others(self, others: Sequence[FoundStats]) -> LogitStats:
+        return self.stats
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoundRows(Found):
+    """The statistics of the rows of a call, and the norms of its queries and keys; see `reduce_rows`."""
+
+    rows: RowStats
+    counted: Bool[Tensor, "b t"] | None
+    q_norm: Float[Tensor, "b h t"] | None
+    k_norm: Float[Tensor, "b g s"] | None
+    keys_seen: Bool[Tensor, "b g s"]
+    classes: TokenClasses | None = None
+    of_key: Int[Tensor, " s"] | None = None
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.rows.n_keys.shape[1], self.keys_seen.shape[1]
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        if self.classes is not None or self.of_key is not None:
+            return ()
+        x, keys = self.rows.total, self.keys_seen
+        known = self.q_norm is None, self.k_norm is None, id(self.counted)
+        return FoundRows, x.shape[0], x.shape[2], keys.shape[0], keys.shape[2], x.dtype, x.device, *known
+
+    @property
+    def size(self) -> int:
+        return 13 * self.rows.total.numel() + 2 * self.keys_seen.numel()
+
+    def with_others(self, others: Sequence[FoundRows]) -> LogitStats:
+        every = (self, *others)
+        rows, q_norm, k_norm, seen = self.rows, self.q_norm, self.k_norm, self.keys_seen
+        if others:
+            rows = RowStats.cat([one.rows for one in every], dim=1)
+            q_norm = None if q_norm is None else torch.cat([x for one in every if (x := one.q_norm) is not None], 1)
+            k_norm = None if k_norm is None else torch.cat([x for one in every if (x := one.k_norm) is not None], 1)
+            seen = torch.cat([one.keys_seen for one in every], 1)
+        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.of_key)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoundPacked(Found):
+    """The same from the compiled pass: the fields of its rows in one tensor, the norms of queries last. Where
+    `keys_seen` is None, every key is seen."""
+
+    fields: Float[Tensor, "n b h t"]
+    names: tuple[str, ...]  # of all but the last
+    n_keys: Int[Tensor, "b h t"]
+    k_norm: Float[Tensor, "b g s"]
+    keys_seen: Bool[Tensor, "b g s"] | None
+    counted: Bool[Tensor, "b t"] | None
+    of_key: Int[Tensor, " s"] | None
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.fields.shape[2], self.k_norm.shape[1]
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        if self.of_key is not None:
+            return ()
+        return FoundPacked, self.fields.shape[::3], self.k_norm.shape[::2], self.keys_seen is None, id(self.counted)
+
+    @property
+    def size(self) -> int:
+        return self.fields.numel() + self.n_keys.numel() + 2 * self.k_norm.numel()
+
+    def with_others(self, others: Sequence[FoundPacked]) -> LogitStats:
+        fields, n_keys, k_norm, seen = self.fields, self.n_keys, self.k_norm, self.keys_seen
+        if others:
+            every = (self, *others)
+            fields = torch.cat([one.fields for one in every], 2)
+            n_keys = torch.cat([one.n_keys for one in every], 1)
+            k_norm = torch.cat([one.k_norm for one in every], 1)
+            seen = None if seen is None else torch.cat([x for one in every if (x := one.keys_seen) is not None], 1)
+        *values, q_norm = fields.unbind()
+        rows = RowStats(**dict(zip(self.names, values)), n_keys=n_keys, n_products=n_keys)
+        seen = torch.ones(k_norm.shape, dtype=torch.bool) if seen is None else seen
+        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, of_key=self.of_key)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoundByKernel(Found):
+    """What a kernel found of each row of a call while it attended; see `reduce_kernel_rows`."""
+
+    rows: KernelRows
+    counted: Bool[Tensor, "b t"] | None
+    n_kv_heads: int
+    cap: Cap
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.rows.lse.shape[1], self.n_kv_heads
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        x = self.rows.largest
+        return FoundByKernel, x.shape[0], x.shape[2], x.dtype, x.device, id(self.counted), self.cap
+
+    @property
+    def size(self) -> int:
+        return 3 * self.rows.lse.numel()
+
+    def with_others(self, others: Sequence[FoundByKernel]) -> LogitStats:
+        rows, groups = self.rows, self.n_kv_heads + sum([one.n_kv_heads for one in others])
+        if others:
+            rows = KernelRows(*(torch.cat(parts, 1) for parts in zip(rows, *(one.rows for one in others))))
+        return with_capped(reduce_kernel_rows(rows, self.counted, groups), self.cap)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FoundExtremes(Found):
+    """The largest logit of every row of a call, and the smallest where it is known, and nothing else; of rows that see
+    no key, and of those that do not count, -inf and inf."""
+
+    top: Float[Tensor, "b h t"]
+    low: Float[Tensor, "b h t"] | None
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.top.shape[1], self.top.shape[1]
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        top = self.top
+        return FoundExtremes, top.shape[0], top.shape[2], top.dtype, top.device, self.low is None
+
+    @property
+    def size(self) -> int:
+        return self.top.numel() if self.low is None else 2 * self.top.numel()
+
+    def with_others(self, others: Sequence[FoundExtremes]) -> LogitStats:
+        top, low = self.top, self.low
+        if others:
+            every = (self, *others)
+            top = torch.cat([one.top for one in every], 1)
+            low = None if low is None else torch.cat([x for one in every if (x := one.low) is not None], 1)
+        return only_extremes(top.amax((0, 2)), None if low is None else low.amin((0, 2)))
+
+
+def only_extremes(top: Float[Tensor, " h"], low: Float[Tensor, " h"] | None = None) -> LogitStats:
+    """Statistics of which nothing but the largest, and perhaps the smallest, logit of each head is known."""
+    nothing = LogitStats.empty(len(top), len(top), top)
+    if low is None:
+        return dataclasses.replace(nothing, max_logit=top)
+    return dataclasses.replace(nothing, max_logit=top, min_logit=low)
+
+
+def with_capped(found: LogitStats, cap: Cap) -> LogitStats:
+    """The statistics with the largest logit after the cap."""
+    top = found.max_logit
+    capped = top if cap.kind == "none" else torch.where(top == -torch.inf, top, cap.apply(top))
+    return dataclasses.replace(found, capped_max_logit=capped)
+
+
+# Exact LogitStats of a call without a T×T matrix: one pass over blocks of rows, under no_grad.
+
+BLOCK = 1 << 20  # logits at once: 4 MB in float32, so that the passes over a block stay in cache
+ROWS = 64  # but at least this many rows: fewer make poor matrix products
+
+
+@torch.no_grad()
+def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
+    """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
+    query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
+    """
+    return find_rows(call, threshold).with_others(())
+
+
+def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundRows | FoundPacked:
+    """What `logit_stats` makes statistics of. Called without gradients, under no autocast."""
+    fast = logit_pass.rows_of(call, threshold)
+    if fast is not None:
+        fields, n_keys, k_norm = fast
+        seen = None if _all_keys_seen(call) else _keys_seen(call)
+        return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, seen, call.query_mask, of_key(call))
+    keys_seen = _keys_seen(call)
+    q, k = call.encoded()
+    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    classes = None if call.classes is None else call.classes.keys(q)
+    parts = []
+    for rows, keys in _blocks(call):
+        if keys.stop == keys.start:
+            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
+            continue
+        keys = keys if classes is None else slice(0, keys.stop)  # the members of classes are counted from the first key
+        z, seen = _logits(call, q, k, rows, keys)
+        products, unit = _products(call, q, k, rows, keys)
+        products = z if products is None else seen.blank_(products)
+        # In this order: logit_rows lowers z, _weight_rows overwrites it.
+        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
+        found = logit_rows(z, seen, threshold, classes)
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+    rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
+
+
+def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPacked | None:
+    """The same as `find_rows` of a call of F.scaled_dot_product_attention without a mask; None where the compiled pass,
+    which must be ready, does not compute it."""
+    if not logit_pass.reads_plain(q, k, causal):
+        return None
+    fields, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
+    return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, None, None, None)
+
+
+def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
+    """The same as `find_extremes` of such a call."""
+    if not logit_pass.reads_plain(q, k, causal):
+        return None
+    return FoundExtremes(*logit_pass.plain_extremes(q, k, scale, causal).unbind())
+
+
+@torch.no_grad()
+def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
+    """The change of the logits before the cap between two calls of the same batch, over the visible pairs.
+
+    ΔS = S' - S from `change_factors`, blockwise: exact, at the cost of two products q kᵀ, no T×T matrix. Scales that
+    learn and biases that move are in it. Pairs are those that `after` sees, its `query_mask` respected.
+
+    The calls are under specs with the same norm and position.
+
+    Raises:
+        ShapeError: the calls are of different shapes. RefusedError: the position does not fold into q and k.
+    """
+    if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
+        raise ShapeError(
+            f"expected two calls of the same batch, got q {tuple(before.q.shape)}, k {tuple(before.k.shape)} and then "
+            f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
+        )
+    if not after.spec.position.folds:
+        raise RefusedError(f"{after.spec.position.formula()} enters no product q·k whose change could be computed")
+    a, c = change_factors(*_scaled(before), *_scaled(after))
+    parts = []
+    for rows, keys in _blocks(after):
+        if keys.stop == keys.start:
+            parts.append(no_change_rows(a[:, :, rows, 0]))
+            continue
+        change = NoPosition().scores(a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {})
+        biases = [call.bias(rows, keys) for call in (before, after)]
+        if biases[0] is not None and biases[1] is not None:
+            change = change + (biases[1] - biases[0]).to(change.dtype)
+        seen = _seen(after, rows, keys)
+        parts.append(change_rows(seen.blank_(change), seen))
+    return reduce_changes(parts, after.query_mask)
+
+
+@torch.no_grad()
+def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
+    """The max_logit and min_logit [h] of `logit_stats`, and nothing else: for less than half its cost."""
+    found = find_extremes(call).with_others(())
+    return found.max_logit, found.min_logit
+
+
+def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
+    """What `logit_maxima` is made of. Called without gradients, under no autocast."""
+    fast = logit_pass.extremes_of(call)
+    if fast is not None:
+        return FoundExtremes(*fast)
+    found = extremes(call)
+    if found is not None:
+        return FoundStats(only_extremes(*found))
+    q, k = call.encoded()
+    top = q.new_full((q.shape[1],), -torch.inf)
+    low = -top
+    for rows, keys in _blocks(call):
+        if keys.stop > keys.start:
+            z, seen = _logits(call, q, k, rows, keys)
+            counted = None if call.query_mask is None else call.query_mask[:, rows]
+            most, least = extreme_logits(z, seen, counted)
+            top, low = torch.maximum(top, most), torch.minimum(low, least)
+    return FoundStats(only_extremes(top, low))
+
+
+@torch.no_grad()
+def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
+    """A kernel's statistics per head: max_logit, capped_max_logit, entropy, entropy_min, n_queries of `logit_stats`.
+
+    The rest is as if nothing was seen; n_pairs 0 says so. Rows that the call's `query_mask` leaves out count nowhere.
+    The logits are those of q and k in the precision in which the kernel took them.
+    """
+    return find_kernel_rows(call, rows).with_others(())
+
+
+def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | FoundStats:
+    """What `stats_of_rows` makes statistics of. Called without gradients."""
+    heads = head_numbers(rows, call.query_mask)
+    if heads is not None:
+        return FoundStats(_of_heads(call, heads))
+    return FoundByKernel(rows, call.query_mask, call.k.shape[1], call.spec.cap)
+
+
+@torch.no_grad()
+def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
+    """The same with entropies from a sample of rows, every `rate`-th in the mean, and exact largest logits.
+
+    `entropy_error` is half the width of a 95 % interval; entropy_min is NaN, and n_queries an estimate where rows are
+    left out or see nothing. None where no kernel does it, or all rows cost as little.
+    """
+    heads = sampled_numbers(call, rate)
+    return None if heads is None else _of_heads(call, heads)
+
+
+def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
+    found = LogitStats.of_numbers(len(heads.n), call.k.shape[1], lambda value, count: heads.neutral[value, count])
+    found = dataclasses.replace(
+        found,
+        max_logit=heads.largest,
+        entropy=heads.entropy,
+        entropy_min=heads.least_entropy,
+        n_queries=heads.n,
+        entropy_error=heads.error,
+    )
+    return with_capped(found, call.spec.cap)
+
+
+def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Encoded q and k, the scale on q; in float32 at least, where the differences of half floats are exact."""
+    q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in call.encoded())
+    return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
+
+
+def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
+    """Rows and the keys that they can see at most."""
+    for rows in row_blocks(call, BLOCK, ROWS):
+        yield rows, call.span(rows)
+
+
+def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, VisibleKeys]:
+    """Blanked logits before the cap of a block of encoded q and k, and which keys are visible there."""
+    seen = _seen(call, rows, keys)
+    return seen.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), seen
+
+
+def _seen(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
+    start, n = 0, keys.stop - keys.start
+    if call.causal and call.plain and call.mask is None and call.window is None:
+        # Every row of the block sees the keys before the block's own diagonal.
+        start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1 - keys.start, 0), n)
+    visible = call.visible(rows, slice(keys.start + start, keys.stop)) if start < n else None
+    return VisibleKeys(visible, n if visible is None else start, n)
+
+
+def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:
+    """Returns unit · q·k of a block and its unit; None where the logits themselves are that."""
+    unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
+    added = call.mask is not None and call.mask.dtype != torch.bool
+    if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
+        return None, unit
+    products = NoPosition().scores(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
+    return products, 1.0
+
+
+def _weight_rows(call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None) -> dict[str, Tensor]:
+    """Largest capped logit, entropy, first weight and weight by class of lowered logits; overwrites them."""
+    cap, normalizer = call.spec.cap, call.spec.normalizer
+    if cap.kind != "none":
+        z = seen.lower_(seen.blank_(cap.apply(z)))
+    if normalizer.softmax_over_keys:
+        return softmax_rows(z, seen, keys)
+    weights = normalizer.weights(z, seen.whole(z), call.params)
+    total = weights.sum(-1)
+    total = torch.where(total > 0, total, 1.0)
+    split = {} if keys is None else {"class_mass": by_class(weights, keys) / total[..., None]}
+    first = seen.first(weights) / total
+    return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first, **split}
+
+
+def _keys_seen(call: AttentionCall) -> Tensor:
+    """The keys [b g s] that some counted row sees, in any of the heads that share them."""
+    b, g, s, _ = call.k.shape
+    counted = call.query_mask
+    if _all_keys_seen(call):
+        return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
+    alike = call.mask is None or call.mask.shape[2] == 1  # to all rows, as padding is
+    whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
+    if whole and alike and not call.pos_q.is_floating_point():
+        return _keys_before(call)
+    found = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
+    for rows, keys in _blocks(call):
+        visible = call.visible(rows, keys)
+        if visible is None:
+            visible = torch.ones(1, 1, 1, keys.stop - keys.start, dtype=torch.bool, device=found.device)
+        if counted is not None:
+            visible = visible & counted[:, None, rows, None]
+        found[..., keys] |= _by_group(visible.any(-2), g)
+    return found
+
+
+def _all_keys_seen(call: AttentionCall) -> bool:
+    """True if it shows without a look at masks and positions."""
+    if call.query_mask is not None or call.mask is not None:
+        return False
+    return call.window is None and (not call.causal or call.plain)
+
+
+def _keys_before(call: AttentionCall) -> Tensor:
+    """Keys [b g s] that the mask shows to all rows and that stand no later than the last of the rows that count."""
+    b, g, s, _ = call.k.shape
+    last, counted = call.pos_q.expand(b, -1), call.query_mask
+    seen = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
+    if counted is not None:
+        last = torch.where(counted, last, torch.iinfo(last.dtype).min)
+        seen = seen & counted.any(1)[:, None, None]
+    if call.causal:
+        seen = seen & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
+    shown = dataclasses.replace(call, causal=False).visible(slice(None), slice(None))
+    seen = seen if shown is None else seen & _by_group(shown[:, :, 0], g)
+    return seen.expand(b, g, s)
+
+
+def _by_group(seen: Tensor, g: int) -> Tensor:
+    """[b|1 h|1 s] for query heads as [b|1 g|1 s]: whether some head of those that share keys does."""
+    return seen if seen.shape[1] in (1, g) else seen.unflatten(1, (g, -1)).any(2)
+
+
+# Statistics from row logsumexps: bounds on the largest logit for nothing, the maximum and the entropy for little.
+
+Price = Literal["bracket", "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
+
+GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find, and certify, the maximum
+
+
+def sample_rate(wanted: str) -> int:
+    """One of how many rows is to be in the sample for the entropy; 0 for all of them."""
+    return int(wanted.partition("sample=")[2] or 0)
+
+
+def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
+    """Returns out [b h t d] and lse [b h t] of one fused call, or None where torch does not hand the logsumexp out.
+
+    torch's fused kernels compute it anyway and return it from the operators below SDPA; the output and its gradients
+    are those of SDPA, the logsumexp has none. On a GPU it is the operator that SDPA itself would choose.
+    """
+    if _no_fused_call(call):
+        return None
+    q, k, v, scale = folded(call)
+    if call.q.device.type == "cpu":
+        return flash_on_cpu(q, k, v, 0.0, call.causal, scale=scale)
+    return fused_with_logsumexp(q, k, v, call.causal, scale)
+
+
+def no_logsumexp(call: AttentionCall) -> str:
+    """Returns why `attend_with_logsumexp` returns None for a call."""
+    return _no_fused_call(call) or "the operator that torch chooses for this call on a GPU hands out no logsumexp"
+
+
+def _no_fused_call(call: AttentionCall) -> str:
+    device = call.q.device.type
+    if device not in ("cpu", "cuda"):
+        return f"on {device} torch hands out no logsumexp"
+    if call.dropout or not call.whole:
+        return (
+            "torch hands out no logsumexp with dropout, a mask, a window, packed sequences, or fewer causal queries "
+            "than keys"
+        )
+    if device == "cuda" and torch.compiler.is_compiling():
+        return "torch.compile does not see through the choice of the fused operator"
+    if call.v.shape[-1] != call.q.shape[-1]:
+        return "torch's fused operators take values as wide as the queries only"
+    return ""
+
+
+@torch.no_grad()
+def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> LogitBracket:
+    """The exact largest logit and the entropy of each head by a pass of their own, where no logsumexp is had."""
+    heads = sampled_numbers(call, rate) if (rate := sample_rate(price)) else None
+    if heads is not None:
+        note = f"by one pass over q and k, the entropies by a sample of rows: {why}"
+        return LogitBracket.exact(heads.largest, heads.entropy, note, heads.error)
+    rows = row_statistics(call)
+    if rows is None:
+        exact = logit_stats(call)
+        return LogitBracket.exact(exact.max_logit, exact.entropy, f"by the full pass over all logits: {why}")
+    found = stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
+    return LogitBracket.exact(found.max_logit, found.entropy, f"by one pass over q and k: {why}")
+
+
+def fused_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """Returns out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
+    if q.shape[-1] % 8 or v.shape[-1] % 8:  # SDPA would pad such heads
+        return None
+    gqa = q.shape[1] != k.shape[1]
+    chosen = kernel_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+    fused = _FUSED.get(SDPBackend(chosen))
+    if fused is None:
+        return None
+    operator, between = fused
+    out, lse = operator(q, k, v, *between, causal, scale=scale)[:2]
+    if lse.ndim == 4:  # cuDNN's [b h t 1]
+        lse = lse[..., 0]
+    return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
+
+
+# The operator of each choice, and what it takes between v and causality: the dropout; or a bias, that the logsumexp is
+# wanted, and the dropout.
+_FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
+    SDPBackend.FLASH_ATTENTION: (flash, (0.0,)),
+    SDPBackend.EFFICIENT_ATTENTION: (memory_efficient, (None, True, 0.0)),
+    SDPBackend.CUDNN_ATTENTION: (cudnn, (None, True, 0.0)),
+}
+
+
+def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
+    """Bounds on the largest logit per head from lse [b h t].
+
+    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. At the price "max" the maximum itself is looked for
+    in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
+    "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
+    lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
+    that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling, and with a
+    sample of rows the entropy of those, the maximum from the tiles of rows that the logsumexps do not rule out. Rows
+    that the call's `query_mask` leaves out count nowhere.
+    """
+    if price == "bracket":
+        ends = logit_pass.bracket_of(lse.detach(), call)
+        if ends is None:
+            ends = lse_bounds(call, lse.detach())
+        if ends is not None:
+            return LogitBracket(lower=ends[0], upper=ends[1])
+    heads = sampled_numbers(call, rate, lse.detach()) if (rate := sample_rate(price)) else None
+    if heads is not None:
+        return LogitBracket.exact(heads.largest, heads.entropy, entropy_error=heads.error)
+    return _bracket(call, lse, price)
+
+
+@torch.no_grad()
+def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
+    out = None if call.query_mask is None else ~call.query_mask[:, None]
+    if out is not None:
+        lse = lse.masked_fill(out, -torch.inf)
+    best = lse.amax(0)  # row i sees as many keys in every sequence
+    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
+    lower, upper = (best - n).amax(-1), best.amax(-1)
+    if price == "bracket":
+        return LogitBracket(lower=lower, upper=upper)
+    wants_entropy = price != "max"
+    n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
+    rows = row_statistics(call) if wants_entropy else None
+    if rows is not None:
+        top, entropy = rows.largest.amax((0, 2)), rows.entropy.sum((0, 2)) / n_rows
+        return LogitBracket.exact(top, entropy)
+    q, k, _, scale = folded(call)
+    entropy = None
+    if wants_entropy:
+        entropies = _entropies(call, lse)
+        entropies = entropies if out is None else entropies.masked_fill(out, 0.0)
+        lower = torch.maximum(lower, (lse - entropies).amax((0, 2)))
+        entropy = entropies.sum((0, 2)) / n_rows
+    found, bar = _guided(q, k, lse, scale, call)
+    certified = (found >= bar) & found.isfinite()
+    return LogitBracket(
+        lower=torch.where(certified, found, torch.maximum(lower, found)),
+        upper=torch.where(certified, found, upper),
+        entropy=entropy,
+        certified=certified,
+    )
+
+
+def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
+    """H [b h t] of every row."""
+    q, k, _, scale = folded(call)
+    mean_key = torch.nn.functional.scaled_dot_product_attention(
+        q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    mean = torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))
+    return (lse - scale * mean).clamp_min(0)
+
+
+def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The largest logit of the rows with the largest lse, some of each sequence, and the largest lse of all others.
+
+    Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
+    """
+    if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
+        found, others = torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
+        return found.amax(0), others.amax(0)
+    b, h, t, d = q.shape
+    m = min(GUIDED_ROWS, t)
+    top = lse.topk(min(m + 1, t), dim=-1)
+    row = top.indices[..., :m]
+    rows = q.gather(2, row[..., None].expand(b, h, m, d)).to(lse.dtype) * scale
+    groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # the rows of all heads that share a key head
+    # Copied here: matmul would copy the transpose, which takes six times as long.
+    logits = (groups @ k.to(lse.dtype).contiguous().mT).view(b, h, m, -1)
+    if call.causal:
+        logits.masked_fill_(torch.arange(k.shape[2], device=q.device) > row[..., None], -torch.inf)
+    logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # rows left out
+    others = top.values[..., m] if t > m else torch.full_like(top.values[..., 0], -torch.inf)
+    return logits.amax((0, 2, 3)), others.amax(0)

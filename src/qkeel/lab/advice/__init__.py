@@ -1,1 +1,0 @@
-"""Advice from measured runs: the logits to expect, and which remedy gains how much."""

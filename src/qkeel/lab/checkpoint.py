@@ -1,0 +1,486 @@
+"""The state of a run, its environment, and checkpoints that resume to the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from qkeel.autopilot import Autopilot
+from qkeel.errors import DamagedFileError, RunDirectoryError
+from qkeel.handle import under
+from qkeel.kernels.native import norm_rope_ready
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model import build_optimizer, note, put_on, rules, width_ratio
+from qkeel.lab.tasks import counted_bigrams, load_task
+from qkeel.lab.text import Corpus
+from qkeel.metrics import Row
+from qkeel.nn.attention import SpecModule
+from qkeel.options import Json
+from qkeel.records import RunDirectory, write_bytes
+from qkeel.records.disk import make_directory, read_regular
+from qkeel.records.files import check_parts
+from qkeel.records.parse import json_value, parse_header
+from qkeel.records.run_directory import FileSizes, made_on
+from qkeel.sites import find_sites
+from qkeel.version import VERSION
+
+# The env.json of a run: where and on what it was made, without names of people, machines or folders.
+#
+# What changes bits besides the configuration is in it: runs that differ there are not mixed.
+
+COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # what changes bits and is no setting of a run
+
+
+def computed_with(config: RunConfig) -> Json:
+    """Returns what decides the last digits besides the configuration, by COMPARED: versions, processor, kernels."""
+    device = config.device
+    return {
+        "qkeel": VERSION,
+        "torch": torch.__version__,
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "compiled_kernels": device == "cpu" and norm_rope_ready(),  # they round otherwise than torch's path
+    }
+
+
+def identity(config: RunConfig) -> Json:
+    """Returns what makes two runs of one configuration the same to the last bit: `computed_with`, and the corpus."""
+    return {**computed_with(config), "corpus": about_corpus(load_task(config).corpus)}
+
+
+def check_alike(path: Path, before: Json, now: Json) -> None:
+    """Raises RunDirectoryError where a run was computed otherwise than is done now, or on another text of one name.
+
+    `path` is the run's, `before` its env.json, `now` an `identity`. What an earlier version
+    did not record counts as different.
+    """
+    unlike = [name for name in COMPARED if before.get(name) != now.get(name)]
+    texts = [about.get("corpus") or {} for about in (before, now)]
+    same_name = texts[0].get("name") == texts[1].get("name")
+    if same_name and str(texts[0].get("sha256"))[:12] != str(texts[1].get("sha256"))[:12]:
+        before, now = ({**about, "corpus SHA-256": text.get("sha256")} for about, text in zip((before, now), texts))
+        unlike.append("corpus SHA-256")
+    if unlike:
+        said = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
+        raise RunDirectoryError(
+            f"{path} was computed otherwise ({said}), and runs that round differently or read another text are not "
+            "mixed. Restore what was there (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
+            "directory; nothing was changed."
+        )
+
+
+def refuse_mixture(runs: Path, now: Json) -> None:
+    """Raises RunDirectoryError where one of the run directories in the folder was computed otherwise, see
+    `check_alike`. A damaged one is made again, so it is passed over."""
+    for file in sorted(runs.glob("*/env.json")):
+        with contextlib.suppress(DamagedFileError):
+            check_alike(file.parent, RunDirectory(file.parent).env(), now)
+
+
+def about_corpus(corpus: Corpus) -> Json:
+    """Returns name, content hash and sizes of a corpus."""
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "train_tokens": len(corpus.train),
+        "heldout_tokens": len(corpus.heldout),
+        "vocab_size": corpus.vocab_size,
+        "loss_unit": corpus.loss_unit,
+        **({"tokenizer_sha256": corpus.tokenizer} if corpus.tokenizer else {}),
+    }
+
+
+def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: str) -> Json:
+    """Versions, corpus hash, rules and formula in use (remedy applied), remedy's source, command to reproduce."""
+    remedy, counted = note(config.remedy), counted_bigrams(config)
+    return {
+        **computed_with(config),
+        "python": platform.python_version(),
+        **made_on(),
+        "dtype": config.dtype,
+        "corpus": about_corpus(corpus),
+        **({} if counted is None else {"counted_bigrams": counted}),
+        "n_parameters": sum(p.numel() for p in model.parameters()),
+        "formula": "\n\n".join(
+            [*rules(config.remedy), *dict.fromkeys(site.spec.explain() for site in find_sites(model))]
+        ),
+        "remedy_line": remedy.line,
+        "remedy_source": remedy.source,
+        "command": command,
+    }
+
+
+# The factor on the loss that keeps gradients inside the range of fp16: dynamic, one for each run.
+
+# As torch.amp.GradScaler: powers of two, so that a factor rounds nothing.
+START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+LEAST = 1.0  # below it the forward pass itself overflows, which no factor on the loss helps
+
+
+@final
+class LossScale:
+    """The factor: halved when a gradient is not finite, whose step is skipped, doubled after 2000 steps without.
+
+    A run's factor follows from its own gradients alone, so it is the same in whatever company the run trains. Skipped
+    steps are counted, and named by `taken_events`: none is silent.
+
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; numbers of torch.amp.GradScaler.
+    """
+
+    def __init__(self, start: float = START, interval: int = INTERVAL) -> None:
+        self.value, self.interval = start, interval
+        self.skipped = 0
+        self._sound = 0  # steps since the factor last changed
+        self._finite = True
+        self._events: list[str] = []
+
+    def see(self, norm: Tensor) -> None:
+        """Takes the norm of the unscaled gradient; a device is waited for, as by GradScaler."""
+        self._finite = math.isfinite(float(norm))
+
+    @property
+    def skips(self) -> bool:
+        """Returns whether the step to come is left out."""
+        return not self._finite
+
+    @property
+    def exhausted(self) -> bool:
+        """Returns whether steps are skipped although the factor is less than 1."""
+        return self.value < LEAST
+
+    def update(self) -> None:
+        """Ends a step: counts it, and changes the factor where it is time to."""
+        if self._finite:
+            self._sound += 1
+            if self._sound == self.interval:
+                self.value, self._sound = self.value * GROWTH, 0
+            return
+        self._events.append(f"skipped: the loss or a gradient overflowed fp16 at loss scale {self.value:g}")
+        self.value, self._sound, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
+
+    def taken_events(self) -> list[str]:
+        """Returns what happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def record(self) -> dict[str, float]:
+        """The fields of records.TASK_FIELDS."""
+        return {"loss_scale": self.value, "skipped_steps": self.skipped}
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns what a checkpoint keeps."""
+        return {"numbers": torch.tensor([self.value, self._sound, self.skipped], dtype=torch.float64)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` returned.
+
+        Raises: KeyError or ValueError for anything else.
+        """
+        value, sound, skipped = state["numbers"].tolist()
+        self.value, self._sound, self.skipped = value, int(sound), int(skipped)
+
+
+# The throughput of a run: tokens a second, and the share of the device's arithmetic that the model needs.
+
+# Dense bf16 operations a second by the vendors' data sheets; the first name that is part of the device's counts.
+PEAKS: dict[str, float] = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "L4": 121e12,
+}
+
+
+def flops_per_token(model: nn.Module, context: int) -> float:
+    """Operations of one training token: 6 per weight of every matrix product, and those of the visible pairs.
+
+    3 · 2 · h (d + d') per visible key: forward and twice that backward, scores and weighted values of h heads. A causal
+    query at i sees i + 1 keys, under a window at most so many. The embedding's look-up, norms and what is computed
+    twice count nothing.
+
+    Args:
+        model: whose attention modules are qkeel's. context: tokens of a training sequence.
+
+    Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (which takes all T keys as visible).
+    """
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            total += 6 * module.weight.numel()
+        if isinstance(module, SpecModule):
+            reach = module.spec.position.reach or context
+            keys = sum(min(i + 1, reach) for i in range(context)) / context
+            out = module.get_submodule("o_proj")
+            assert isinstance(out, nn.Linear)
+            total += 6 * keys * (module.n_heads * module.head_dim + out.in_features)
+    return total
+
+
+def peak(device: torch.device, dtype: str) -> float | None:
+    """Operations a second that the device can do in bf16, None where that is not known or not what is computed in."""
+    if device.type != "cuda" or dtype != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for known, value in PEAKS.items() if known in name), None)
+
+
+def speed(tokens: int, seconds: float, flops: float, limit: float | None) -> dict[str, float | None]:
+    """The tokens_per_second and mfu of records.STEP_FIELDS; None where nothing was trained or the limit is unknown."""
+    rate = tokens / seconds if tokens and seconds > 0 else None
+    share = None if rate is None or limit is None else rate * flops / limit
+    return {"tokens_per_second": rate, "mfu": share}
+
+
+# A run in memory, apart from its files: what it learns, its model, its optimizer and the remedy in force.
+
+
+@final
+class RunState:
+    """A resolved configuration in memory: initial weights follow from the seed, batches from (seed, step). Training
+    changes `model`, `optimizer` and what the remedy's `handle` remembers; nothing else.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.task = load_task(config)
+        self.device = torch.device(config.device)
+        self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
+        corpus = self.task.corpus
+        # Of a batch it is not counted: its loss is noise of one batch in any unit.
+        self.tokens_per_unit = {
+            "train": corpus.tokens_per_unit(corpus.train),
+            "heldout": corpus.tokens_per_unit(self.heldout.targets.cpu().numpy()),
+        }
+        self.probed = self.task.heldout(config.probe_sequences).to(self.device)
+        torch.manual_seed(config.seed)
+        self.model = self.task.build(torch.Generator().manual_seed(config.seed))
+        _nudge(self.model, config.nudge)
+        self.model.to(self.device)
+        self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
+        self.flops_per_token = flops_per_token(self.model, config.data.context)
+        self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
+        self.handle = put_on(config, self.model, self.optimizer)
+        self.loss_scale = LossScale() if config.dtype == "fp16" else None
+        self.model.train()
+        if config.compile:
+            self.model.compile()
+
+    def close(self) -> None:
+        """The training is over."""
+        if isinstance(self.handle, Autopilot):
+            self.handle.close()
+
+    @property
+    def events(self) -> Sequence[Row]:
+        """The events of an autopilot so far."""
+        return self.handle.events if isinstance(self.handle, Autopilot) else ()
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, ulps: int) -> None:
+    """Moves the first weight of the first matrix of the blocks up by so many float32 steps."""
+    weight = next((p for p in model.get_submodule("blocks").parameters() if p.dim() == 2), None) if ulps else None
+    if weight is not None:
+        first = weight.detach().view(-1)[:1]
+        first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # magnitudes are in the order of their bits
+
+
+# The one checkpoint of a run: a safetensors file with its SHA-256, replaced whole. Nothing is pickled.
+
+_DIGEST = "sha256"  # of the file with its own digits set to 0, in the header's metadata
+_BLANK = "0" * 64
+# What an optimizer keeps of a parameter: AdamW, SGD, Muon.
+_STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunProgress:
+    """The progress of a run: optimizer steps done, CPU seconds spent, bytes of each file of records then (None in the
+    checkpoints of earlier versions)."""
+
+    step: int = 0
+    cpu_seconds: float = 0.0
+    sizes: FileSizes | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """A checkpoint as it is on disk."""
+
+    progress: RunProgress
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, object]
+
+
+def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
+    """Replaces the checkpoint by one rename."""
+    tensors: dict[str, Tensor] = {f"model.{name}": t for name, t in _model_tensors(run.model).items()}
+    numbers: dict[str, object] = {}
+    for index, state in run.optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{key}"] = value
+            else:
+                numbers[f"{index}.{key}"] = value
+    tensors.update({f"remedy.{key}": value for key, value in run.handle.state().items()})
+    if run.loss_scale is not None:
+        tensors.update({f"loss_scale.{key}": value for key, value in run.loss_scale.state().items()})
+    tensors.update(_random_state())
+    about = {**dataclasses.asdict(progress), "optimizer": numbers}
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    make_directory(directory.checkpoint.parent, parents=False)
+    data = bytearray(safetensors.torch.save(plain, {"qkeel": json.dumps(about), _DIGEST: _BLANK}))
+    at = _digits(data, _BLANK)
+    data[at : at + len(_BLANK)] = hashlib.sha256(data).hexdigest().encode()
+    write_bytes(directory.checkpoint, data)
+
+
+def load(directory: RunDirectory, run: RunState) -> RunProgress:
+    """Puts the checkpoint's state into the run; returns how far that is.
+
+    Raises: DamagedFileError if the file is not as it was written, RunDirectoryError if it belongs to another model.
+    """
+    found = read_checkpoint(directory)
+    restore(directory, run, found)
+    return found.progress
+
+
+def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
+    """The checkpoint of a run, its digest and the types of its fields checked.
+
+    Raises: DamagedFileError if the file is not as it was written.
+    """
+    path = directory.checkpoint
+    data = read_regular(path, most=None)
+    length = int.from_bytes(data[:8], "little")
+    metadata = parse_header(data[8 : 8 + length], path, len(data), DamagedFileError).metadata
+    try:
+        _check_digest(data, metadata.get(_DIGEST), directory.sealed)
+        about = check_parts(json_value(metadata["qkeel"]), "state.safetensors", str(path))
+        progress = RunProgress(about["step"], float(about["cpu_seconds"]), about.get("sizes"))
+        return RunCheckpoint(progress, safetensors.torch.load(data), about["optimizer"])
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise DamagedFileError(f"{path} is not as it was written ({error}): it was damaged.") from error
+
+
+def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -> None:
+    """Puts a checkpoint's state into the run.
+
+    Raises: RunDirectoryError if it belongs to another model; nothing on disk is changed.
+    """
+    tensors = checkpoint.tensors
+    try:
+        _load_model(run.model, under("model.", tensors))
+        _load_optimizer(run.optimizer, under("optimizer.", tensors), checkpoint.numbers)
+        run.handle.load(under("remedy.", tensors))
+        if run.loss_scale is not None:
+            run.loss_scale.load(under("loss_scale.", tensors))
+        _set_random_state(tensors)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RunDirectoryError(
+            f"{directory.checkpoint} is not a whole checkpoint of this run ({error}). It was not written by this "
+            f"version of qkeel; delete {directory.path} to run again, or restore the file."
+        ) from error
+
+
+def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
+    if digest is None and not needed:  # an earlier version wrote none
+        return
+    at = _digits(data, digest or "")
+    known = hashlib.sha256(data[:at])
+    known.update(_BLANK.encode())
+    known.update(memoryview(data)[at + len(_BLANK) :])
+    if known.hexdigest() != digest:
+        raise ValueError("it does not fit its digest")
+
+
+def _digits(data: bytes | bytearray, digest: str) -> int:
+    """The byte at which the digits of the digest begin, as safetensors writes them.
+
+    Raises: ValueError if they are not there.
+    """
+    field = f'"{_DIGEST}":"'.encode()
+    return data.index(field + digest.encode() + b'"') + len(field)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once where two names share one tensor."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+@torch.no_grad()
+def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    own = _model_tensors(model)
+    if own.keys() != tensors.keys():
+        raise ValueError(f"other tensors: {', '.join(sorted(own.keys() ^ tensors.keys()))}")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
+        if own[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {own[name].dtype}")
+        own[name].copy_(tensor)
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: Mapping[str, object]
+) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, object]] = {}
+    for name, value in [*tensors.items(), *numbers.items()]:
+        index, _, key = name.partition(".")
+        if not index.isdecimal() or int(index) >= len(parameters):
+            raise ValueError(f"state {name} of no parameter; there are {len(parameters)}")
+        if not isinstance(value, (Tensor, int, float)):
+            raise ValueError(f"state {name} is {value!r}, expected a number")
+        state.setdefault(int(index), {})[key] = value
+    for index, entries in state.items():
+        _check_state(index, entries, parameters[index])
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -> None:
+    """Raises unless these are an optimizer's numbers of one parameter."""
+    if frozenset(entries) not in _STATES:
+        raise ValueError(f"parameter {index} has the state {', '.join(sorted(entries))}, which no optimizer here keeps")
+    for key, value in entries.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if shape != (() if key == "step" else tuple(parameter.shape)):
+            raise ValueError(f"state {index}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}")
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_state(tensors: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])

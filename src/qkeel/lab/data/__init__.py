@@ -1,1 +1,0 @@
-"""Sources of texts and images, and batches that are a function of (seed, step)."""

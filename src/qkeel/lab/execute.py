@@ -1,0 +1,425 @@
+"""A study executed: its progress, what is left to run, and studies merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import final
+
+from qkeel.errors import DamagedFileError, RunDirectoryError, reported
+from qkeel.lab.checkpoint import RunState, identity, refuse_mixture
+from qkeel.lab.config import RunConfig
+from qkeel.lab.executors import Job, Outcome, Shard, executor, units_of
+from qkeel.lab.lengths import check_methods, long_rows, missing
+from qkeel.lab.model import check, resolve, threads
+from qkeel.lab.plan import FOLDER, Grid, LongContexts, Plan, PlannedRun, tuned_plan, tuning_plan
+from qkeel.lab.stack_arithmetic import choose_arithmetic
+from qkeel.lab.stack_models import StackSize
+from qkeel.lab.studies import find_study
+from qkeel.lab.study_record import in_order, joined_study, read_study, rows, study_of, write_chaos, write_table
+from qkeel.lab.tasks import load_task
+from qkeel.lab.training import train_step
+from qkeel.options import Json
+from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
+from qkeel.records.disk import (
+    check_seal,
+    make_directory,
+    move_directory,
+    refuse_irregular,
+    remove_leftovers,
+    replace_file,
+)
+from qkeel.records.parse import json_value
+from qkeel.records.run_directory import locked
+
+# The progress of a study, read from its files, and how long it will take, from a few timed steps.
+
+_WARM, _TIMED = 3, 10  # steps
+
+
+def last_step(directory: Path) -> int:
+    """The last recorded step of a run; 0 before there is one. Reads only the end of the file."""
+    try:
+        path = directory / "metrics.jsonl"
+        refuse_irregular(path)
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 4096))
+            line = file.read().split(b"\n")[-2] + b"\n"
+        check_seal(line)
+        return int(json_value(line)["step"])
+    except (OSError, IndexError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
+    """Seconds the runs will take with `workers` at once, from timing a few steps of the first one here; 0 where these
+    steps fail, since the run itself says why."""
+    if not runs or workers < 1:
+        return 0.0
+    steps = sum(run.config.steps for run in runs)
+    try:
+        return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
+    except Exception:
+        return 0.0
+
+
+def _seconds_per_step(config: RunConfig) -> float:
+    config = resolve(config)
+    with threads(config.threads):
+        arithmetic = choose_arithmetic([RunState(config)])
+        for step in range(_WARM):
+            train_step(arithmetic, [step])
+        arithmetic.probe()  # ends with a read, so the device is idle now
+        start = time.perf_counter()
+        for step in range(_TIMED):
+            train_step(arithmetic, [step])
+        arithmetic.probe()  # once per ten steps, as a run with the default cadence does
+        return (time.perf_counter() - start) / _TIMED
+
+
+# A study: a plan executed in one directory, which it goes on with, extends, or refuses.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """The options of a study's execution; nothing here changes a number."""
+
+    workers: int | None = 1
+    """Processes at once, each with a run or a stack of runs; 1 does them in this one, None asks the executor."""
+    executor: str = "local"
+    """Where: local, ray, dask or slurm, with options as "slurm:partition=gpu,time=60"; see lab.execution.executors."""
+    stack: StackSize = "off"
+    """Runs that differ in seed, steps and rates only train as one model: so many, or where models are small."""
+    shard: Shard = dataclasses.field(default_factory=Shard)
+    """Which part of the runs is done here."""
+    command: str = ""
+    """What the user typed, for the record."""
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    """Called as each run ends."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """The result of a study: tables of all runs of the directory and of its long contexts, and the new failures."""
+
+    path: Path  #: of the study's directory
+    table: Sequence[Json]  #: one row for each run that is done
+    long_table: Sequence[Json]  #: one row for each of them, method and length
+    failures: Sequence[Outcome]  #: runs that failed this time
+
+
+def make_plan(
+    name: str, base: RunConfig | None = None, grid: Grid | None = None, contexts: LongContexts | None = None
+) -> Plan:
+    """The plan of a study by name, checked: every remedy, the model, and the corpus can be used.
+
+    >>> [run.name for run in make_plan("lr", grid=Grid(remedies=["none"], lrs=[0.01, 0.03], seeds=[0])).runs]
+    ['none', 'none']
+
+    Args:
+        name: of lab.studies.STUDIES. base: the configuration of its runs. grid: its axes. The study has defaults for
+            all of them.
+        contexts: of the extrapolation study, in place of its own.
+
+    Raises: UnknownNameError, InvalidValueError, RefusedError or DataError, before anything is written.
+    """
+    plan = find_study(name).plan(name, base, grid, contexts)
+    runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
+    unlike = {(run.role, run.name): run.config for run in runs}
+    for config in unlike.values():
+        check(config)
+        if plan.contexts:
+            check_methods(config, plan.contexts)
+    for config in {run.role: run.config for run in runs}.values():
+        load_task(config)
+    axes = dataclasses.replace(plan.grid, remedies=[r.name for r in runs if r.role != "drift"])
+    once = list({run.config.run_id: run for run in runs}.values())
+    return dataclasses.replace(plan, grid=axes, runs=once)
+
+
+def study(
+    name: str,
+    *,
+    remedies: Sequence[str],
+    lrs: Sequence[float],
+    seeds: Sequence[int],
+    out: str | Path,
+    base: RunConfig | None = None,
+    jobs: int = 1,
+    contexts: LongContexts | None = None,
+) -> StudyResult:
+    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, killed ones resume.
+
+    >>> base = RunConfig(steps=1, eval_sequences=1)
+    >>> len(study("lr", remedies=["none"], lrs=[0.01], seeds=[0], out="a", base=base).table)
+    1
+
+    Args:
+        name: of lab.studies.STUDIES. remedies, lrs, seeds: the grid; the same directory takes more of them later.
+        out: the directory. base: model, corpus and length of its runs, which stay the same in one directory.
+        jobs: processes at once; small models train several as one. `run_plan` takes more options.
+        contexts: in the study "extrapolation", where remedies are attention forms, what is done with the weights.
+    """
+    plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
+    return run_plan(plan, out, Execution(workers=jobs, stack="auto"))
+
+
+def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
+    """Executes what of the plan is not done yet, then writes table.csv.
+
+    >>> grid = Grid(remedies=["none"], lrs=[0.01], seeds=[0])
+    >>> len(run_plan(make_plan("lr", RunConfig(steps=1, eval_sequences=1), grid), "b", Execution()).failures)
+    0
+
+    Raises: RunDirectoryError if the directory is in use, holds another study or runs that were computed otherwise, or
+    cannot be written.
+    """
+    out = Path(out)
+    if plan.grid.tuning_seeds and not plan.tuned:
+        plan = tune(plan, out, execution)
+    shard = execution.shard
+    part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
+    with locked(out / f"lock{part}", f"{out} is in use by another study"):
+        with _alone(out):
+            if execution.executor == "local":  # else the machines that compute find out
+                for run in {run.role: run for run in pending(plan, out, shard)}.values():
+                    refuse_mixture(out / "runs", identity(run.config))
+            about = _study(out, plan, execution.command)
+            write_json(out / "study.json", about)
+        failures: list[Outcome] = []
+        try:
+            for outcome in _outcomes(plan, out, execution):
+                execution.on_outcome(outcome)
+                if outcome.error:
+                    failures.append(outcome)
+        finally:
+            with _alone(out):
+                table, long_table = write_tables(out)
+    return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
+
+
+def tune(plan: Plan, out: Path, execution: Execution) -> Plan:
+    """Returns the plan at the rate of each remedy that is best on the tuning seeds, after doing what of them is left.
+
+    Raises: RunDirectoryError where one of their runs is not done, or the directory holds another study.
+    """
+    return tuned_plan(plan, run_plan(tuning_plan(plan), out / FOLDER, execution).table)
+
+
+def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
+    """Writes the table.csv of a study's directory; returns the rows of its runs and those of its long contexts."""
+    about = read_study(out)
+    table = rows(out, about["runs"])
+    long_table = long_rows(out, about) if "contexts" in about else []
+    if "contexts" in about:
+        write_table(out, long_table, list(EXTRAPOLATION_COLUMNS))
+    else:
+        write_table(out, table)
+    write_chaos(out, about)
+    return table, long_table
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Shards of one study share study.json and table.csv; each holds them for a moment."""
+    with locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0):
+        remove_leftovers(out)
+        yield
+
+
+def run_directory(out: Path, run: PlannedRun) -> Path:
+    """The directory of a run of a study."""
+    return out / "runs" / run.config.run_id
+
+
+def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
+    """The shard's runs that are not done or were damaged since, the longest first: no worker ends long after others."""
+    mine = list(plan.runs)[shard.index - 1 :: shard.count]
+    left = []
+    for run in mine:
+        place = RunDirectory(run_directory(out, run))
+        done = place.status is RunStatus.DONE and not place.damage()
+        if not done or (plan.contexts and missing(place, plan.contexts.of(run.name))):
+            left.append(run)
+    return sorted(left, key=lambda run: -run.config.steps)
+
+
+def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
+    """Does what is left of the plan, yielding each outcome as it comes; closed, it stops what goes on."""
+    place = executor(execution.executor)
+    if not (jobs := _jobs(plan, out, execution)):
+        return
+    # Other machines start in other folders: they get whole paths, and the user the paths that were typed.
+    typed = {str(Path(job.directory).absolute()): job.directory for job in jobs}
+    jobs = [dataclasses.replace(job, directory=whole) for whole, job in zip(typed, jobs)]
+    most = place.capacity()  # asked in any case: a cluster that cannot be reached says so here
+    workers = most if execution.workers is None else execution.workers
+    with closing(place.outcomes(units_of(jobs, workers, execution.stack), workers, out.absolute())) as found:
+        for outcomes in found:
+            for outcome in outcomes:
+                yield dataclasses.replace(outcome, directory=typed[outcome.directory])
+
+
+def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
+    return [
+        Job(
+            run.config.to_dict(),
+            str(run_directory(out, run)),
+            execution.command,
+            plan.contexts and plan.contexts.of(run.name),
+        )
+        for run in pending(plan, out, execution.shard)
+    ]
+
+
+def _study(out: Path, plan: Plan, command: str) -> Json:
+    """The study.json of the plan and of what is in the directory already."""
+    new = study_of(plan, command)
+    if (out / "study.json").exists():
+        return joined_study(out, read_study(out), new)
+    if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):
+        raise RunDirectoryError(
+            f"{out} is not empty and holds no study.json, so it is no study's directory. "
+            "Choose another directory; nothing was changed."
+        )
+    return {**new, "runs": in_order(new["runs"], new["remedies"], list(new["base"]))}
+
+
+# Parts of one study that were made apart, in directories of their own, merged into one.
+
+_OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # how long a run took is no result of it
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MergedStudy:
+    """A merged study: its table, that of its long contexts, and how many of its runs have a result."""
+
+    path: Path  #: of the merged directory
+    table: Sequence[Json]  #: one row for each run that is done
+    long_table: Sequence[Json]  #: one row for each of them, method and length
+    done: int  #: runs that have a result
+
+
+def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
+    """Merges directories of the same study, made on several machines, into a new one; the sources stay as they are.
+
+    A run that is in several of them is taken where it is done, else where it is furthest. Unfinished runs come along:
+    the study's own command with `out` goes on with them. `out` appears whole or not at all.
+
+    >>> from qkeel.lab import RunConfig, study
+    >>> base = RunConfig(steps=1, eval_sequences=1)
+    >>> for seed in (0, 1):
+    ...     _ = study("lr", remedies=["none"], lrs=[0.01], seeds=[seed], out=f"part-{seed}", base=base)
+    >>> merge_studies(["part-0", "part-1"], "whole").done
+    2
+
+    Raises: RunDirectoryError if a source holds no study or another one, runs of two were computed otherwise or on
+    another text, a run that is done in two of them has different results there, a source is in use, or `out` holds
+    something already.
+    """
+    places = [Path(source) for source in sources]
+    out = Path(out)
+    _check_places(places, out)
+    about = read_study(places[0])
+    for place in places[1:]:
+        about = joined_study(place, about, read_study(place))
+    begun = [file for place in places for file in sorted(place.glob("runs/*/env.json"))]
+    for place in places[1:] if begun else ():
+        refuse_mixture(place / "runs", RunDirectory(begun[0].parent).env())
+    chosen = [_choice(places, entry["run_id"]) for entry in about["runs"]]
+    staged = out.with_name(f".{out.name}.part")
+    shutil.rmtree(staged, ignore_errors=True)  # of a merge that was killed
+    advice = ". Expected a writable place with free space; nothing that was there is changed."
+    try:
+        with reported(f"cannot merge into {out}", advice):
+            for run in filter(None, chosen):
+                _copy(run, staged / "runs" / run.path.name)
+            make_directory(staged)
+            write_json(staged / "study.json", about)
+            table, long_table = write_tables(staged)
+            move_directory(staged, out)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    done = sum(run is not None and run.status is RunStatus.DONE for run in chosen)
+    return MergedStudy(path=out, table=table, long_table=long_table, done=done)
+
+
+def _check_places(places: Sequence[Path], out: Path) -> None:
+    if not places:
+        raise RunDirectoryError("expected directories of one study to merge, got none")
+    seen: set[str] = set()
+    for place in places:
+        if os.path.realpath(place) in seen:
+            raise RunDirectoryError(f"{place} is named twice; name each directory once")
+        seen.add(os.path.realpath(place))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunDirectoryError(
+            f"cannot merge into {out}: something is there already. Name a new directory; nothing was changed."
+        )
+
+
+def _choice(places: Sequence[Path], run_id: str) -> RunDirectory | None:
+    """The directory to take a run from, None where no source has begun it."""
+    runs = [RunDirectory(place / "runs" / run_id) for place in places]
+    done = [run for run in runs if run.status is RunStatus.DONE]
+    for other in done[1:]:
+        _check_same_results(done[0], other)
+    # What long texts gave is added to a run that is done, so one of two equal runs may have more of it.
+    furthest = max(done, key=lambda run: len(run.long_contexts()), default=None)
+    begun = [run for run in runs if run.status is not RunStatus.MISSING]
+    return furthest or max(begun, key=lambda run: last_step(run.path), default=None)
+
+
+def _check_same_results(one: RunDirectory, other: RunDirectory) -> None:
+    """Raises RunDirectoryError where a run that was done twice did not come to the same numbers, to the last bit."""
+    first, second = _results(one), _results(other)
+    unlike = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    texts = _of_long_texts(one), _of_long_texts(other)
+    unlike += [name for name in texts[0] if name in texts[1] and texts[0][name] != texts[1][name]]
+    if unlike:
+        raise RunDirectoryError(
+            f"{one.path} and {other.path} are the same run with different results, first of all {unlike[0]}: machines, "
+            "versions or kernels differed, so the two are no parts of one study. Leave one of the directories out; "
+            "nothing was changed."
+        )
+
+
+def _results(run: RunDirectory) -> dict[str, str]:
+    """Every number of a run by name and step; as text, since NaN is not equal to itself."""
+    lines = [(f" at step {line['step']}", line) for line in run.metrics()]
+    lines.append((" of the summary", run.summary()))
+    return _as_text(lines)
+
+
+def _of_long_texts(run: RunDirectory) -> dict[str, str]:
+    """The numbers of a run at other lengths."""
+    lines = run.long_contexts()
+    return _as_text([(f" with {line['posthoc']} at length {line['test_length']}", line) for line in lines])
+
+
+def _as_text(lines: Sequence[tuple[str, Json]]) -> dict[str, str]:
+    return {name + at: repr(x) for at, line in lines for name, x in line.items() if name not in _OF_THE_MACHINE}
+
+
+def _copy(run: RunDirectory, to: Path) -> None:
+    """Copies the files of a run; of one that is not done under its lock, so that nobody writes meanwhile."""
+    held = locked(run.path / "lock", f"{run.path} is in use by another process")
+    if run.status is RunStatus.DONE and (damage := run.damage()):
+        raise DamagedFileError(f"{damage} Run its study again, then merge.")
+    with nullcontext() if run.status is RunStatus.DONE else held:
+        for file in sorted(run.path.rglob("*")):
+            if file.name == "lock" or file.name.endswith(".part") or (file.is_dir() and not file.is_symlink()):
+                continue
+            refuse_irregular(file)
+            place = to / file.relative_to(run.path)
+            make_directory(place.parent)
+            replace_file(place, file.read_bytes())

@@ -1,1 +1,0 @@
-"""A plan of runs executed in one directory."""

@@ -1,0 +1,199 @@
+"""Sources of images: handwritten digits, two photos in tiles, folders of classes, lists of captions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from qkeel.errors import DataError, needed
+from qkeel.lab.text import HELD_OUT, json_rows, read_bytes, stamp
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
+_MODES = ("L", "RGB")
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pictures:
+    """Images of one size: pixels [n height width channels] float32 in [0, 1], a caption and a class each.
+
+    `held` marks those that are held out: by their content, so copies of an image are on one side. No classes: ().
+    """
+
+    name: str
+    pixels: np.ndarray
+    captions: Sequence[str]
+    labels: np.ndarray
+    classes: Sequence[str]
+    held: np.ndarray
+
+    @property
+    def sha256(self) -> str:
+        """Of pixels, captions, classes and the split."""
+        digest = hashlib.sha256(json.dumps([list(self.captions), list(self.classes)]).encode())
+        for part in (self.pixels, self.labels, self.held):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
+
+
+def load_pictures(source: str, size: int) -> Pictures:
+    """The images of a source; see ImagesConfig.images.
+
+    Raises: DataError for what cannot be read, is of another size or mode, or has no caption.
+    """
+    return _load(source, size, stamp(source) if source not in BUILT_IN else ())
+
+
+@functools.lru_cache(maxsize=4)
+def _load(source: str, size: int, stamped: object) -> Pictures:
+    path = Path(source).expanduser()
+    if source in BUILT_IN:
+        name, pixels, captions, classes = BUILT_IN[source]()
+        if size != pixels.shape[1]:
+            raise DataError(f"the images of {source} are 8 × 8; expected image_size 8, got {size}")
+    elif path.suffix == ".jsonl" and path.is_file():
+        name, (pixels, captions), classes = path.name, _captioned(path, size), ()
+    elif path.is_dir():
+        name, (pixels, captions) = path.name, _class_folders(path, size)
+        classes = tuple(dict.fromkeys(captions))
+    else:
+        raise DataError(
+            f"no images {source!r}: no such folder or .jsonl. Expected {', '.join(BUILT_IN)}, a folder of one "
+            "subfolder per class, or a .jsonl of path and text."
+        )
+    place = {name: i for i, name in enumerate(classes)}
+    labels = np.array([place.get(caption, 0) for caption in captions])
+    if source == "photos":
+        labels = np.array([place[caption.split()[0]] for caption in captions])
+    held = _held_out(pixels, labels, classes)
+    return Pictures(name=name, pixels=pixels, captions=captions, labels=labels, classes=classes, held=held)
+
+
+def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    """A tenth of each class, at least one image, those whose hashes come first."""
+    digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
+    held: set[bytes] = set()
+    for label in range(len(classes) or 1):
+        mine = sorted({digest for digest, own in zip(digests, labels) if own == label})
+        if len(mine) < 2:
+            what = f"class {classes[label]!r} has" if classes else "there are"
+            raise DataError(
+                f"{what} {len(mine)} different images; expected at least 2: one to train on and one to hold out"
+            )
+        held.update(mine[: max(1, round(HELD_OUT * len(mine)))])
+    return np.array([digest in held for digest in digests])
+
+
+ImageTable = tuple[str, np.ndarray, Sequence[str], Sequence[str]]
+
+
+def _digits() -> ImageTable:
+    text = gzip.decompress(files("qkeel.lab").joinpath("pictures", "digits.csv.gz").read_bytes()).decode()
+    rows = np.loadtxt(io.StringIO(text), delimiter=",", dtype=np.float32)
+    pixels = (rows[:, :64] / 16).reshape(-1, 8, 8, 1)
+    return "digits", pixels, [_WORDS[int(label)] for label in rows[:, 64]], _WORDS
+
+
+def _photos() -> ImageTable:
+    """Tiles of 8 × 8 pixels; the caption is the photo's name, the tile's row and its column."""
+    with np.load(io.BytesIO(files("qkeel.lab").joinpath("pictures", "photos.npz").read_bytes())) as stored:
+        photos = {name: stored[name] for name in stored.files}
+    tiles, captions = [], []
+    for name, photo in photos.items():
+        rows, columns = photo.shape[0] // 8, photo.shape[1] // 8
+        cut = photo.reshape(rows, 8, columns, 8).transpose(0, 2, 1, 3)
+        tiles.append(cut.reshape(-1, 8, 8, 1).astype(np.float32) / 255)
+        captions += [f"{name} {row} {column}" for row in range(rows) for column in range(columns)]
+    return "photos", np.concatenate(tiles), captions, tuple(photos)
+
+
+BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits, "photos": _photos}
+
+
+def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
+    images, captions = [], []
+    for where, row in json_rows(path):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
+            raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}')
+        if not row["text"].strip():
+            raise DataError(f"{where}: the caption of {row['path']} is empty; expected text, or leave the image out")
+        images.append(_read(path.parent / row["path"], size))
+        captions.append(row["text"].strip())
+    return _stack(images, str(path)), captions
+
+
+def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    if not folders:
+        raise DataError(f"{path} holds no subfolder; expected one for each class, with the images of the class in it")
+    images, captions = [], []
+    for folder in folders:
+        own = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
+        if not own:
+            raise DataError(
+                f"class {folder.name!r} has no image: {folder} holds no file that ends in {', '.join(SUFFIXES)}"
+            )
+        images += [_read(file, size) for file in own]
+        captions += [folder.name] * len(own)
+    return _stack(images, str(path)), captions
+
+
+def _read(path: Path, size: int) -> np.ndarray:
+    with needed("reading images", "'qkeel[data]'"):
+        from PIL import Image, UnidentifiedImageError  # type: ignore[import-not-found]
+    try:
+        with Image.open(io.BytesIO(read_bytes(path))) as image:
+            mode, shape = image.mode, image.size
+            _check(path, mode, shape, size)
+            pixels = np.asarray(image, dtype=np.float32) / 255
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError(f"cannot read {path} as an image: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path} as an image: {error.strerror or error}") from error
+    return pixels.reshape(size, size, -1)
+
+
+def _check(path: Path, mode: str, shape: tuple[int, int], size: int) -> None:
+    if mode not in _MODES:
+        raise DataError(
+            f"{path} is of mode {mode}; expected 8-bit grey (L) or RGB. Convert it: Image.open(...).convert('RGB')"
+        )
+    if tuple(shape) != (size, size):
+        raise DataError(
+            f"{path} is {shape[0]} × {shape[1]} pixels; expected {size} × {size}. Resize the images, or give their "
+            "size as --image-size"
+        )
+
+
+def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
+    if not images:
+        raise DataError(f"{what} lists no image; expected at least two")
+    channels = {image.shape[2] for image in images}
+    if len(channels) > 1:
+        raise DataError(f"{what} mixes grey and RGB images; expected one mode. Convert them all to the same")
+    return np.stack(images)
+
+
+def patches(pixels: np.ndarray, size: int) -> np.ndarray:
+    """Images [n height width channels] cut into squares, row by row: [n rows columns size²·channels]."""
+    n, height, width, channels = pixels.shape
+    cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
+    return cut.reshape(n, height // size, width // size, -1)
+
+
+def grey(pixels: np.ndarray) -> np.ndarray:
+    """RGB images in grey by their luma (ITU-R BT.601), grey ones as they are: [n height width 1]."""
+    if pixels.shape[-1] == 1:
+        return pixels
+    return (pixels @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]

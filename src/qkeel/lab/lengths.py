@@ -1,0 +1,441 @@
+"""Models on texts longer than those of training: loss by position, retrieval, angles of keys."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkeel.errors import DamagedFileError, RefusedError, caution
+from qkeel.functional.bounds import dilution_bound
+from qkeel.functional.norms import widest
+from qkeel.lab.checkpoint import RunState, load
+from qkeel.lab.config import RunConfig, with_values
+from qkeel.lab.model import autocast, layers, resolve, threads
+from qkeel.lab.plan import LongContexts, Method
+from qkeel.lab.run_record import measuring
+from qkeel.lab.text import Needles, ask, batch, long_texts
+from qkeel.lab.text import load as load_corpus
+from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.nn.attention import SpecModule
+from qkeel.options import Json, lookup, parse
+from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
+from qkeel.records.disk import cut, remove, sync
+from qkeel.records.files import JSONObject, whole_bytes
+from qkeel.spec import PRESETS, AttentionCall, AttentionSpec
+from qkeel.spec.rope import Position
+
+# Angles between queries and keys: the range that training has, and what lies outside it in a longer text.
+
+_ROWS = 128  # of the cosines at a time
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """The smallest and the largest cosine of a layer's visible pairs, per head [h]."""
+
+    low: Tensor
+    high: Tensor
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outside:
+    """Per head of all layers [layers h]: pairs, how many of them lie outside the range, and the largest logit possible.
+
+    largest_logit: scale of the last position · largest norm of a query · largest norm of a key.
+    """
+
+    pairs: Tensor
+    outside: Tensor
+    largest_logit: Tensor
+
+    @property
+    def share(self) -> float:
+        """Of all pairs of all heads."""
+        return float(self.outside.sum() / self.pairs.sum())
+
+    def dilution(self, n: int) -> Tensor:
+        """The functional.bounds.dilution_bound of each head's largest logit among n keys, [layers h]."""
+        return dilution_bound(self.largest_logit, n)
+
+
+def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
+    """Per layer the cosines that texts [b t] make its heads meet."""
+    ranges: dict[int, Range] = {}
+
+    def widen(layer: int, call: AttentionCall) -> None:
+        for cos, seen in _cosines(call):
+            low, high = cos.masked_fill(~seen, 2.0).amin((0, 2, 3)), cos.masked_fill(~seen, -2.0).amax((0, 2, 3))
+            old = ranges.get(layer)
+            ranges[layer] = Range(low, high) if old is None else Range(low.minimum(old.low), high.maximum(old.high))
+
+    with observed(model, widen):
+        for tokens in texts:
+            model(tokens)
+    return [ranges[layer] for layer in sorted(ranges)]
+
+
+def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
+    """The number of pairs of texts [b t] that lie outside the ranges."""
+    counts = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
+    found = Outside(counts, counts.clone(), torch.zeros_like(counts))
+
+    def count(layer: int, call: AttentionCall) -> None:
+        low, high = (x[:, None, None] for x in (ranges[layer].low, ranges[layer].high))
+        for cos, seen in _cosines(call):
+            found.pairs[layer] += seen.expand(cos.shape).sum((0, 2, 3)).cpu()
+            found.outside[layer] += (((cos < low) | (cos > high)) & seen).sum((0, 2, 3)).cpu()
+        found.largest_logit[layer] = found.largest_logit[layer].maximum(largest_logit(call).cpu())
+
+    with observed(model, count):
+        for tokens in texts:
+            model(tokens)
+    return found
+
+
+def attentions(model: nn.Module) -> list[SpecModule]:
+    """The attentions of a model, layer by layer."""
+    return [module for module in model.modules() if isinstance(module, SpecModule)]
+
+
+@contextlib.contextmanager
+def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
+    """Shows each attention call of the model, with the number of its layer."""
+    modules = attentions(model)
+    observers = [lambda call, layer=layer: see(layer, call) for layer in range(len(modules))]
+    for module, observer in zip(modules, observers, strict=True):
+        module.observers.append(observer)
+    try:
+        yield
+    finally:
+        for module, observer in zip(modules, observers, strict=True):
+            module.observers.remove(observer)
+
+
+def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of cosines [b h rows s] and of what is visible of them."""
+    q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
+    position = call.spec.position.unwindowed  # a window hides keys and turns nothing
+    for start in range(0, q.shape[2], _ROWS):
+        rows = slice(start, min(start + _ROWS, q.shape[2]))
+        keys = call.span(rows)
+        # A bias on the score turns nothing; a clipped distance turns the pair.
+        turn = position.scores if position.kind == "rerope" else lambda *a: Position.scores(position, *a)
+        cos = turn(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
+        visible = call.visible(rows, keys)
+        yield cos, torch.ones_like(cos, dtype=torch.bool) if visible is None else visible
+
+
+def largest_logit(call: AttentionCall) -> Tensor:
+    """Per head [h]: see Outside.largest_logit."""
+    q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
+    factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
+    largest = (q * k.repeat_interleave(len(q) // len(k))).to(widest(q.device))
+    each = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # of one query, one batch row
+    return each.reshape(len(q))
+
+
+# Retrieval by a model, apart from its predictions: needles found, and the attention that they get.
+
+_TOKENS = 8192  # of one forward pass
+
+
+def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
+    """Needles in held-out windows [n, length + 1]: the share found, by depth too, and the attention that they get.
+
+    needle_weight is the mean weight that a question gives its needle, needle_bound the most that one key can get there
+    (`dilution_bound` of the largest logit that the norms allow), both of the head that gives most; each also by head.
+    """
+    asked = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
+    parts = (asked.windows, asked.questions, asked.places)
+    tokens, questions, places = (torch.from_numpy(part).to(windows.device) for part in parts)
+    hits: list[Tensor] = []
+    weights: dict[int, list[Tensor]] = {}
+    largest: dict[int, list[Tensor]] = {}
+    count = max(1, _TOKENS // (tokens.shape[1] - 1))
+    for part, at in zip(tokens.split(count), questions.split(count), strict=True):
+
+        def see(layer: int, call: AttentionCall, at: Tensor = at) -> None:
+            weights.setdefault(layer, []).append(_weights(call, at, places))
+            largest.setdefault(layer, []).append(largest_logit(call))
+
+        with observed(model, see):
+            predicted = model(part[:, :-1]).argmax(-1)
+        hits.append(predicted.gather(1, at) == part.gather(1, at + 1))
+    by_depth = torch.cat(hits).cpu().double().mean(0)
+    given = torch.stack([torch.cat(weights[layer]).cpu().double().mean((0, 2)) for layer in sorted(weights)])
+    bound = dilution_bound(torch.stack([torch.stack(largest[i]).amax(0) for i in sorted(largest)]), tokens.shape[1] - 1)
+    return {
+        "needle": float(by_depth.mean()),
+        "needle_by_depth": by_depth.tolist(),
+        "needle_weight": float(given.max()),
+        "needle_weight_by_head": given.tolist(),
+        "needle_bound": float(bound.flatten()[given.argmax()]),
+        "needle_bound_by_head": bound.tolist(),
+    }
+
+
+def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
+    """The weight [b h i] that question i gives the key at places[i]: questions [b i], places [i]."""
+    q, k = call.encoded()
+    rows, keys = slice(int(questions.min()), q.shape[2]), slice(0, k.shape[2])
+    logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
+    weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
+    one = weights[..., places].transpose(2, 3)  # [b h i row]
+    at = (questions - rows.start)[:, None, :, None].expand(*one.shape[:3], 1)
+    return one.gather(3, at)[..., 0]
+
+
+# A trained run at other lengths: accuracy on held-out text, the attention as trained and changed post hoc.
+
+FILE = "extrapolation.jsonl"
+_TEXT_TOKENS = 8192  # of one forward pass
+_ANGLED = 16  # texts whose angles are measured: about two million pairs a head at 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Predicted:
+    """Per token of held-out text [n t]: whether the next one was predicted, and its loss in nats."""
+
+    hit: Tensor
+    loss: Tensor
+
+
+def check_methods(config: RunConfig, contexts: LongContexts) -> None:
+    """Raises if a method is unknown, has a wrong option, or a length does not fit; what a form refuses may stay.
+
+    Raises: UnknownNameError, InvalidValueError; DataError if no held-out document is longer than the longest context.
+    """
+    length = config.data.context
+    contexts.check(length)
+    long_texts(load_corpus(config.data), max(contexts.test_lengths), 1)
+    for method in map(Method.parse, contexts.posthoc):
+        if method.form:
+            lookup("attention form", PRESETS, parse(method.form)[0].name)
+        for spec in dict.fromkeys(layers(config.model, length)):
+            with contextlib.suppress(RefusedError):
+                stretched(spec, method, length, max(contexts.test_lengths))
+
+
+def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
+    """The spec under a method; one that is trained on has the factor of that length."""
+    factor = (method.trained_at or test_length) / train_length
+    for term in method.terms:
+        spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)
+    return spec
+
+
+def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
+    """The pairs of method and length that a run has not been measured at."""
+    done = {(line["posthoc"], line["test_length"]) for line in _known(place)}
+    return [pair for pair in contexts.pairs if pair not in done]
+
+
+def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
+    """Appends to the run's extrapolation.jsonl what is missing there; a killed one goes on."""
+    config = resolve(config)
+    if not missing(place, contexts):
+        return
+    with place.lock(wait), threads(config.threads):
+        run = RunState(config)
+        done = _load(place, run)
+        _clear(place)
+        known: dict[int, _AsTrained] = {}
+        for text, length in missing(place, contexts):
+            try:
+                if done < config.steps:
+                    raise RefusedError(f"training ended at step {done} of {config.steps}")
+                known[length] = known.get(length) or _AsTrained(run, length, contexts.sequences)
+                found = _at(run, known[length], Method.parse(text), contexts.continue_steps)
+            except RefusedError as refusal:
+                found = {"refused": str(refusal)}
+            append_line(place.path / FILE, {"posthoc": text, "test_length": length, **found})
+        sync([place.path / FILE])
+
+
+def _known(place: RunDirectory) -> list[JSONObject]:
+    """The lines of a run's results; none where one is damaged, so that all is measured again."""
+    try:
+        return place.long_contexts()
+    except DamagedFileError as damage:
+        caution(f"{str(damage).rstrip('.')}. All of that file is measured again.")
+        return []
+
+
+def _clear(place: RunDirectory) -> None:
+    """Leaves sound lines only: nothing is appended to one that a kill left torn, nor to a damaged file."""
+    path = place.path / FILE
+    if not _known(place):
+        remove([path])
+    else:
+        cut(path, whole_bytes(path, lambda line: True, place.sealed))
+
+
+def _load(place: RunDirectory, run: RunState) -> int:
+    """The steps that the run's checkpoint is of, after putting it into the run; 0 where there is none."""
+    try:
+        return load(place, run).step if place.checkpoint.exists() else 0
+    except DamagedFileError:
+        remove([place.path / "DONE"])  # the same command trains it again
+        raise
+
+
+class _AsTrained:
+    """The values that every method at a length is compared with: held-out texts [n, length + 1], predictions of their
+    pieces of the training length, and the angles met in training."""
+
+    def __init__(self, run: RunState, length: int, sequences: int) -> None:
+        self.windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
+        with measuring(run.model), autocast(run.config):
+            self.short = predict(run.model, *_pieces(self.windows, run.config.data.context))
+            self.ranges = cosine_ranges(run.model, _seen(run))
+
+
+def _at(run: RunState, known: _AsTrained, method: Method, steps: int) -> Json:
+    config, short, windows = run.config, run.config.data.context, known.windows
+    if method.trained_at:
+        model, changing = trained_on(run, method, steps), contextlib.nullcontext()
+    else:
+        model = run.model
+        changing = changed(model, method, short, windows.shape[1] - 1)
+    with measuring(model), autocast(config), changing:
+        found = _measured(model, windows, short, known.ranges)
+        if run.task.corpus.needles:
+            found |= retrieved(model, windows, run.task.corpus.needles)
+    trained = _share(known.short.hit)
+    return {
+        "accuracy_train": trained,
+        "kept_nonrepeat": found["accuracy_nonrepeat"] / trained if trained else None,
+        "loss_train": float(known.short.loss.cpu().double().mean()),
+        **found,
+    }
+
+
+def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> Json:
+    """Results of a model on windows [n, length + 1] after training at `short`."""
+    tokens, targets, length = windows[:, :-1], windows[:, 1:], windows.shape[1] - 1
+    again = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
+    whole, repeat = predict(model, tokens, targets), predict(model, again[:, :-1], again[:, 1:])
+    cut = predict(model, *_pieces(windows, short))
+    last = {context: _last(model, windows, context, short) for context in _growing(short, length)}
+    angles = outside(model, tokens[:_ANGLED].split(4), ranges)
+    return {
+        "accuracy_nonrepeat": _share(whole.hit),
+        "accuracy_repeat": _share(repeat.hit),
+        "accuracy_last": last[length],
+        "accuracy_last_short": last[short],
+        "loss_nonrepeat": float(whole.loss.cpu().double().mean()),
+        "accuracy_train_posthoc": _share(cut.hit),
+        "segments": whole.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
+        "last": {str(context): share for context, share in last.items()},
+        "sequences": len(windows),
+        "cos_outside": angles.share,
+        "cos_outside_by_head": (angles.outside / angles.pairs).tolist(),
+        "dilution": float(angles.dilution(length).min()),
+        "dilution_by_head": angles.dilution(length).tolist(),
+    }
+
+
+def _pieces(windows: Tensor, short: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of windows [n, length + 1], cut into pieces of `short`."""
+    return windows[:, :-1].reshape(-1, short), windows[:, 1:].reshape(-1, short)
+
+
+def _growing(short: int, length: int) -> list[int]:
+    """The training length, doubled up to the whole: 64, 128, 256, 512."""
+    lengths = [short]
+    while 2 * lengths[-1] < length:
+        lengths.append(2 * lengths[-1])
+    return [*lengths, length] if length > short else lengths
+
+
+def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
+    """Accuracy on the last `short` tokens of each text with so much context: the same tokens whatever it is."""
+    seen = windows[:, -context - 1 :]
+    return _share(predict(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:])
+
+
+def _seen(run: RunState) -> Iterator[Tensor]:
+    """Texts of training: eight steps' worth."""
+    config = run.config
+    for step in range(8):
+        yield torch.from_numpy(batch(run.task.corpus, config.data, config.seed, step)).to(run.device)[:, :-1]
+
+
+def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
+    """A copy of the weights after more steps at the method's length, the attention changed so, at a tenth of the
+    rate. As many tokens a step as before, a fresh optimizer, the run's own schedule.
+    """
+    config = run.config
+    several = max(1, config.data.batch * config.data.context // method.trained_at)
+    data = {"context": method.trained_at, "batch": several}
+    longer = RunState(with_values(config, data=data, optim={"lr": config.optim.lr / 10}, steps=steps))
+    longer.model.load_state_dict(run.model.state_dict())
+    for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
+        module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
+    arithmetic = TrainingBackend([longer], "its attention was changed after it was made")
+    for step in range(steps):
+        train_step(arithmetic, [step])
+    return longer.model
+
+
+def _share(hit: Tensor) -> float:
+    return float(hit.cpu().double().mean())
+
+
+@contextlib.contextmanager
+def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
+    """Every attention of the model under a post-hoc method, afterwards as it was.
+
+    Raises: RefusedError if the attention cannot be changed so.
+    """
+    modules = attentions(model)
+    before = [m.spec for m in modules]
+    after = [stretched(spec, method, train_length, test_length) for spec in before]
+    try:
+        for module, spec in zip(modules, after):
+            module.spec = spec
+        yield
+    finally:
+        for module, spec in zip(modules, before):
+            module.spec = spec
+
+
+def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
+    """Next-token hits and losses of tokens [n t], about as many tokens at a time as fit a forward."""
+    count = max(1, _TEXT_TOKENS // tokens.shape[1])
+    hits, losses = [], []
+    for part, wanted in zip(tokens.split(count), targets.split(count)):
+        logits = model(part).float()
+        hits.append(logits.argmax(-1) == wanted)
+        losses.append(F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none"))
+    return Predicted(torch.cat(hits), torch.cat(losses))
+
+
+def long_rows(out: Path, about: Json) -> list[Json]:
+    """One dict per run, method and length by records.EXTRAPOLATION_COLUMNS; empty where not known yet or refused."""
+    table = []
+    for entry in about["runs"]:
+        place = RunDirectory(out / "runs" / entry["run_id"])
+        done = place.status is RunStatus.DONE
+        lines = {(line["posthoc"], line["test_length"]): line for line in place.long_contexts()} if done else {}
+        named = {"block": entry["role"], "form": entry["remedy"], "seed": entry["seed"], "run_id": entry["run_id"]}
+        named["train_length"] = about["base"][entry["role"]]["data"]["context"]
+        named["max_logit"] = place.summary()["max_logit"] if done else None
+        contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
+        table += [_row(named, lines.get(pair, {}), pair) for pair in contexts.pairs]
+    return table
+
+
+def _row(named: Json, line: Json, pair: tuple[str, int]) -> Json:
+    known = {**line, **named, "posthoc": pair[0], "test_length": pair[1]}
+    return {name: known.get(name) for name in EXTRAPOLATION_COLUMNS}

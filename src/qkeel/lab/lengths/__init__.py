@@ -1,1 +1,0 @@
-"""Trained runs on longer texts than those of training."""

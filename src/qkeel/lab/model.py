@@ -1,0 +1,390 @@
+"""The model, optimizer and remedies of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from qkeel import remedies
+from qkeel.autopilot import attach
+from qkeel.autopilot.policy import spelled
+from qkeel.errors import InvalidValueError
+from qkeel.functional.bounds import newton_schulz
+from qkeel.handle import Handle
+from qkeel.lab.config import ModelConfig, OptimConfig, RunConfig, with_values
+from qkeel.monitor import PlannedRates
+from qkeel.monitor.watch import watch
+from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
+from qkeel.options import Term, parse
+from qkeel.patching.modes import add_to_all, lerp_all, lerp_all_in_place, multiply_all
+from qkeel.patching.optimizers import Group
+from qkeel.remedies import Note
+from qkeel.spec import AttentionSpec, layer_specs
+from qkeel.spec.presets import attention_spec
+
+# Muon: momentum, orthogonalised per matrix, on the hidden matrices; AdamW on everything else.
+
+RMS_MATCH = 0.2  # Moonlight's: the update's root mean square equals AdamW's usual one
+
+
+@final
+class Muon(torch.optim.Optimizer):
+    """W ← W - lr·(0.2·√max(m, n)·O + λ·W), O = Newton-Schulz(Nesterov momentum); AdamW in the other groups.
+
+    A group with `muon=True` holds matrices; every other group, also one that is added later, is AdamW's. One
+    learning rate serves both, which is what the factor 0.2·√max(m, n) is for. Newton-Schulz runs in float32 on
+    CPUs (bfloat16 is emulated there), matrices of one shape as one batch. The step is linear in the rate.
+
+    Source: Jordan 2024; Liu et al. 2025, arXiv 2502.16982, equation 4 (they iterate in bfloat16).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Group],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "muon": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            # A remedy may put a scale or gain of its own into any group.
+            matrices = [p for p in weights if group["muon"] and p.ndim == 2]
+            others = [p for p in weights if not group["muon"] or p.ndim != 2]
+            if matrices:
+                self._orthogonal(matrices, group)
+            if others:
+                self._adamw(others, group)
+        return loss
+
+    def _orthogonal(self, weights: list[Tensor], group: Group) -> None:
+        shapes: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        for weight in weights:
+            shapes[weight.shape, weight.dtype].append(weight)
+        for alike in shapes.values():
+            grads = [p.grad for p in alike if p.grad is not None]
+            means = [self._buffer(p, "momentum") for p in alike]
+            lerp_all_in_place(means, grads, 1 - group["momentum"])
+            ahead = lerp_all(grads, means, group["momentum"])
+            update = newton_schulz(torch.stack(ahead)).unbind()
+            size = group["lr"] * RMS_MATCH * max(alike[0].shape) ** 0.5
+            if group["weight_decay"]:
+                multiply_all(alike, 1 - group["lr"] * group["weight_decay"])
+            add_to_all(alike, list(update), alpha=-size)
+
+    def _adamw(self, weights: list[Tensor], group: Group) -> None:
+        grads: list[Tensor] = [p.grad for p in weights if p.grad is not None]
+        adamw(
+            weights,
+            grads,
+            [self._buffer(p, "exp_avg") for p in weights],
+            [self._buffer(p, "exp_avg_sq") for p in weights],
+            [],
+            [self._steps(p) for p in weights],
+            fused=True if fusable(weights[0]) else None,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _buffer(self, weight: Tensor, name: str) -> Tensor:
+        state = self.state[weight]
+        if name not in state:
+            state[name] = torch.zeros_like(weight)
+        return state[name]
+
+    def _steps(self, weight: Tensor) -> Tensor:
+        state = self.state[weight]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=weight.device if fusable(weight) else "cpu")
+        return state["step"]
+
+
+def fusable(weight: Tensor) -> bool:
+    """Returns whether torch's fused AdamW runs where this parameter lives."""
+    return weight.device.type in ("cpu", "cuda") and weight.is_floating_point()
+
+
+# The optimizer of a run, AdamW, SGD or Muon over clean parameter groups, and its rate, a function of the step.
+
+RATE = "rate"  # of a group's options: its rate as a multiple of the run's
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -> torch.optim.Optimizer:
+    """The optimizer over all parameters; weight decay on matrices only, Muon on the hidden ones. Groups: hidden
+    matrices, embedding and head, vectors and scalars. A group added later has no weight decay.
+
+    Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, with s
+    the step's share of the peak rate, so an optimizer that decays by its rate η·s is given λ / η.
+
+    Args:
+        config: what it is. model: whose parameters it steps. width: that of the model as a multiple of µP's base
+            width; 1 in the standard parametrisation.
+
+    Source: Yang et al. 2022, arXiv 2203.03466, table 8 (Adam); Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
+    """
+    hidden, tables, gains = _split(model)
+    groups: list[Group] = [
+        {"params": hidden, "weight_decay": _decay(config, 1 / width), RATE: 1 / width},
+        {"params": tables, "weight_decay": _decay(config)},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    if config.name == "muon":
+        groups[0]["muon"] = True
+        return Muon(groups, lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps)
+    fused = all(fusable(p) for p in model.parameters())
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=fused)
+
+
+def _decay(config: OptimConfig, rate: float = 1.0) -> float:
+    """The weight decay of a group whose rate is such a multiple of the run's, which its optimizer multiplies by it."""
+    return config.weight_decay if config.decay == "coupled" else config.weight_decay / (config.lr * rate)
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = dict(model.named_children()).get("head")
+    if isinstance(head, nn.Linear):
+        tables.add(id(head.weight))
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.ndim >= 2]
+    return (
+        [p for p in matrices if id(p) not in tables],
+        [p for p in matrices if id(p) in tables],
+        [p for p in parameters if p.ndim < 2],
+    )
+
+
+# Of the steps, for "wsd": Hu et al. 2024 (MiniCPM, arXiv 2404.06395) decay over the last tenth or fifth.
+DECAY_SHARE = 0.2
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, cosine or wsd.
+
+    >>> [round(learning_rate(OptimConfig(lr=1.0, warmup=0.5, schedule="constant"), s, 4), 3) for s in range(4)]
+    [0.5, 1.0, 1.0, 1.0]
+    """
+    warm = round(config.warmup * steps)
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "cosine":
+        done = (step - warm) / max(1, steps - warm)
+        return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done)))
+    fall = max(1, min(round(DECAY_SHARE * steps), steps - warm))
+    done = max(0.0, (step - (steps - fall)) / fall)
+    return config.lr * (1 - (1 - config.final) * done)
+
+
+# The remedies of runs: those of `qkeel.apply`, and `autopilot`, which decides for itself while the run trains.
+
+AUTOPILOT, POLICY = "autopilot", "ladder"
+RECORDS = 75  # that an autopilot sees of a run, at least, if it has as many steps
+
+
+def canonical(text: str) -> str:
+    """The one spelling of a run's remedy: an autopilot with options of its policy, or what `qkeel.apply` takes.
+
+    Raises: InvalidValueError for an autopilot together with other remedies, or one that may add parameters, which a
+    checkpoint of a run does not hold.
+
+    >>> canonical("autopilot:tau=0.10")
+    'autopilot:tau=0.1'
+    """
+    if not _is_autopilot(text):
+        return remedies.canonical(text)
+    term, *others = parse(text)
+    if others:
+        raise InvalidValueError(f"expected autopilot alone, which chooses remedies by itself, got {text!r}")
+    return spelled(Term(POLICY, term.options)).replace(POLICY, AUTOPILOT, 1)
+
+
+def _is_autopilot(text: str) -> bool:
+    return any(term.name == AUTOPILOT for term in parse(text))
+
+
+def not_stacked(text: str) -> list[str]:
+    """The names of those remedies of a run that act inside its own forward pass, so that no stack has it."""
+    return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
+
+
+def note(text: str) -> Note:
+    """Describes the remedy of a run, with its source.
+
+    >>> note("autopilot").source
+    'docs/guides/autopilot.md'
+    """
+    if not _is_autopilot(text):
+        return remedies.note(text)
+    return Note("watches the run and applies qk_clip and lalr to the heads that need it", "docs/guides/autopilot.md")
+
+
+def rules(text: str) -> list[str]:
+    """Returns the rules of a run's remedies that act on steps, the loss or a block, with their options in them.
+
+    >>> rules("none"), rules("qk_lr:factor=0.5")[0][:6]
+    ([], 'qk_lr:')
+    """
+    named = [] if _is_autopilot(text) else remedies.parse(text)
+    return [f"{one.name}: {one.written_rule()}" for one in named if one.rule]
+
+
+def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
+    """Puts the remedy of a run on its model."""
+    text = canonical(config.remedy)
+    if not _is_autopilot(text):
+        return remedies.apply(text, model, optimizer, train_length=config.data.context)
+    rates = [learning_rate(config.optim, step, config.steps) for step in range(config.steps)]
+    every = min(config.log_every, max(1, config.steps // RECORDS))
+    monitor = watch(model, optimizer, every=every, stats="entropy", rules=(), planned=PlannedRates.of(rates))
+    pilot = attach(monitor, optimizer, policy=text.replace(AUTOPILOT, POLICY, 1))
+    pilot.warns = False
+    return pilot
+
+
+# From a configuration to a model on a device.
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with every `auto` decided on this machine and the remedy in its one spelling.
+
+    Raises: the errors of an unknown remedy, preset or option; InvalidValueError for a device that is not here.
+    """
+    device = _device(config.device)
+    kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
+    layers(config.model, config.data.context)
+    if config.data.task == "vision":  # a token is a patch
+        config = with_values(config, data={"context": (config.images.image_size // config.images.patch) ** 2})
+    dtype = kinds.get(config.dtype, config.dtype)
+    return with_values(config, device=device, dtype=dtype, remedy=canonical(config.remedy))
+
+
+def check(config: RunConfig) -> None:
+    """Raises if the model cannot be built or the remedy refuses it, in a few milliseconds."""
+    model = config.model
+    depth = model.n_layers if model.position else 1
+    narrow = dataclasses.replace(
+        model, d_model=8, n_layers=depth, head_dim=model.head_dim or model.d_model // model.n_heads
+    )
+    length = config.data.context
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "vision": lambda: build_vit(narrow, 2, 1, 1),
+        "translation": lambda: build_translator(narrow, 2, length),
+    }
+    small = builders.get(config.data.task, lambda: build_decoder(narrow, vocab_size=2, train_length=length))()
+    put_on(config, small, build_optimizer(config.optim, small))
+
+
+def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
+    """The spec of each layer; `train_length` is for positions that depend on it."""
+    specs = layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
+    return specs if config.parametrisation == "standard" else tuple(_mup(spec, config) for spec in specs)
+
+
+def width_ratio(config: ModelConfig) -> float:
+    """The width as a multiple of µP's base width; 1 in the standard parametrisation."""
+    return 1.0 if config.parametrisation == "standard" else config.d_model / config.base_width
+
+
+def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
+    """The spec with its scale 1/√d times √(base_head_dim / d): under µP logits are q·k / d. Other scales stay."""
+    size = config.head_dim or config.d_model // config.n_heads
+    return spec.replace(scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5))
+
+
+def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
+    """The model with PyTorch's initial weights; `Decoder.init_weights` gives it the run's."""
+    return Decoder(_sizes(config, vocab_size, train_length))
+
+
+def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
+    """The same sizes as a vision transformer of so many patches, each of `width` numbers."""
+    return ViT(_sizes(config, classes, patches), patches=patches, width=width)
+
+
+def build_translator(config: ModelConfig, vocab_size: int, length: int) -> EncoderDecoder:
+    """The same sizes on both sides of an encoder–decoder, for sources of `length` tokens."""
+    return EncoderDecoder(_sizes(config, vocab_size, length), source=length)
+
+
+def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=config.d_model,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        spec=layers(config, train_length),
+        attention=config.block,
+        mlp=config.mlp,
+        mlp_ratio=config.mlp_ratio,
+        norm_order=config.norm_order,
+        tied=config.tied,
+        deepnorm=config.deepnorm,
+        base_width=None if config.parametrisation == "standard" else config.base_width,
+    )
+
+
+def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
+    """The arithmetic of a resolved configuration: bf16 or fp16 autocast, or nothing."""
+    if config.dtype not in HALF:
+        return contextlib.nullcontext()
+    return torch.autocast(config.device.split(":")[0], dtype=HALF[config.dtype])
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Computes with `count` CPU threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"  # not mps before it is measured to be faster
+    kind, _, number = name.partition(":")
+    if kind == "cuda" and not (torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()):
+        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {_cuda()}; try --device cpu")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise InvalidValueError("expected a device of this machine, got 'mps': it has none; try --device cpu")
+    return name
+
+
+def _cuda() -> str:
+    return f"it has {torch.cuda.device_count()} CUDA device(s)" if torch.cuda.is_available() else "it has no CUDA"

@@ -1,1 +1,0 @@
-"""From a configuration to a model and its optimizer."""

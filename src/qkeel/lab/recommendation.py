@@ -1,0 +1,385 @@
+"""What `qkeel recommend` says: the law of logits, the region it was measured in, and the configuration it is asked of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import final
+
+from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
+from qkeel.lab.model import learning_rate
+from qkeel.options import Json
+from qkeel.records import read_json
+from qkeel.records.parse import read_toml
+from qkeel.spec import PRESETS
+
+# The law of logit growth: the largest logit of a run as a function of the rates summed so far and of its sizes.
+
+# What each letter of a monomial divides by before the logarithm is taken: the middle of what was measured.
+MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}
+FIRST_STEP = 10  # before it a logit is that of the start
+Law = Json  # a fit as the evidence has it: coefficients, fitted, rates, half_widths
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A number that is expected of a single run, with an interval."""
+
+    value: float  #: the middle, or on a logarithmic scale its exponential
+    low: float  #: lower end of the interval
+    high: float  #: upper end
+
+
+def sizes(config: RunConfig) -> dict[str, float]:
+    """Returns what the law calls w, l, d, b and r: width, blocks, size of a head, sequences of a step, peak rate."""
+    model = config.model
+    head = model.head_dim or model.d_model / model.n_heads
+    return {"w": model.d_model, "l": model.n_layers, "d": head, "b": config.data.batch, "r": config.optim.lr}
+
+
+def summed_rates(config: RunConfig) -> list[float]:
+    """Returns Σ lr over the steps done, for 0, 1, … steps."""
+    sums = [0.0]
+    for step in range(config.steps):
+        sums.append(sums[-1] + learning_rate(config.optim, step, config.steps))
+    return sums
+
+
+def monomials(config: RunConfig, names: Sequence[str], summed: float) -> list[float]:
+    """Returns the value of each monomial, like "" (1), "s" or "ssw"; s = ln Σ lr, the others are those of `sizes`."""
+    letters = {letter: math.log(size / MIDDLE[letter]) for letter, size in sizes(config).items()}
+    letters["s"] = math.log(summed)
+    return [math.prod(letters[letter] for letter in name) for name in names]
+
+
+def doublings(config: RunConfig, fitted: Mapping[str, Sequence[float]]) -> float:
+    """Returns how many doublings a configuration lies outside of the sizes that were fitted on, of all axes summed."""
+    spans = [(size, fitted[letter]) for letter, size in sizes(config).items() if letter in fitted]
+    return sum(max(0.0, math.log2(low / size), math.log2(size / high)) for size, (low, high) in spans)
+
+
+def band(config: RunConfig, law: Law) -> int:
+    """Returns which of the bands of peak rates a configuration lies in: each has errors of its own."""
+    return sum(config.optim.lr > edge for edge in law["rates"])
+
+
+def predict(config: RunConfig, law: Law, summed: float) -> Expected:
+    """Returns Σ coefficient · monomial with its interval, which is wider by each doubling outside of the fitted sizes.
+
+    Args:
+        config: the run. law: the fit. summed: Σ lr.
+    """
+    coefficients = law["coefficients"]
+    value = sum(c * m for c, m in zip(coefficients.values(), monomials(config, list(coefficients), summed)))
+    inside, outside = law["half_widths"][band(config, law)]
+    half = inside + max(0.0, outside - inside) * doublings(config, law["fitted"])
+    return Expected(value=value, low=value - half, high=value + half)
+
+
+def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
+    """Returns the largest logit (nats, over layers, heads and probe) to expect once the rates have summed to `summed`:
+    the law is one of its logarithm.
+    """
+    log = predict(config, law, summed)
+    return Expected(value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
+
+
+# The evidence that advice rests on, and in which settings a configuration lies outside of it.
+
+EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m predictions.drift_law`
+# Settings that decide nothing of what is learned, or nothing but for settings that were not measured either.
+_NO_MATTER = ("seed", "remedy", "device", "compile", "threads", "nudge", "accumulate", "log_every", "eval_every")
+_NO_MATTER += ("eval_sequences", "probe_sequences", "checkpoint_every", "model.n_heads", "model.base_width")
+_NO_MATTER += ("model.base_head_dim", "data.needle_keys", "data.pairs")
+_WORDS = {"model.d_model": "width", "model.n_layers": "blocks", "data.batch": "batch", "optim.name": "optimizer"}
+_WORDS |= {"optim.lr": "learning rate", "model.head_dim": "size of a head", "data.source": "text"}
+
+
+@functools.cache
+def evidence() -> Json:
+    """Returns the table of what was measured: the law, the gain and cost of each remedy, and the rows behind them."""
+    return read_json(EVIDENCE)
+
+
+def settings(config: RunConfig) -> Json:
+    """Returns the settings of a run that decide what it learns, by name; sections stand before a point."""
+    model = config.model
+    values = config.to_dict()
+    del values["images"]
+    values["model"]["head_dim"] = model.head_dim or model.d_model // model.n_heads
+    values["model"]["n_kv_heads"] = model.n_kv_heads or model.n_heads
+    values["model"]["kv_share"] = values["model"].pop("n_kv_heads") / model.n_heads
+    values["data"]["vocab_size"] = config.data.vocab_size or 256
+    values["dtype"] = config.dtype.replace("auto", "fp32")
+    flat = {name: value for name, value in values.items() if not isinstance(value, dict)}
+    for section, table in values.items():
+        if isinstance(table, dict):
+            flat |= {f"{section}.{name}": value for name, value in table.items()}
+    return {name: value for name, value in flat.items() if name not in _NO_MATTER}
+
+
+def outside(config: RunConfig, boxes: Sequence[Json]) -> tuple[str, ...]:
+    """Returns a sentence for each setting that lies outside of what was measured: of the box that is left in fewest.
+
+    A box has by name a list: two numbers are lowest and highest, texts are those that were measured. What it does not
+    name was measured at the value of the configuration that all studies start from.
+    """
+    base, own = settings(RunConfig()), settings(config)
+    found = []
+    for box in boxes:
+        spans = {name: box.get(name, [value]) for name, value in base.items()}
+        found.append(
+            tuple(_sentence(name, own[name], span) for name, span in spans.items() if not _in(own[name], span))
+        )
+    return min(reversed(found), key=len)
+
+
+def _in(value: float, span: Sequence[float]) -> bool:
+    return span[0] <= value <= span[1] if _is_range(span) else value in span
+
+
+def _is_range(span: Sequence[object]) -> bool:
+    return len(span) == 2 and not isinstance(span[0], str)
+
+
+def _sentence(name: str, value: object, span: Sequence[object]) -> str:
+    said = f"{span[0]:g} to {span[1]:g}" if _is_range(span) else " or ".join(map(str, span))
+    return f"{_WORDS.get(name, name.rpartition('.')[2].replace('_', ' '))} is {value}; measured: {said}"
+
+
+# The configuration that advice is asked for, from a file: of transformers, a recipe, a trained or watched run.
+
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_PLAIN = ("llama", "mistral")  # model types whose attention is the baseline: RoPE and nothing else
+KnownConfig = tuple[RunConfig, tuple[str, ...]]
+
+
+def read_configuration(path: Path) -> KnownConfig:
+    """Returns the configuration that a path names, and a sentence for each setting that it leaves unknown.
+
+    Raises: DataError where nothing of the kind is there, or a size is missing or no whole number; InvalidValueError
+        for a recipe or a run that holds no configuration.
+    """
+    if path.suffix == ".toml":
+        values = read_toml(path)
+        values.pop("study", None)
+        return RunConfig.from_dict(values), ()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(
+            f"{path} is no recipe (.toml), no config.json and no directory with one. Give one, or sizes as flags"
+        )
+    values = read_json(file)
+    if not isinstance(values, dict):
+        raise DataError(f"{file} holds {type(values).__name__}; expected the settings of a model or of a run, by name")
+    if values.get("kind") == "watch":
+        return _watched(values, file)
+    if "optim" in values:
+        return RunConfig.from_dict(values), ()
+    return _transformers(values, file)
+
+
+def _transformers(values: Json, file: Path) -> KnownConfig:
+    """The sizes and attention of a model of transformers; what trains it is that of the studies."""
+    text = values.get("text_config")  # a model of several modalities
+    values = text if isinstance(text, dict) else values
+    kind = str(values.get("model_type", "unknown"))
+    attention = "baseline" if kind in _PLAIN else kind if kind in PRESETS else ""
+    extra = () if attention else (f"attention is that of model type {kind}; measured: baseline",)
+    kv, head = values.get("num_key_value_heads"), values.get("head_dim")
+    model = ModelConfig(
+        d_model=_whole(values, _WIDTH, file),
+        n_layers=_whole(values, _DEPTH, file),
+        n_heads=_whole(values, _HEADS, file),
+        n_kv_heads=kv if isinstance(kv, int) else None,
+        head_dim=head if isinstance(head, int) else None,
+        attention=attention or "baseline",
+        mlp="swiglu" if values.get("hidden_act") == "silu" else "gelu",
+        tied=bool(values.get("tie_word_embeddings", False)),
+    )
+    vocabulary = _whole(values, ("vocab_size",), file)
+    return RunConfig(model=model, data=DataConfig(vocab_size=vocabulary)), extra
+
+
+def _watched(values: Json, file: Path) -> KnownConfig:
+    """The attention sizes of a watched model. Its records have neither its text nor its steps."""
+    sites = [site for site in values.get("sites") or () if isinstance(site, dict)]
+    if not sites:
+        raise DataError(f"{file} is of a watched model without attention; expected at least one site")
+    heads, size = (_whole(sites[0], (key,), file) for key in ("n_heads", "head_dim"))
+    model = ModelConfig(d_model=heads * size, n_layers=len(sites), n_heads=heads, head_dim=size)
+    unknown = ("text and steps of a watched model are not recorded; measured: the text and steps of the studies",)
+    return RunConfig(model=model), unknown
+
+
+def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
+    for key in keys:
+        value = values.get(key)
+        if value is not None:
+            if type(value) is not int or value < 1:
+                raise InvalidValueError(f"{file} has {value!r:.60} as {key}; expected a whole number of at least 1")
+            return value
+    raise DataError(f"{file} has no {keys[0]}; expected the config.json of a model of transformers, or of a run")
+
+
+# The recommendation for a configuration: logits to expect, and the remedy that gains, with intervals and evidence.
+
+THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
+_STEPS = 5  # at which logits are said
+_ENDS = tuple(map(attrgetter, ("value", "high", "low")))
+_NEAREST = 2  # rows of evidence that are said where none is of the very size and rate
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RemedyAdvice:
+    """The expected effect of a remedy on a configuration."""
+
+    remedy: str  #: as a spec string
+    gain: Expected | None
+    """Held-out loss without it minus that with it, nats per byte, with its interval for one pair of runs; None where
+    unknown."""
+    cost: Expected
+    """Processor time with it over that without, measured apart: of `cost_of`."""
+    cost_of: str
+    """What that is a share of, and where the measurement stands."""
+    rows: Sequence[Json]
+    """The nearest measurements: sizes, rate, mean gain, its 95 % interval, seeds."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The advice for one configuration; `str` gives it in sentences, `dataclasses.asdict` as plain data."""
+
+    outside: Sequence[str]
+    """The settings outside of what the law of logits was measured on; with any, no logit is known."""
+    outside_gain: Sequence[str]
+    """The same for gains."""
+    level: float
+    """Coverage that intervals are made for, of the logits of single runs and the gains of single pairs."""
+    logits: Sequence[tuple[int, Expected]]
+    """The step, and the largest logit to expect then (nats)."""
+    passes: Sequence[tuple[float, int | None, int | None, int | None]]
+    """A logit, and the step at which it is passed: expected, earliest, latest; None for not in this run."""
+    remedies: Sequence[RemedyAdvice]
+    """Each remedy that was measured, the largest gain first."""
+
+    @property
+    def remedy(self) -> str | None:
+        """The remedy of the largest expected gain among those whose interval lies above 0; None if there is none."""
+        sure = [advice for advice in self.remedies if advice.gain and advice.gain.low > 0]
+        return sure[0].remedy if sure else None
+
+    def __str__(self) -> str:
+        return "\n".join([*self._logits(), *self._remedies()])
+
+    def _logits(self) -> list[str]:
+        if self.outside:
+            return [
+                "logits to expect: not known, outside of what was measured:",
+                *(f"  {line}" for line in self.outside),
+            ]
+        lines = [f"largest logit to expect (nats; interval of {self.level:.0%} of single runs):"]
+        lines += [
+            f"  step {step}: {_number(z.value)} ({_number(z.low)} to {_number(z.high)})" for step, z in self.logits
+        ]
+        for logit, step, early, late in self.passes:
+            when = "not in this run" if step is None else f"at step {step}"
+            span = "never" if early is None else f"from step {early} on" if late is None else f"step {early} to {late}"
+            lines.append(f"  passes {logit:g}: {when} ({span})")
+        return lines
+
+    def _remedies(self) -> list[str]:
+        if self.outside_gain:
+            said = ["remedy: not known, outside of what gains were measured on:"]
+            return said + [f"  {line}" for line in self.outside_gain]
+        said = [
+            f"remedy: {self.remedy or 'none: no gain is shown here'} (intervals of {self.level:.0%} of single pairs)"
+        ]
+        for advice in self.remedies:
+            gain, cost = advice.gain, advice.cost
+            if gain:
+                span = f"{gain.low:+.3f} to {gain.high:+.3f}"
+                said.append(f"  {advice.remedy}: gain {gain.value:+.3f} ({span}) nats per byte")
+                said.append(f"    costs × {cost.value:.3f} ({cost.low:.3f} to {cost.high:.3f}) of {advice.cost_of}")
+                said += [f"    measured at {_row(row)}" for row in advice.rows]
+        return said
+
+
+def recommend(source: RunConfig | str | Path) -> Recommendation:
+    """Returns what logits to expect of a configuration, and which remedy, from runs that were measured.
+
+    ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes; the fit, its test on sizes that it never
+    saw, and the coverage of its intervals are in research/results/drift-law.md; gains in research/results/gains.md.
+
+    Args:
+        source: a configuration, or a path: of a config.json of transformers or the folder with it, of a recipe, or of
+            the directory of a trained or watched run.
+
+    Raises: InvalidValueError, DataError or RunDirectoryError for what is none of these.
+
+    >>> advice = recommend(RunConfig())
+    >>> len(advice.outside), advice.logits[-1][0]
+    (0, 150)
+    """
+    config, unknown = (source, ()) if isinstance(source, RunConfig) else read_configuration(Path(source))
+    known = evidence()
+    law = known["law"]
+    beyond = (*unknown, *outside(config, law["boxes"]))
+    gains = (*unknown, *outside(config, known["gain_boxes"]))
+    sums = summed_rates(config) if not beyond else [0.0]
+    course = [(step, expected_logit(config, law, sums[step])) for step in range(FIRST_STEP, len(sums))]
+    advice = [_advice(config, remedy, table, known=not gains) for remedy, table in known["remedies"].items()]
+    advice.sort(key=lambda one: -(one.gain.value if one.gain else 0.0))
+    return Recommendation(
+        outside=beyond,
+        outside_gain=gains,
+        level=law["level"],
+        logits=[course[round(i * (len(course) - 1) / (_STEPS - 1))] for i in range(_STEPS)] if course else [],
+        passes=[_passes(logit, course) for logit in THRESHOLDS] if course else [],
+        remedies=advice,
+    )
+
+
+def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> RemedyAdvice:
+    """Of one remedy; `known` says whether gains were measured on configurations like this one."""
+    cost = Expected(**{end: table["cost"][end] for end in ("value", "low", "high")})
+    of = f"{table['cost']['of']} ({table['cost']['source']})"
+    gain = predict(config, table["gain"], 1.0) if known else None
+    rows = sorted(table["rows"], key=lambda row: _distance(config, row))[:_NEAREST] if known else []
+    rows = rows[:1] if rows and not _distance(config, rows[0]) else rows
+    return RemedyAdvice(remedy=remedy, gain=gain, cost=cost, cost_of=of, rows=rows)
+
+
+def _distance(config: RunConfig, row: Json) -> float:
+    """Returns how many doublings of width, depth and rate lie between a configuration and a row of evidence."""
+    own = sizes(config)
+    return sum(
+        abs(math.log2(own[letter] / row[name])) for letter, name in (("w", "width"), ("l", "depth"), ("r", "lr"))
+    )
+
+
+def _passes(logit: float, course: Sequence[tuple[int, Expected]]) -> tuple[float, int | None, int | None, int | None]:
+    """A logit with the steps at which the expected course, its upper and its lower end pass it."""
+    ends = [next((step for step, z in course if end(z) > logit), None) for end in _ENDS]
+    return logit, ends[0], ends[1], ends[2]
+
+
+def _row(row: Json) -> str:
+    return (
+        f"width {row['width']}, blocks {row['depth']}, rate {row['lr']:g}: {row['mean']:+.3f} ({row['low']:+.3f} to "
+        f"{row['high']:+.3f}), {row['seeds']} seeds"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

@@ -1,0 +1,467 @@
+"""What a run puts on record, and its evaluations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkeel.capture.calls import Seen, statistics
+from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caution
+from qkeel.functional.class_statistics import ClassStats, TokenClasses
+from qkeel.functional.norms import widest
+from qkeel.functional.statistics import LogitStats
+from qkeel.lab.checkpoint import (
+    RunCheckpoint,
+    RunProgress,
+    RunState,
+    check_alike,
+    environment,
+    peak,
+    read_checkpoint,
+    restore,
+    save,
+    speed,
+)
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model import learning_rate
+from qkeel.lab.study_record import summarize
+from qkeel.lab.tasks import Examples, Task
+from qkeel.monitor.measure import change_between, frozen
+from qkeel.options import Json
+from qkeel.patching.modes import is_compiled
+from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
+from qkeel.records.disk import remove
+from qkeel.records.run_directory import FileSizes, note_checksums
+from qkeel.sites import Tap
+from qkeel.sites.tap import MeasureCall
+
+# The measurements on held-out text: the loss, and the attention statistics of the probe.
+
+# What the lab records of each head, by records.HEAD_FIELDS.
+PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeStatistics:
+    """Statistics over the probe: names of records.STEP_FIELDS, and [field, layer, head] by PROBE_FIELDS."""
+
+    record: dict[str, float]
+    heads: np.ndarray
+
+
+@contextlib.contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, no compiled graph; afterwards the model is as it was."""
+    was_training = model.training
+    compiled = is_compiled(model)
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    model.eval()
+    try:
+        with torch.no_grad(), eager:
+            yield
+    finally:
+        model.train(was_training)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy, nats per target: logits [... vocab], targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task) -> dict[str, float]:
+    """The val_loss over held-out examples, `count` at a time; by kind of target and the share of right answers where
+    the task has them. By names of records.TASK_FIELDS."""
+    losses, hits, kinds = [], [], []
+    with measuring(model):
+        for part in examples.split(count):
+            logits = model(part.inputs)
+            kind = widest(logits.device)
+            losses.append(token_loss(logits, part.targets).to(kind) * len(part.inputs))
+            hits.append((logits.argmax(-1) == part.targets).to(kind).mean() * len(part.inputs))
+            if part.kinds is not None:
+                each = F.cross_entropy(logits.flatten(0, -2).float(), part.targets.flatten(), reduction="none")
+                kinds.append(torch.stack([part.kinds.flatten().to(kind), each.to(kind)]))
+    loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
+    by_kind = _by_kind(torch.cat(kinds, 1).cpu(), task) if kinds else {"val_loss": loss}
+    return {**by_kind, **({"val_accuracy": accuracy} if task.classifies else {})}
+
+
+def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
+    """The val_loss/KIND of each kind present, of kinds and losses [2 n]; val_loss is that of the kinds in training."""
+    kinds = each[0].long()
+    sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
+    there = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
+    total, count = (sum(there[name][i] for name in task.trained if name in there) for i in (0, 1))
+    means = {f"val_loss/{name}": loss / n for name, (loss, n) in there.items()}
+    return {"val_loss": total / count if count else math.nan, **means}
+
+
+def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
+    """The attention calls of one forward over the probe's inputs, for `logit_change` after a step."""
+    kept: list[Seen] = []
+    with measuring(model), _tapped(model, lambda call: kept.append(frozen(call))):
+        model(inputs)
+    return kept
+
+
+def logit_change(before: Sequence[Seen], after: Sequence[Seen]) -> dict[str, float]:
+    """The root mean square change of the logits over all heads and layers, by its name; {} where it is not known."""
+    try:
+        changes = [change_between(*pair) for pair in zip(before, after)]
+    except RefusedError:  # a position that does not fold into q and k
+        return {}
+    return mean_change([change.rms for change in changes if change is not None])
+
+
+def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
+    """The root mean square over layers and heads [h] of root mean square changes; {} of none."""
+    if not by_layer:
+        return {}
+    changes = torch.cat(list(by_layer))
+    return {"logit_change": float(changes.to(widest(changes.device)).square().mean().sqrt())}
+
+
+def probe(
+    model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None, before: Sequence[Seen] = ()
+) -> ProbeStatistics:
+    """Attention statistics of one forward over the probe's inputs; split by token classes where there are any.
+
+    Args:
+        model, inputs: as trained, and the same for every step. classes: of the inputs. before: what was `remembered`
+            before the last step, whose change of the logits is then recorded.
+    """
+    norms: list[Tensor] = []
+    calls: list[Seen] = []
+
+    def measure(call: Seen) -> LogitStats | None:
+        calls.extend([call] if before else ())
+        return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
+
+    with measuring(model), _tapped(model, measure) as tap, _leaving(model, norms):
+        model(inputs)
+        stats = list(tap.read().values())
+    found = summed_up(stats)
+    split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
+    return ProbeStatistics({**found.record, **split, **logit_change(before, calls)}, found.heads)
+
+
+def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
+    """The recorded fields of the statistics of all layers."""
+    heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
+    top = {name: torch.stack([_named(s, name).amax() for s in stats]).amax() for name in _LARGEST}
+    low = torch.stack([s.min_logit.amin() for s in stats]).amin()
+    entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
+    record = {name: float(value) for name, value in top.items()}
+    return ProbeStatistics({**record, "min_logit": float(low), "entropy": float(entropy)}, heads)
+
+
+def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
+    """A tap on one of the lab's models, which have qkeel's own modules alone."""
+    tap = Tap(model, measure=measure)
+    tap.own_alone = True
+    return tap
+
+
+@contextlib.contextmanager
+def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
+    """L2 norms [b t] of the hidden states that leave the last block are appended to `norms`."""
+    last = model.get_submodule("blocks")[-1]  # type: ignore[index]
+    hook = last.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
+    """Numbers of records.TASK_FIELDS by class and by pair of classes: mean over layers and heads, or the largest.
+
+    norms: of the hidden states that leave the last block [b t]. A class that the probe lacks has none.
+    """
+    found: dict[str, float] = {}
+    for i, name in enumerate(classes.names):
+        mine = classes.query == i
+        if bool(mine.any()):
+            for field in ("query_norm", "key_norm"):
+                found[f"{field}/{name}"] = float(torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean())
+            found[f"last_block_norm/{name}"] = float(norms[mine].mean())
+    pairs = itertools.product(enumerate(classes.names), repeat=2)
+    for (i, query), (j, key) in pairs:
+        if all(bool(s.n_pairs[:, i, j].any()) for s in stats):
+            at = f"{query}>{key}"
+            found[f"max_logit/{at}"] = float(torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax())
+            for field, own in (("attention_mass", "mass"), ("uniform_mass", "uniform_mass")):
+                found[f"{field}/{at}"] = float(torch.stack([_named(s, own)[:, i, j].mean() for s in stats]).mean())
+    return found
+
+
+_LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")
+
+
+def _per_head(name: str, stats: Sequence[LogitStats]) -> Tensor:
+    """[layer, head]; a key head's value stands at each query head of its group."""
+    n_heads = len(stats[0].max_logit)
+    values = [_named(s, name) for s in stats]
+    return torch.stack([v.repeat_interleave(n_heads // len(v)) for v in values])
+
+
+def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
+    """The statistic of a name that records give it."""
+    value = getattr(stats, name)
+    assert isinstance(value, Tensor)
+    return value
+
+
+# A run and its directory: what is there already, what each step adds to it, and when the run is over.
+
+_SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # in every line, never null
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """The callbacks that follow a run while it trains.
+
+    >>> Watcher(should_stop=lambda: True).should_stop()
+    True
+    """
+
+    on_record: Callable[[Mapping[str, object]], None] = lambda record: None
+    """Called with every line of metrics.jsonl as it is written."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Called after every step; when it returns true a checkpoint is written and KeyboardInterrupt raised."""
+
+
+def claim(place: RunDirectory, config: RunConfig) -> None:
+    """Makes the directory this run's, or checks that it is."""
+    if place.status is RunStatus.MISSING or _known(place).run_id != config.run_id:
+        place.open(config.to_dict())
+    note_checksums(place)
+    remove([place.path / "FAILED"])
+    if place.status is RunStatus.DONE and (damage := place.damage()):
+        caution(f"{str(damage).rstrip('.')}. The run is made again, as far as it must be.")
+        remove([place.path / "DONE"])
+
+
+def _known(place: RunDirectory) -> RunConfig:
+    """The configuration that the directory was made for."""
+    try:
+        return RunConfig.from_dict(place.config())
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(
+            f"{place.path / 'config.json'} holds no configuration ({error}). It was damaged, or another version wrote "
+            f"it; restore it, or delete {place.path} to run again."
+        ) from error
+
+
+def mark_failed(place: RunDirectory) -> None:
+    """Leaves the traceback of the error that is being handled in the directory."""
+    with contextlib.suppress(RunDirectoryError):  # a full disk is often why it failed; the error is on its way up
+        write_text(place.path / "FAILED", traceback.format_exc())
+
+
+def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
+    """Raises DamagedFileError unless every line of metrics.jsonl has what the summary is made from."""
+    for number, record in enumerate(place.metrics(sizes), start=1):
+        lost = [name for name in _SUMMED if record.get(name) is None]
+        lost += ["train_loss"] if "train_loss" not in record else []
+        lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
+        if lost:
+            raise DamagedFileError(
+                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}: the file was damaged."
+            )
+
+
+@final
+class RunRecord:
+    """A run in memory and the directory it records into. `step` counts the optimizer's steps that are done. Several
+    may train at once in one process and share its time: each counts its part of it (`share`).
+    """
+
+    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher) -> None:
+        self.config, self.place, self.watcher = config, place, watcher
+        self._clock, self._spent, self._sharing = time.process_time(), 0.0, 1
+        self.state = RunState(config)
+        self.step = 0
+        self.stopped = False  # by a loss or gradient that is not finite
+        self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
+        self._noted = 0  # events of an autopilot
+
+    def prepare(self, command: str, stacked: int) -> None:
+        """Brings directory and weights to the same step: the checkpoint's, else 0, which is still to be recorded.
+
+        Where a file is damaged that the checkpoint relies on, or the checkpoint itself, the run starts again.
+        `stacked` is how many runs train as one model.
+        """
+        about = environment(self.config, self.state.task.corpus, self.state.model, command)
+        try:
+            found = self._checkpoint(about)
+        except DamagedFileError as damage:
+            caution(f"{str(damage).rstrip('.')}. The run starts again.")
+            found = None
+        if found is None:
+            self.place.start_again()
+            write_json(self.place.path / "env.json", {**about, **({"stacked": stacked} if stacked > 1 else {})})
+        else:
+            restore(self.place, self.state, found)
+        names, n_heads = self.state.attentions, self.config.model.n_heads
+        layers = names if len(names) != self.config.model.n_layers else ()  # an encoder and a decoder
+        self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
+        if found is not None:
+            self.step, self._spent = found.progress.step, self._spent + found.progress.cpu_seconds
+            self._noted = len(self.state.events)
+            self._event("resumed")
+
+    def share(self, sharing: int) -> None:
+        """From now on the time of this process belongs to so many runs."""
+        now = time.process_time()
+        self._spent, self._clock = self._spent + (now - self._clock) / self._sharing, now
+        self._sharing = sharing
+
+    @property
+    def over(self) -> bool:
+        """Returns whether no step is left."""
+        return self.stopped or self.step >= self.config.steps
+
+    def is_logged(self, step: int) -> bool:
+        """Returns whether a step is recorded."""
+        return step % self.config.log_every == 0 or step == self.config.steps
+
+    def is_saved(self, step: int) -> bool:
+        """Returns whether a checkpoint of a step is due."""
+        every = self.config.checkpoint_every
+        return step == self.config.steps or bool(every and step % every == 0)
+
+    def wants_held(self, *numbers: float) -> bool:
+        """True if held-out numbers are part of the record of the finished step; `numbers` are its others."""
+        every = self.config.eval_every
+        due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
+        return due or self._ends(numbers)
+
+    def count(self, seconds: float) -> None:
+        """Another step is done, which took so many seconds."""
+        self.step += 1
+        for event in self.state.loss_scale.taken_events() if self.state.loss_scale else ():
+            self._event(event)
+        self._trained, self._seconds = self._trained + 1, self._seconds + seconds
+
+    def write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
+        """Writes the line and the heads of the step that is done; training stops at what is not finite.
+
+        Args:
+            numbers: loss of the batch and norm of its gradient; None before the first step. held: numbers on held-out
+                examples, where they are due.
+        """
+        self._write(numbers, probe, held)
+        if self._ends(numbers or ()):
+            # No checkpoint of this: a run that is killed here stops here again.
+            scale = " at any loss scale" if self.state.loss_scale else ""
+            self._event(f"stopped: the loss or the gradient is not finite{scale}")
+            self.stopped = True
+
+    def save(self) -> None:
+        """Replaces the checkpoint, once all that was recorded before it is on the disk."""
+        self._write_events()
+        self.place.sync()
+        save(self.place, self.state, RunProgress(self.step, self._cpu_seconds(), self.place.sizes()))
+
+    def finish(self) -> None:
+        """Writes the summary: the run is done."""
+        self._write_events()
+        self.state.close()
+        self.place.finish(summarize(self.config, self.place.metrics(self.place.sizes()), self._cpu_seconds()))
+
+    def _check_alike(self, now: Json) -> None:
+        before = self.place.env()
+        if (before.get("corpus") or {}).get("sha256") is None:
+            raise DamagedFileError(
+                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus: the file was damaged."
+            )
+        check_alike(self.place.path, before, now)
+
+    def _checkpoint(self, now: Json) -> RunCheckpoint | None:
+        """The checkpoint, with the records cut to what they held then and all of them read; None where there is none.
+
+        Raises: DamagedFileError if a file is not as it was written; RunDirectoryError if it was computed otherwise.
+        """
+        place = self.place
+        there = place.checkpoint.exists()
+        if there or (place.path / "env.json").exists():
+            self._check_alike(now)
+        if not there:
+            return None
+        found = read_checkpoint(place)
+        step, sizes = found.progress.step, found.progress.sizes
+        if sizes is None:
+            place.cut_back(step)
+        else:
+            place.cut_to(sizes)
+        place.events(sizes)
+        check_recorded(place, sizes)
+        wanted = [step for step in range(step + 1) if self.is_logged(step)]
+        for name, steps in (
+            ("metrics.jsonl", [record["step"] for record in place.metrics(sizes)]),
+            ("heads.f32", place.heads(sizes).steps.tolist()),
+        ):
+            if steps != wanted:
+                raise DamagedFileError(
+                    f"{place.path / name} lacks records from before the checkpoint of step {step}: it was damaged."
+                )
+        return found
+
+    def _ends(self, numbers: Sequence[float]) -> bool:
+        """True if training cannot go on after a step with these numbers; under a loss scale single steps may fail."""
+        scale = self.state.loss_scale
+        return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
+
+    def _write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
+        config, step, held = self.config, self.step, dict(held)
+        loss, norm = numbers or (None, None)
+        units = self.state.tokens_per_unit
+        record = {
+            "step": step,
+            "tokens": step * config.data.batch * config.data.context,
+            "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
+            "train_loss": None if loss is None else loss * units["train"],
+            "val_loss": held.pop("val_loss") * units["heldout"] if "val_loss" in held else None,
+            "grad_norm": norm,
+            "logit_change": None,
+            **probe.record,
+            **held,
+            **(self.state.loss_scale.record() if self.state.loss_scale else {}),
+            "cpu_seconds": round(self._cpu_seconds(), 3),
+            **self._speed(),
+        }
+        self.heads.append(step, probe.heads)
+        append_line(self.place.path / "metrics.jsonl", record)
+        self._write_events()
+        self.watcher.on_record(record)
+
+    def _speed(self) -> dict[str, float | None]:
+        config, state = self.config, self.state
+        tokens, seconds = self._trained * config.data.batch * config.data.context, self._seconds
+        self._trained, self._seconds = 0, 0.0
+        return speed(tokens, seconds, state.flops_per_token, peak(state.device, config.dtype))
+
+    def _write_events(self) -> None:
+        """Writes what an autopilot has done since it was written last."""
+        events = self.state.events
+        for event in events[self._noted :]:
+            append_line(self.place.path / "events.jsonl", event)
+        self._noted = len(events)
+
+    def _event(self, text: str) -> None:
+        append_line(self.place.path / "events.jsonl", {"step": self.step, "event": text})
+
+    def _cpu_seconds(self) -> float:
+        return self._spent + (time.process_time() - self._clock) / self._sharing

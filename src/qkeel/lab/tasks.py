@@ -1,0 +1,376 @@
+"""What a run learns: text, images, both, and translation."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab.config import ImagesConfig, RunConfig
+from qkeel.lab.images import Pictures, grey, load_pictures, patches
+from qkeel.lab.model import build_decoder, build_translator, build_vit
+from qkeel.lab.text import Corpus, batch, bigram_loss, check_enough, heldout, load, spread, translated
+from qkeel.nn import FusedEmbedding
+
+# The task of a model: examples of (seed, step), held-out examples, and the model that fits them.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """Inputs [n t] (tokens) or [n t p] (patches), right answers [n t] or [n], and their kinds [n t], if any."""
+
+    inputs: Tensor
+    targets: Tensor
+    kinds: Tensor | None = None
+
+    def to(self, device: torch.device) -> Examples:
+        """The same on a device."""
+        return Examples(*(None if x is None else x.to(device, non_blocking=True) for x in self._all()))  # type: ignore[arg-type]
+
+    def split(self, count: int) -> list[Examples]:
+        """The same in pieces of `count` examples."""
+        parts = [[None] * len(self.inputs) if x is None else x.split(count) for x in self._all()]
+        return [Examples(*piece) for piece in zip(*parts)]  # type: ignore[arg-type]
+
+    def _all(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.inputs, self.targets, self.kinds
+
+
+class Task(abc.ABC):
+    """A resolved configuration's data and model. `kinds` names the kinds of targets, `trained` those it learns.
+
+    `classes` names the classes of input tokens, by `input_classes`; `classifies` says that an answer is right or wrong.
+    """
+
+    kinds: Sequence[str] = ()
+    trained: Sequence[str] = ()
+    classes: Sequence[str] = ()
+    classifies: bool = False
+    corpus: Corpus
+
+    @abc.abstractmethod
+    def __init__(self, config: RunConfig) -> None:
+        """Reads the data; raises DataError if it cannot be read or does not fit."""
+
+    @abc.abstractmethod
+    def batch(self, seed: int, step: int) -> Examples:
+        """The examples of a step, a function of (seed, step) alone."""
+
+    @abc.abstractmethod
+    def heldout(self, count: int) -> Examples:
+        """At most `count` held-out examples, the same for every run."""
+
+    @abc.abstractmethod
+    def build(self, generator: torch.Generator) -> nn.Module:
+        """The model with its initial weights."""
+
+    def input_classes(self, inputs: Tensor) -> Tensor:
+        """The class of each input token [n t], a number of `classes`."""
+        return torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+
+
+# The class of an image from its patches, by a small vision transformer.
+
+
+@final
+class VisionTask(Task):
+    """Classification; pixels are standardised over the training images. A token is a patch."""
+
+    classifies = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        pictures = load_pictures(config.images.images, config.images.image_size)
+        if len(pictures.classes) < 2:
+            raise DataError(
+                f"{config.images.images} has {len(pictures.classes)} classes; vision expects at least 2: a folder of "
+                "one subfolder per class, digits or photos"
+            )
+        train = pictures.pixels[~pictures.held]
+        deviation = float(train.std()) or 1.0
+        tokens = patches((pictures.pixels - train.mean()) / deviation, config.images.patch)
+        self._patches = torch.from_numpy(tokens.reshape(len(tokens), -1, tokens.shape[-1]).astype(np.float32))
+        self._labels = torch.from_numpy(pictures.labels)
+        self._sides = [np.flatnonzero(side) for side in (~pictures.held, pictures.held)]
+        flat = [self._patches[side].flatten(0, 1).numpy() for side in self._sides]
+        self.corpus = Corpus(
+            name=pictures.name,
+            vocab_size=len(pictures.classes),
+            loss_unit="image",
+            sha256=pictures.sha256,
+            train=flat[0],
+            heldout=flat[1],
+            ends=np.array([len(flat[1])]),
+        )
+
+    def batch(self, seed: int, step: int) -> Examples:
+        return self._examples(np.random.default_rng((seed, step)).choice(self._sides[0], self.config.data.batch))
+
+    def heldout(self, count: int) -> Examples:
+        """Evenly spaced, so that every class is among them."""
+        held = self._sides[1]
+        return self._examples(held[np.linspace(0, len(held) - 1, min(count, len(held))).astype(np.int64)])
+
+    def build(self, generator: torch.Generator) -> nn.Module:
+        count, width = self._patches.shape[1:]
+        model = build_vit(self.config.model, self.corpus.vocab_size, count, width)
+        model.init_weights(generator)
+        return model
+
+    def _examples(self, which: np.ndarray) -> Examples:
+        place: Tensor = torch.from_numpy(which)
+        return Examples(self._patches[place], self._labels[place])
+
+
+# Images and text in one sequence: patches of images are tokens after those of text, and all are predicted.
+
+TEXT, NEAR_IMAGE, CAPTION, IMAGE = range(4)
+BEGIN = 256  # the token before an image; its codes follow in the vocabulary
+MAX_CODES = 65536
+
+
+@final
+class FusedTask(Task):
+    """Text alone, or an image with its caption in either order and then text; the next token of everything.
+
+    Targets are text without an image, text along with one, a caption, an image (with the token before it).
+    An image of a canvas is row by row of patches; a patch is a code: its pixels rounded to a few grey levels.
+
+    Source: early fusion with loss on all tokens as in Chameleon, arXiv 2405.09818.
+    """
+
+    kinds = ("text", "beside", "caption", "image")
+    classes = ("text", "image")
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.images = config, config.images
+        self.text = load(config.data)
+        if self.text.loss_unit != "byte":
+            raise DataError(f"a caption is bytes, so the text with it must be too; {config.data.source} holds tokens")
+        self.pictures = load_pictures(self.images.images, self.images.image_size)
+        self.codes = _codes(self.pictures, self.images)
+        self._captions = [(caption + "\n").encode() for caption in self.pictures.captions]
+        self.train, self.held = (np.flatnonzero(side) for side in (~self.pictures.held, self.pictures.held))
+        self._check_room()
+        share = self.images.image_share
+        self.trained = self.kinds[:1] if share == 0 else self.kinds[1:] if share == 1 else self.kinds
+        digest = hashlib.sha256((self.text.sha256 + self.pictures.sha256).encode()).hexdigest()
+        name = f"{self.text.name} and {self.pictures.name}"
+        size = BEGIN + 1 + self.images.levels**self.images.patch**2
+        self.corpus = dataclasses.replace(self.text, name=name, vocab_size=size, loss_unit="token", sha256=digest)
+
+    def _check_room(self) -> None:
+        config, room = self.images, self.config.data.context
+        longest = max(map(len, self._captions)) + config.canvas - 1
+        tokens = 1 + config.canvas * (config.image_size // config.patch) ** 2
+        if tokens + longest > room + 1:
+            raise InvalidValueError(
+                f"a canvas of {config.canvas} images takes {tokens} tokens and the longest caption {longest}; expected "
+                f"a context of at least {tokens + longest - 1}, got {room}. Give a longer --context, a smaller "
+                "--canvas or a larger --patch"
+            )
+
+    def batch(self, seed: int, step: int) -> Examples:
+        """`image_share` of the sequences hold an image; the text is that of a run on text alone."""
+        config, data = self.images, self.config.data
+        windows = batch(self.text, data, seed, step)
+        rng = np.random.default_rng((seed, step, 1))
+        count = int(config.image_share * data.batch + rng.random())
+        rows = []
+        for i, window in enumerate(windows):
+            several, first = rng.integers(1, config.canvas + 1), rng.random() < config.image_first
+            which = rng.choice(self.train, several)
+            rows.append(self._row(window, which if i < count else (), first))
+        return _examples(rows)
+
+    def heldout(self, count: int) -> Examples:
+        """Half with an image, half of those image first, canvases of each size in turn: one probe for every mix."""
+        windows = heldout(self.text, self.config.data.context, count)
+        rows, used = [], 0
+        for i, window in enumerate(windows):
+            several = 0 if i % 2 else 1 + (i // 4) % self.images.canvas
+            which = self.held[np.arange(used, used + several) % len(self.held)]
+            rows.append(self._row(window, which, i % 4 == 0))
+            used += several
+        return _examples(rows)
+
+    def _row(self, text: np.ndarray, which: Sequence[int] | np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and kinds of one sequence, as long as its text is."""
+        if not len(which):
+            return text, np.full(len(text), TEXT)
+        canvas = np.concatenate([self.codes[i] for i in which], axis=1).ravel()
+        picture = np.concatenate([[BEGIN], BEGIN + 1 + canvas])
+        caption = np.frombuffer(b" ".join(self._captions[i].strip() for i in which) + b"\n", np.uint8)
+        pair = ((picture, IMAGE), (caption, CAPTION)) if first else ((caption, CAPTION), (picture, IMAGE))
+        parts = (*pair, (text, NEAR_IMAGE))
+        tokens = np.concatenate([part for part, _ in parts])[: len(text)]
+        return tokens, np.concatenate([np.full(len(part), kind) for part, kind in parts])[: len(text)]
+
+    def input_classes(self, inputs: Tensor) -> Tensor:
+        return (inputs >= BEGIN).long()
+
+    def build(self, generator: torch.Generator) -> nn.Module:
+        model = build_decoder(self.config.model, self.corpus.vocab_size, self.config.data.context)
+        deviation = math.sqrt(self.images.image_variance)
+        if self.images.image_input == "patches":
+            model.embedding = FusedEmbedding(model.embedding, self._pixels())
+        model.init_weights(generator)
+        with torch.no_grad():
+            model.embedding.weight[BEGIN:].mul_(deviation)
+            if isinstance(model.embedding, FusedEmbedding):
+                model.embedding.patch.weight.mul_(deviation)
+        return model
+
+    def _pixels(self) -> Tensor:
+        """The pixels of each code [codes p], standardised over the patches of the training images."""
+        levels, width = self.images.levels, self.images.patch**2
+        codes = np.arange(levels**width)
+        pixels = ((codes[:, None] // levels ** np.arange(width)) % levels + 0.5) / levels
+        seen = pixels[self.codes[self.train].ravel()]
+        return torch.from_numpy(((pixels - seen.mean()) / (seen.std() or 1.0)).astype(np.float32))
+
+
+def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
+    """The code of every patch [n rows columns]: Σ level_i · levels^i over its pixels."""
+    width = config.patch**2
+    if config.levels**width > MAX_CODES:
+        raise InvalidValueError(
+            f"{config.levels} levels of {width} pixels make {config.levels**width:,} codes; expected at most "
+            f"{MAX_CODES:,}. Give fewer --levels or a smaller --patch"
+        )
+    pixels = patches(grey(pictures.pixels), config.patch)
+    level = np.minimum((pixels * config.levels).astype(np.int64), config.levels - 1)
+    return level @ config.levels ** np.arange(width)
+
+
+def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
+    tokens, kinds = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*rows))
+    return Examples(tokens[:, :-1], tokens[:, 1:], kinds[:, 1:])
+
+
+# Translation of text into a second language that is made from it, by a small encoder–decoder.
+
+BEGIN_TRANSLATION = 256  # the token that a translation begins with
+
+
+@final
+class TranslationTask(Task):
+    """The next byte of a translation, given its source and the bytes before: loss in nats per byte of translations.
+
+    Training knows `pairs` texts of `context` bytes, spread evenly over the training part: few, as in the setting that
+    QK-norm was made for. Held-out pairs are of held-out text. Inputs are a source, BEGIN and the translation.
+
+    Source: Henry et al. 2020, arXiv 2010.04245, for low-resource translation; the second language is our own.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        text = load(config.data)
+        if text.loss_unit != "byte":
+            raise DataError(f"a translation is made of bytes of text; {config.data.source} holds tokens")
+        self._pairs = _translation_examples(spread(text.train, config.data.context - 1, config.data.pairs))
+        self._heldout = heldout(text, config.data.context - 1, config.eval_sequences)
+        digest = hashlib.sha256(text.sha256.encode() + self._pairs.targets.numpy().astype(np.uint8).tobytes())
+        self.corpus = dataclasses.replace(text, vocab_size=BEGIN_TRANSLATION + 1, sha256=digest.hexdigest())
+
+    def batch(self, seed: int, step: int) -> Examples:
+        count = len(self._pairs.inputs)
+        which = torch.from_numpy(np.random.default_rng((seed, step)).integers(0, count, self.config.data.batch))
+        return Examples(self._pairs.inputs[which], self._pairs.targets[which])
+
+    def heldout(self, count: int) -> Examples:
+        return _translation_examples(self._heldout[:count])
+
+    def build(self, generator: torch.Generator) -> nn.Module:
+        model = build_translator(self.config.model, self.corpus.vocab_size, self.config.data.context)
+        model.init_weights(generator)
+        return model
+
+
+def _translation_examples(sources: np.ndarray) -> Examples:
+    """Pairs of sources [n t]: inputs [n 2t] and targets [n t]."""
+    second = [np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8) for row in sources]
+    targets = np.stack(second).astype(np.int64)
+    begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
+    return Examples(
+        torch.from_numpy(np.concatenate([sources, begin, targets[:, :-1]], axis=1)), torch.from_numpy(targets)
+    )
+
+
+# The tasks by name, and the simplest: the next token of text.
+
+
+@final
+class TextTask(Task):
+    """The next token of text."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.corpus = load(config.data)
+        check_enough(self.corpus, config.data, config.steps)
+
+    def batch(self, seed: int, step: int) -> Examples:
+        return _next_tokens(batch(self.corpus, self.config.data, seed, step))
+
+    def heldout(self, count: int) -> Examples:
+        return _next_tokens(heldout(self.corpus, self.config.data.context, count))
+
+    def build(self, generator: torch.Generator) -> nn.Module:
+        model = build_decoder(self.config.model, self.corpus.vocab_size, self.config.data.context)
+        model.init_weights(generator)
+        return model
+
+
+def _next_tokens(windows: np.ndarray) -> Examples:
+    tokens = torch.from_numpy(windows)
+    return Examples(tokens[:, :-1], tokens[:, 1:])
+
+
+_MOST_COUNTED = 1 << 22  # tokens of a run; counting more takes seconds
+
+
+def counted_bigrams(config: RunConfig) -> float | None:
+    """The held-out loss of pairs of tokens that are counted on the text that a run reads, in the unit of its losses.
+    None where the task is not plain text, or the run is long.
+    """
+    size = config.steps * config.data.batch * config.data.context
+    if config.data.task != "text" or config.data.needle or size > _MOST_COUNTED:
+        return None
+    plain = RunConfig(data=config.data, seed=config.seed, steps=config.steps, eval_sequences=config.eval_sequences)
+    return _counted_bigrams(plain)
+
+
+@functools.lru_cache(maxsize=64)  # runs of one seed read the same text
+def _counted_bigrams(config: RunConfig) -> float:
+    task = TextTask(config)
+    held = task.heldout(config.eval_sequences)
+    seen = [_windows(task.batch(config.seed, step)) for step in range(config.steps)]
+    per_token = bigram_loss(np.concatenate(seen), _windows(held), task.corpus.vocab_size)
+    return per_token * task.corpus.tokens_per_unit(held.targets.numpy())
+
+
+def _windows(examples: Examples) -> np.ndarray:
+    """Inputs and the last target, as they stood in the text [n t]."""
+    return torch.cat([examples.inputs, examples.targets[:, -1:]], 1).numpy()
+
+
+TASKS: dict[str, type[Task]] = {
+    "text": TextTask,
+    "multimodal": FusedTask,
+    "vision": VisionTask,
+    "translation": TranslationTask,
+}
+
+
+def load_task(config: RunConfig) -> Task:
+    """The task of a resolved configuration. Raises: DataError for data that cannot be read or does not fit."""
+    return TASKS[config.data.task](config)

@@ -1,1 +1,0 @@
-"""The tasks that a model learns, one task a file."""

@@ -1,0 +1,654 @@
+"""Text as tokens: where it comes from, needles and a second language made for it, bytes and byte pairs, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import glob
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, final
+
+import numpy as np
+
+from qkeel.errors import DataError, InvalidValueError, reported
+from qkeel.lab.config import DataConfig
+from qkeel.options import lookup
+from qkeel.records.disk import read_regular, refuse_irregular
+from qkeel.records.parse import json_value
+
+# Sources of documents: CPython's own sources, files, folders, text columns, the hub.
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".json", ".c", ".h", ".cpp", ".js", ".ts")
+_NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Documents:
+    """Named texts as bytes. A corpus is split between documents, never inside one, when there are several."""
+
+    name: str
+    texts: tuple[bytes, ...]
+
+
+def read_documents(source: str) -> Documents:
+    """The documents of a source other than a .bin file; see DataConfig.source."""
+    if source in BUILT_IN:
+        return BUILT_IN[source]()
+    if source.startswith("hf:"):
+        return _hub(source)
+    place, _, column = source.partition("#")
+    suffix = Path(place).suffix
+    if suffix in (".jsonl", ".parquet"):
+        texts = _rows(Path(place), column or "text")
+    else:
+        place, texts = source, _files(source)
+    return Documents(Path(place).name or place, tuple(texts))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of one file, or a DataError."""
+    return read_regular(path, DataError, most=None)
+
+
+def _stdlib() -> Documents:
+    root = sysconfig.get_path("stdlib")
+    paths: list[str] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB)
+        paths.extend(os.path.join(folder, name) for name in sorted(names) if name.endswith(".py"))
+    return Documents("stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts))
+
+
+def _topics() -> Documents:
+    try:
+        from pydoc_data import topics
+    except ImportError as error:  # some distributions ship Python without its reference texts
+        raise DataError("this Python comes without pydoc_data, so there is no corpus 'topics'") from error
+    return Documents("topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics)))
+
+
+BUILT_IN: dict[str, Callable[[], Documents]] = {"stdlib": functools.cache(_stdlib), "topics": functools.cache(_topics)}
+
+
+def _files(source: str) -> Iterator[bytes]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+        if not paths:
+            raise DataError(f"{source} holds no text file; expected names that end in {', '.join(TEXT_SUFFIXES)}")
+    elif path.exists():
+        paths = [path]
+    else:
+        paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        if not paths:
+            raise _missing(source)
+    for file in paths:
+        text = read_bytes(file)
+        if b"\0" in text:
+            raise DataError(f"{file} holds NUL bytes, so it is not text; expected UTF-8 text, or .bin for tokens")
+        yield text
+
+
+def _missing(source: str) -> DataError:
+    near = difflib.get_close_matches(source, BUILT_IN, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return DataError(
+        f"no corpus {source!r}: no such file, folder or glob match.{hint} "
+        f"Expected {', '.join(BUILT_IN)}, hf:NAME or a path."
+    )
+
+
+def _rows(path: Path, column: str) -> Iterator[bytes]:
+    if not path.exists():
+        raise _missing(str(path))
+    values = _parquet(path, column) if path.suffix == ".parquet" else _jsonl(path, column)
+    return _texts(values, f"column {column!r} of {path}")
+
+
+def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, str):
+            raise DataError(f"expected text in {what}, got {type(value).__name__} in row {number}")
+        yield value.encode()
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """The values of a .jsonl file, one a line, each with where it stands; a line that is not JSON is a DataError."""
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        where = f"{path}, line {number}"
+        try:
+            if line.strip():
+                yield where, json_value(line)
+        except ValueError as error:
+            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
+
+
+def _jsonl(path: Path, column: str) -> Iterator[object]:
+    for where, row in json_rows(path):
+        if not isinstance(row, dict) or column not in row:
+            has = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
+            raise _no_column(where, column, has)
+        yield row[column]
+
+
+def _parquet(path: Path, column: str) -> list[object]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError("reading .parquet needs pyarrow: pip install 'qkeel[data]'") from error
+    refuse_irregular(path, DataError)
+    try:
+        names = parquet.read_schema(path).names
+        if column not in names:
+            raise _no_column(str(path), column, ", ".join(names))
+        return parquet.read_table(path, columns=[column])[column].to_pylist()
+    except (ArrowException, OSError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot read {path} as parquet: {error}") from error
+
+
+def _no_column(where: str, column: str, has: str) -> DataError:
+    return DataError(f"{where} has no column {column!r}; it has: {has}. Name the text column as PATH#COLUMN.")
+
+
+def _hub(source: str) -> Documents:
+    try:
+        import datasets  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise DataError(f"{source} needs the datasets library: pip install 'qkeel[data]'") from error
+    rest, _, column = source.removeprefix("hf:").partition("#")
+    rest, _, split = rest.partition(":")
+    try:
+        rows = datasets.load_dataset(*rest.split("@", 1), split=split or "train")
+    except Exception as error:  # the library raises errors of many kinds, all about the name or the network
+        raise DataError(f"cannot load {source} (form: hf:NAME[@CONFIG][:SPLIT][#COLUMN]): {error}") from error
+    column = column or "text"
+    if column not in rows.column_names:
+        raise DataError(f"{source} has no column {column!r}; it has: {', '.join(rows.column_names)}")
+    return Documents(source, tuple(_texts(rows[column], f"column {column!r} of {source}")))
+
+
+# Byte-pair tokens, learned from the training part of a text: the same text always gives the same tokens.
+
+LEARNED_FROM = 1 << 22  # bytes of the training part: more change few tokens and take longer
+# A word with the space before it, a digit, signs, white space: no token goes over these borders.
+PATTERN = r" ?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z_0-9]+|\s+(?!\S)|\s+"
+BYTES = 256  # tokens of one byte, so that any text can be written
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BytePairs:
+    """Texts as tokens of several bytes: the bytes of each token, and the SHA-256 of vocabulary and merges."""
+
+    parts: Sequence[Sequence[np.ndarray]]
+    lengths: np.ndarray
+    sha256: str
+
+
+def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -> BytePairs:
+    """Returns both parts of a corpus, text by text, in tokens that are learned from the first.
+
+    Args:
+        train: texts that tokens are learned from, the first 4 MiB of them. held: texts that have no say.
+        vocab_size: number of tokens, at least 257; fewer are used where the text has no more pairs.
+
+    Raises: DataError where the library tokenizers is missing, or for a vocabulary without room for pairs.
+
+    Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
+    """
+    if not BYTES < vocab_size <= 1 << 16:
+        raise DataError(f"expected a vocab_size of {BYTES + 1} to 65536 for tokens bpe, got {vocab_size}")
+    try:
+        from tokenizers import Regex, Tokenizer
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import Split
+        from tokenizers.trainers import BpeTrainer
+    except ImportError as error:
+        raise DataError(
+            "tokens bpe need the tokenizers library: pip install 'qkeel[hf]', or use tokens bytes"
+        ) from error
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = Split(Regex(PATTERN), "isolated")
+    alphabet = [chr(i) for i in range(BYTES)]  # a byte is a character: no text is refused, none changed
+    trainer = BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_first(train), trainer)
+    lengths = np.ones(vocab_size, np.int64)
+    for token, number in tokenizer.get_vocab().items():
+        lengths[number] = len(token)
+    sides = [tokenizer.encode_batch_fast([text.decode("latin-1") for text in side]) for side in (train, held)]
+    parts = [[np.array(found.ids, np.uint16) for found in side] for side in sides]
+    return BytePairs(parts, lengths, hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
+
+
+def _first(texts: Sequence[bytes]) -> list[str]:
+    """The texts up to the limit, the last one cut."""
+    found, left = [], LEARNED_FROM
+    for text in texts:
+        found.append(text[:left].decode("latin-1"))
+        left -= len(text)
+        if left <= 0:
+            break
+    return found
+
+
+# Needles: tokens that hold a key and a value, inserted in text, and questions that name a key and want its value.
+#
+# To answer one hop by content suffices: the token that asks for a key attends to the one needle with that key,
+# whatever its value. The other needles and the text are what the attention has to distinguish it from.
+
+VALUES = 8
+_TIMES = 3  # that a needle of a training text is asked for
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Needles:
+    """Token ids behind the text's own: a needle for each key and value, a question for each key, and the values."""
+
+    first: int
+    """The vocabulary size of the text."""
+    keys: int
+    """Each is in a text once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of text, needles, questions and values."""
+        return int(self.value(VALUES))
+
+    def needle(self, key: np.ndarray | int, value: np.ndarray | int) -> np.ndarray | int:
+        """The token that holds a value under a key."""
+        return self.first + key * VALUES + value
+
+    def question(self, key: np.ndarray | int) -> np.ndarray | int:
+        """The token that asks for the value under a key."""
+        return self.needle(self.keys, 0) + key
+
+    def value(self, value: np.ndarray | int) -> np.ndarray | int:
+        """The token that comes after a question."""
+        return self.question(self.keys) + value
+
+    def check(self, context: int) -> None:
+        """Raises unless the needles of a training text and their questions fit into it."""
+        least = 2 * self.keys * (1 + _TIMES) - 1
+        if context < least:
+            raise InvalidValueError(
+                f"{self.keys} needles, each asked for {_TIMES} times, need a context of at least {least} tokens, got "
+                f"{context}; give a longer context, fewer needle_keys, or needle 0"
+            )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Windows [n, context + 1] that end in questions, one for each needle, each with the value behind it.
+
+    Needle i, counted from the beginning, stands at places[i] in all of them; questions[n, i] is where it is asked for.
+    """
+
+    windows: np.ndarray
+    places: np.ndarray
+    questions: np.ndarray
+
+
+def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> np.ndarray:
+    """Returns windows [n, context + 1] with needles over their text, each followed by several questions for it."""
+    changed = windows.copy()
+    for text in changed:
+        drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
+        values = rng.integers(VALUES, size=needles.keys)
+        for key, (place, *asked) in enumerate(2 * np.sort(drawn, axis=1)):
+            text[place] = needles.needle(key, values[key])
+            for at in asked:
+                text[at : at + 2] = needles.question(key), needles.value(values[key])
+    return changed
+
+
+def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Asked:
+    """Returns windows [n, context + 1] with one needle for each key, spread evenly, and all questions at the end.
+
+    Chance is 1/VALUES for a model that knows what an answer is.
+    """
+    asked, keys = windows.copy(), needles.keys
+    end = windows.shape[1] - 2 * keys
+    places = ((np.arange(keys) + 0.5) / keys * end).astype(np.int64)
+    questions = np.empty((len(windows), keys), dtype=np.int64)
+    for text, at in zip(asked, questions, strict=True):
+        named, values = rng.permutation(keys), rng.integers(VALUES, size=keys)
+        at[:] = end + 2 * rng.permutation(keys)
+        text[places] = needles.needle(named, values)
+        text[at], text[at + 1] = needles.question(named), needles.value(values)
+    return Asked(asked, places, questions)
+
+
+# A second language made from a text: the words of a clause backwards, their letters exchanged, of the same length.
+#
+# It is a function of the text alone, so a pair needs no human translator and any corpus gives as many as are wanted.
+# But what a word becomes depends on the word, and where it stands on its clause: neither a table of letters nor a
+# copy translates.
+
+CLAUSE = re.compile(rb"[A-Za-z \t]+")  # up to a sign, a digit or the end of a line
+WORD = re.compile(rb"[A-Za-z]+")
+_SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
+
+
+def _table(steps: int) -> bytes:
+    """A table of bytes in which each vowel and each consonant is the one so many steps on."""
+    lower = {a: letters[(i + steps) % len(letters)] for letters in _SETS for i, a in enumerate(letters)}
+    upper = {a - 32: b - 32 for a, b in lower.items()}
+    return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
+
+
+_ODD, _EVEN = _table(1), _table(3)  # two declensions, by the number of letters of a word
+
+
+def translated(text: bytes) -> bytes:
+    """Returns the text in the second language: the words of each clause backwards, their letters exchanged.
+
+    Vowels become vowels and consonants consonants, by one table in words of an odd number of letters and by another in
+    the rest. Spaces, signs, digits and what is not ASCII stay where they are; the length is the same.
+
+    >>> translated(b"The cat sat. Two dogs!")
+    b'tev dev Vji. hekw Vxu!'
+    """
+    return CLAUSE.sub(lambda clause: _clause(clause.group()), text)
+
+
+def _clause(clause: bytes) -> bytes:
+    words = [word.translate(_ODD if len(word) % 2 else _EVEN) for word in WORD.findall(clause)]
+    gaps = WORD.split(clause)
+    pieces = [gaps[0]]
+    for word, gap in zip(reversed(words), gaps[1:], strict=True):
+        pieces += [word, gap]
+    return b"".join(pieces)
+
+
+# A corpus of tokens, split by file, and batches that are a function of (seed, step).
+
+HELD_OUT = 0.1  # share of the bytes
+_MOST_BYTES = 1 << 35  # of a file of tokens
+BPE_TOKENS = 1024  # where no vocab_size is given
+_TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """Training and held-out tokens; `sha256` covers both and the cut between them.
+
+    `ends` are those of the held-out documents; a .bin file counts as one document. `vocab_size` has room for needles,
+    if there are any. Where tokens are several bytes, `lengths` has the bytes of each and `tokenizer` the SHA-256 of
+    what makes them; losses are per byte then too.
+    """
+
+    name: str
+    vocab_size: int
+    loss_unit: Literal["byte", "token", "image"]
+    sha256: str
+    train: np.ndarray
+    heldout: np.ndarray
+    ends: np.ndarray
+    needles: Needles | None = None
+    lengths: np.ndarray | None = None
+    tokenizer: str = ""
+
+    @property
+    def counted(self) -> str:
+        """The name of what the parts are made of."""
+        return self.loss_unit if self.lengths is None else "token"
+
+    def tokens_per_unit(self, tokens: np.ndarray) -> float:
+        """Returns the number of these tokens by that of their units: what makes a loss per token one per unit."""
+        return 1.0 if self.lengths is None else tokens.size / float(self.lengths[tokens].sum())
+
+
+def load(config: DataConfig) -> Corpus:
+    """Reads the corpus of `config`; in one process each is read once while its files stay the same.
+
+    Raises: DataError if it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
+    """
+    corpus = _load(config.source, config.vocab_size, config.tokens, stamp(config.source))
+    for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
+        if len(tokens) <= config.context:
+            raise DataError(
+                f"the {part} part of {config.source} has {len(tokens)} {corpus.counted}s; expected more than the "
+                f"context, {config.context}. Give more text or a shorter context."
+            )
+    if not config.needle:
+        return corpus
+    needles = Needles(first=corpus.vocab_size, keys=config.needle_keys)
+    needles.check(config.context)
+    return dataclasses.replace(corpus, vocab_size=needles.vocab_size, needles=needles)
+
+
+def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
+    """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone.
+
+    Windows that come once lie side by side in the text, in an order of the seed; the last token of one is the first of
+    its neighbour, so that each token is an input once and a target once.
+    """
+    if config.windows == "once":
+        order = _order(seed, places(corpus, config))
+        starts = order[step * config.batch : (step + 1) * config.batch] * config.context
+        if len(starts) < config.batch:
+            raise _too_few(corpus, config, step + 1)
+    else:
+        starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
+    windows = _windows(corpus.train, starts, config.context)
+    if corpus.needles:
+        several = round(config.needle * config.batch)
+        windows[:several] = insert_needles(windows[:several], corpus.needles, np.random.default_rng((seed, step, 1)))
+    return windows
+
+
+def places(corpus: Corpus, config: DataConfig) -> int:
+    """The number of windows that lie side by side in the training part."""
+    return (len(corpus.train) - 1) // config.context
+
+
+def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
+    """Raises DataError where so many steps need more windows that come once than the text has."""
+    if config.windows == "once" and steps * config.batch > places(corpus, config):
+        raise _too_few(corpus, config, steps)
+
+
+def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
+    return DataError(
+        f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.counted}s, and "
+        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows once; take fewer steps, more "
+        "text, or windows drawn"
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _order(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, count)).permutation(count)
+
+
+def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
+    """Held-out windows int64 [n, context + 1], evenly spaced, the same for every run; n ≤ sequences."""
+    return spread(corpus.heldout, context, sequences)
+
+
+def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
+    """Windows of tokens int64 [n, context + 1], evenly spaced; n ≤ sequences, so that each has tokens of its own."""
+    room = len(tokens) - context
+    count = min(sequences, max(1, room // context))
+    starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
+    return _windows(tokens, starts, context)
+
+
+def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
+    """Held-out windows int64 [n, context + 1], each inside one document, spread evenly; n ≤ sequences.
+
+    They do not overlap but for the last token, which is only predicted.
+
+    Raises: DataError if no held-out document is longer than the context.
+    """
+    begins = np.concatenate([[0], corpus.ends[:-1]])
+    starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
+    if not len(starts):
+        raise DataError(
+            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s, the longest has "
+            f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
+        )
+    count = min(sequences, len(starts))
+    return _windows(corpus.heldout, starts[((np.arange(count) + 0.5) / count * len(starts)).astype(np.int64)], context)
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Training and held-out texts, by the hash of each file's content; copies of a file are left out.
+
+    Files are held out in the order of their hashes while they fit in a tenth of the bytes. Where that finds
+    less than half of the tenth (few files, or one that outweighs the rest), the last tenth of each is held out.
+    """
+    unique = {hashlib.sha256(text).digest(): text for text in texts if text}
+    budget = HELD_OUT * sum(map(len, unique.values()))
+    held: set[bytes] = set()
+    size = 0
+    for digest in sorted(unique):
+        if size < 0.9 * budget and size + len(unique[digest]) <= budget:
+            held.add(digest)
+            size += len(unique[digest])
+    if size < budget / 2:
+        cuts = [(text, len(text) - round(HELD_OUT * len(text))) for text in unique.values()]
+        return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
+    return [t for d, t in unique.items() if d not in held], [t for d, t in unique.items() if d in held]
+
+
+def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
+    """A value that changes when the files behind the source do."""
+    place = Path(source.partition("#")[0]).expanduser()
+    try:
+        if source in BUILT_IN or not place.exists():
+            return ()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"cannot use {source!r}: {error.strerror}. Name an existing file or folder.") from error
+    files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
+    stats = ((str(file), file.stat()) for file in files)
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
+    if _is_tokens(source):
+        if tokens == "bpe":
+            raise DataError(f"{source} holds tokens already; tokens bpe are made from text")
+        place, _, kind = source.partition("#")
+        return _tokens(Path(place).expanduser(), kind or "uint16", vocab_size)
+    documents = read_documents(source)
+    train, held = split(documents.texts)
+    if not train:
+        raise DataError(f"{source} is empty; expected text")
+    if tokens == "bpe":
+        made = byte_pairs(train, held, vocab_size or BPE_TOKENS)
+        ends = [len(text) for text in made.parts[1]]
+        parts = [np.concatenate(part) for part in made.parts]
+        corpus = _corpus(documents.name, "byte", parts, len(made.lengths), ends)
+        return dataclasses.replace(corpus, lengths=made.lengths, tokenizer=made.sha256)
+    parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
+    return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
+
+
+def _is_tokens(source: str) -> bool:
+    place = Path(source.partition("#")[0]).expanduser()
+    return source not in BUILT_IN and (place.suffix == ".bin" or (place / "train.bin").is_file())
+
+
+def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
+    """Files as nanoGPT writes them: train.bin next to val.bin, or one file whose last tenth is held out."""
+    path = path / "train.bin" if path.is_dir() else path
+    other = path.with_name("val.bin")
+    whole = _read_bin(path, kind)
+    if path.name == "train.bin" and other.is_file():
+        parts = [whole, _read_bin(other, kind)]
+    else:
+        cut = len(whole) - round(HELD_OUT * len(whole))
+        parts = [whole[:cut], whole[cut:]]
+    return _corpus(path.name, "token", parts, vocab_size or int(whole.max()) + 1)
+
+
+def _read_bin(path: Path, kind: str) -> np.ndarray:
+    dtype = np.dtype(lookup("kind of tokens", _TOKEN_KINDS, kind))
+    with reported(f"cannot read {path}", f". Expected a file of {kind} tokens.", DataError):
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            raise DataError(
+                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize}: {kind} tokens. Say what "
+                f"they are as {path.name}#uint8"
+            )
+        if size > _MOST_BYTES:
+            raise DataError(
+                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, since all of a corpus is read for "
+                "its hash and its largest token. Name a part of it."
+            )
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _corpus(
+    name: str,
+    unit: Literal["byte", "token"],
+    parts: list[np.ndarray],
+    vocab_size: int,
+    lengths: Sequence[int] | None = None,
+) -> Corpus:
+    largest = max(int(part.max(initial=0)) for part in parts)
+    if largest >= vocab_size:
+        raise DataError(
+            f"{name} has token {largest}; expected tokens below the vocabulary size, {vocab_size}. "
+            f"Give vocab_size {largest + 1} or more, or the right file."
+        )
+    digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
+    for part in parts:
+        digest.update(memoryview(np.ascontiguousarray(part)))  # type: ignore[arg-type]
+    train, held = parts
+    return Corpus(
+        name=name,
+        vocab_size=vocab_size,
+        loss_unit=unit,
+        sha256=digest.hexdigest(),
+        train=train,
+        heldout=held,
+        ends=np.cumsum(lengths or [len(held)]),
+    )
+
+
+# The loss of counting: what pairs of tokens that a run has read predict of held-out text, without any training.
+
+
+def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
+    """Returns the mean loss, nats per token, of pairs counted in one text on another.
+
+    P(b|a) = (c(ab) + u(a) · P(b)) / (c(a) + u(a)), with c(ab) how often b follows a, c(a) how often anything does, and
+    u(a) how many different tokens do; P(b) = (c(b) + 1) / (n + vocabulary). It has no number to choose.
+
+    Args:
+        read: windows of tokens that the counts are of [n t]. heldout: windows that are predicted, all tokens but the
+            first of each [n t].
+
+    Source: Witten & Bell 1991, The zero-frequency problem, method C, interpolated with counts plus one.
+
+    >>> round(bigram_loss(np.array([[0, 1, 0, 1, 0, 1]]), np.array([[0, 1, 0]]), 2), 3)
+    0.162
+    """
+    first, second = read[:, :-1].ravel().astype(np.int64), read[:, 1:].ravel().astype(np.int64)
+    pairs, counts = np.unique(first * vocab_size + second, return_counts=True)
+    of_first = np.bincount(first, minlength=vocab_size)
+    kinds = np.bincount(pairs // vocab_size, minlength=vocab_size)
+    single = (np.bincount(second, minlength=vocab_size) + 1) / (len(second) + vocab_size)
+    a, b = heldout[:, :-1].ravel().astype(np.int64), heldout[:, 1:].ravel().astype(np.int64)
+    wanted = a * vocab_size + b
+    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    together = np.where(pairs[place] == wanted, counts[place], 0)
+    weight = np.maximum(of_first[a] + kinds[a], 1)
+    known = (together + kinds[a] * single[b]) / weight
+    return float(-np.log(np.where(of_first[a] > 0, known, single[b])).mean())

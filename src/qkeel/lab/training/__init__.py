@@ -1,1 +1,0 @@
-"""One training run: its step, its evaluation, its checkpoints and what it records."""

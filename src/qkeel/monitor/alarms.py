@@ -1,0 +1,473 @@
+"""Alarms of a run: rules of its set-up, the advice that an alarm gives, and rules asked record by record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from qkeel.errors import ShapeError
+from qkeel.heads.site import APPLIED, AttentionSite, Sites
+from qkeel.metrics import fused_logit_error, stored_logit_error
+from qkeel.monitor.history import (
+    GAIN_FACTOR,
+    IDLE_TOLERANCE,
+    ROUNDING,
+    History,
+    PlannedRates,
+    RecordPlace,
+    envelope,
+    number,
+)
+from qkeel.monitor.rules import DEFAULT, HOLD, Alarm, Rule, Severity, first, largest, peak, trend
+from qkeel.nn.attention import SpecModule
+from qkeel.sites.find import is_normed
+
+# Rules that need to know the setting: number format, head width, which norm was configured.
+
+DECAY_GAINS = (
+    'optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(1 - 0.1 * o.param_groups[0]["lr"]) '
+    'for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n])  # decays the gains of the norms'
+)
+KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
+SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
+LOOK = "print(qkeel.explain_model(model))  # says which norm each attention really applies"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution(Rule):
+    """The rounding of a logit is as large as `tolerance` (nats, standard deviation), so attention ranks noise.
+
+    kernel "fused": q and k are rounded, see metrics.fused_logit_error; "eager": stored scores are, see
+    metrics.stored_logit_error (code that rounds the product and again the scaled one is up to √2 worse). Both from
+    per-head records. scale: the factor that attention multiplies q·k with, where query_norm and key_norm are those of
+    this q and k; 1/√head_dim if not given. Eager needs none: max logits are recorded scaled.
+    """
+
+    dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
+    kernel: Literal["fused", "eager"]  #: "eager" writes scores to memory
+    head_dim: int  #: d, numbers of one head's query
+    scale: float | None = None
+    tolerance: float = ROUNDING
+    severity: Severity = Severity.ALARM
+    source: str = "derived, checked against rounding by torch in tests/monitor; the tolerance is a choice"
+    remedy: str = KEEP_FLOAT32
+    cause: str = "rounding is as large as the differences between logits"
+
+    @property
+    def name(self) -> str:
+        """One for each kernel."""
+        return f"resolution {self.dtype} {self.kernel}"
+
+    def check(self, history: History) -> Alarm | None:
+        worst = self._eager(history) if self.kernel == "eager" else self._fused(history)
+        if worst is None or not worst[1] > self.tolerance:
+            return None
+        at, error, grows = worst
+        what = "q and k rounded to" if self.kernel == "fused" else "scores stored in"
+        text = f"{what} {self.dtype} move a logit by {error:.2g} nats (standard deviation), over {self.tolerance:g}"
+        return self.alarm(history, text, error, at=at, trend=trend(history, grows))
+
+    def _eager(self, history: History) -> tuple[RecordPlace, float, np.ndarray] | None:
+        top = largest(history, "max_abs_logit") or largest(history, "max_logit")
+        return None if top is None else (top.at, stored_logit_error(top.value, self.dtype), top.series)
+
+    def _fused(self, history: History) -> tuple[RecordPlace, float, np.ndarray] | None:
+        query, key = history.series("query_norm"), history.series("key_norm")
+        if query is None or key is None or not len(query) or np.isnan(query[-1] * key[-1]).all():
+            return None
+        at = peak("query_norm", query[-1] * key[-1])
+        product = query[:, at.layer, at.head] * key[:, at.layer, at.head]
+        return at, fused_logit_error(float(product[-1]), 1.0, self.head_dim, self.dtype, self.scale), product
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GainGrowth(Rule):
+    """The logit bound that the gains of a q/k norm allow (`gain_bound`, nats) grew `factor`-fold since the start. A
+    norm with free gains only shifts the growth into them.
+    """
+
+    factor: float = GAIN_FACTOR
+    severity: Severity = Severity.NOTICE
+    source: str = "Qwen3-Next (2025): gains of its q/k norms grew abnormally; zero-centred and decayed since"
+    remedy: str = DECAY_GAINS
+    cause: str = "the gains of the q/k norm grow"
+
+    def check(self, history: History) -> Alarm | None:
+        series, top = history.series("gain_bound"), history.top("gain_bound")
+        if series is None or top is None or not len(series):
+            return None
+        start = series[first(top)]
+        ratio = series[-1] / np.where(start > 0, start, np.nan)
+        if np.isnan(ratio).all() or not np.nanmax(ratio) > self.factor:
+            return None
+        at = peak("gain_bound", ratio)
+        now, times = float(series[-1, at.layer, at.head]), float(np.nanmax(ratio))
+        text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as much as at the start"
+        return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IdleNorm(Rule):
+    """A q/k norm is configured but does not act: the norm of q or k is not what it makes it, or a logit is too large.
+
+    With gains of 1, RMS and layer norm make every head √head_dim long, L2 norm 1 long. This is checked once, when the
+    norms are first recorded, and only if the gains are `fresh`, that is still 1: not of a model that was trained
+    before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
+    """
+
+    kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
+    head_dim: int  #: d, numbers of one head's query
+    sides: tuple[Literal["query", "key"], ...] = ("query", "key")  #: which of q and k it norms
+    fresh: bool = True
+    tolerance: float = IDLE_TOLERANCE  #: relative deviation that is borne
+    severity: Severity = Severity.ALARM
+    source: str = "public code: five projects shipped norms that did nothing"
+    remedy: str = LOOK
+    cause: str = "the q/k norm that is configured does not act"
+
+    def check(self, history: History) -> Alarm | None:
+        found = (self._length(history, f"{side}_norm") for side in self.sides if self.fresh)
+        return next((alarm for alarm in found if alarm is not None), None) or self._bound(history)
+
+    def _length(self, history: History, name: str) -> Alarm | None:
+        series, top = history.series(name), history.top(name)
+        if series is None or top is None or np.isfinite(top).sum() != 1 or not np.isfinite(top[-1]):
+            return None
+        expected = 1.0 if self.kind == "l2" else math.sqrt(self.head_dim)
+        at = peak(name, np.abs(series[-1] / expected - 1))
+        now = float(series[-1, at.layer, at.head])
+        text = f"{self.kind} norm is configured, but {name[:-5]} norms are {now:.3g}, not {expected:.3g}"
+        return self.alarm(history, text, now, at=at) if abs(now / expected - 1) > self.tolerance else None
+
+    def _bound(self, history: History) -> Alarm | None:
+        bound, logit = history.series("gain_bound"), history.series("max_logit")
+        if bound is None or logit is None or bound.shape != logit.shape or not len(bound):
+            return None
+        ratio = logit[-1] / np.where(bound[-1] > 0, bound[-1], np.nan)
+        if np.isnan(ratio).all() or not np.nanmax(ratio) > 1 + self.tolerance:
+            return None
+        at, times = peak("max_logit", ratio), float(np.nanmax(ratio))
+        text = f"{self.kind} norm is configured, but a logit is {times:.3g} times what its gains allow"
+        return self.alarm(history, text, times, at=at)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VanishingGradient(Rule):
+    """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1), twice running.
+
+    Adam changes a weight by lr · m / (√v + eps): with √v = eps by half of what is meant, below it by less and less, so
+    the head hardly trains while the rest does. Once may be chance, or a first step through a projection that
+    starts at zero.
+    """
+
+    severity: Severity = Severity.NOTICE
+    source: str = (
+        "Wortsman et al. 2023, arXiv 2309.14322: gradient RMS falls with scale and rate toward eps; 4.8B parameters at "
+        "rate 0.3 do better with 1e-15 than 1e-8, and diverge with 1e-6"
+    )
+    remedy: str = SMALLER_EPS
+    cause: str = "a query or key weight hardly trains"
+
+    def check(self, history: History) -> Alarm | None:
+        series = history.series("grad_over_eps")
+        if series is None or len(series) < 2:
+            return None
+        larger = series[-2:].max(0)  # of the two records; NaN where one was not measured
+        if np.isnan(larger).all() or not np.nanmin(larger) < 1:
+            return None
+        at = peak("grad_over_eps", -larger)
+        now = float(series[-1, at.layer, at.head])
+        text = f"the gradient RMS of the query or key weight is {now:.2g} times the optimizer's eps"
+        return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The facts of a run besides its records; None is unknown.
+
+    dtype: what q, k and scores are held in; kernel: "fused" if they are not written to memory; head_dim and scale as
+    in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights.
+    """
+
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    kernel: Literal["fused", "eager"] | None = None
+    head_dim: int | None = None
+    scale: float | None = None
+    norm: Literal["rms", "layer", "l2"] | None = None
+    sides: tuple[Literal["query", "key"], ...] = ("query", "key")
+    fresh: bool = False
+
+
+def rules_for(setting: Setting) -> tuple[Rule, ...]:
+    """The default rules, and those that `setting` says enough for.
+
+    >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
+    ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
+    """
+    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]  # these raise nothing where nothing is recorded
+    dtype, kernel, head_dim = setting.dtype, setting.kernel, setting.head_dim
+    if head_dim is None:
+        return tuple(rules)
+    if kernel is not None and (dtype == "bf16" or dtype == "fp16"):
+        rules.append(Resolution(dtype=dtype, kernel=kernel, head_dim=head_dim, scale=setting.scale))
+    if setting.norm is not None:
+        rules.append(IdleNorm(kind=setting.norm, head_dim=head_dim, sides=setting.sides, fresh=setting.fresh))
+    return tuple(rules)
+
+
+# The line of an alarm that applies to a model: which remedies its attention, its weights and its norms allow.
+
+LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
+LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
+
+
+def fitted(rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]) -> tuple[Rule, ...]:
+    """Returns the rules with lines that can be pasted for this model, in place of the general ones.
+
+    >>> from qkeel.monitor.rules import Growth
+    >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
+    True
+    """
+    lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
+    if sites and all(isinstance(site.module, SpecModule) for site in sites):
+        lines[LOOK] = LOOK_AT_SPEC
+    return tuple(dataclasses.replace(rule, remedy=_replaced(rule.remedy, lines)) for rule in rules)
+
+
+def _replaced(text: str, lines: dict[str, str]) -> str:
+    for general, own in lines.items():
+        text = text.replace(general, own)
+    return text
+
+
+def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
+    """Returns the line that holds the logits of a model whose attention is `sites`.
+
+    Per-head rates and a clip where the weights of every head are known and no norm comes behind them; the clip alone
+    where weights are in half precision, which round small steps away; the rates alone where weights are frozen, as
+    below an adapter. Else a cap on the logits, where every site takes one. Else, and where remedies on the steps of
+    these weights are in force already, a lower learning rate.
+    """
+    if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
+        return LOWER_RATE
+    partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
+    spec = _steps(model, sites) or ("softcap:cap=50" if all(map(_takes_a_cap, sites)) else "")
+    return f'qkeel.apply("{spec}", model, optimizer{partial})' if spec else LOWER_RATE
+
+
+def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
+    if not all(site.verified and not is_normed(site) and not site.reparametrised for site in sites):
+        return ""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if any("lora_magnitude_vector" in name for name in weights):  # DoRA computes its weights from others
+        return ""
+    own = [weights[s.parameter] for site in sites for s in (*site.query, *site.key) if s.parameter in weights]
+    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in own)
+    frozen = any(not weight.requires_grad for weight in own)
+    return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
+
+
+def _takes_a_cap(site: AttentionSite) -> bool:
+    free = site.spec.cap.kind == "none" and site.spec.normalizer.kind == "softmax"
+    return free and site.description is None and not site.below
+
+
+def decay_gains(sites: Sequence[AttentionSite]) -> str:
+    """Returns the line that decays the gains of the norms on queries and keys, by their names in this model."""
+    gains = (gain.parameter for site in sites for gain in (*site.query_gains, *site.key_gains))
+    ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in gains if name))
+    return DECAY_GAINS.replace('"q_norm" in n or "k_norm" in n', f"n.endswith({ends!r})") if ends else DECAY_GAINS
+
+
+# The records of a run that goes on, bounded in memory and time however long it is; and the alarms that they raised.
+
+MOST = 512  # records kept: a power law through 512 points is as good as through 100,000, and a rule reads them all
+_TAIL = 2  # the newest records are always kept: rules compare the last with the one before
+
+
+@final
+class Recording:
+    """The records of a run so far. Up to `most` all of them; beyond, every 2nd, 4th, 8th …, the first and the last two.
+
+    Thinning leaves the learning-rate clock exact: what a dropped record says of the rate goes into the next one kept.
+
+    layers: their names, in the order of the first axis of `heads`. planned: the learning rates of the run, if known.
+    most: records kept, at least 4.
+    """
+
+    def __init__(self, layers: Sequence[str] = (), *, planned: PlannedRates | None = None, most: int = MOST) -> None:
+        self.layers = tuple(layers)
+        self.planned = planned
+        self._most = max(4, most)
+        self._every = 1
+        self._seen = self._kept = 0
+        self._rated = True
+        # (kind, name) -> [capacity …]; kinds: own, values, heads, tops (the largest of all heads)
+        self._columns: dict[tuple[str, str], np.ndarray] = {}
+
+    def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
+        """Add a record, of a later step than the last.
+
+        values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
+        [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. A name may come and go: NaN where it
+        was not given.
+
+        Raises: ShapeError if a step does not come after the last one, or a shape is not that of the record before.
+        """
+        heads = {} if heads is None else heads
+        self._check(values, heads)
+        row = self._next_row()
+        step, rate = number(values["step"]), number(values.get("lr"))
+        self._rated = self._rated and bool(np.isfinite(rate))
+        for name, value in {"index": self._seen, "step": step, "rate": rate}.items():
+            self._column(("own", name))[row] = value
+        columns = self._columns
+        for name, value in values.items():
+            column = columns[key] if (key := ("values", name)) in columns else self._column(key)
+            column[row] = value if type(value) is float else number(value)
+        with np.errstate(over="ignore"):  # beyond float32 is infinite
+            for name, value in heads.items():
+                key = "heads", name
+                column = columns[key] if key in columns else self._column(key, np.shape(value), np.float32)
+                column[row] = value
+        records = [columns["heads", name][row] for name in heads]
+        if len({record.shape for record in records}) == 1:
+            tops = envelope(np.stack(records)).tolist()
+        else:
+            tops = [float(envelope(record[None])[0]) for record in records]
+        for name, top in zip(heads, tops):
+            column = columns[key] if (key := ("tops", name)) in columns else self._column(key)
+            column[row] = top
+        self._seen += 1
+        if self._kept > self._most:
+            self._thin()
+
+    @property
+    def history(self) -> History:
+        """The records so far, without copying: true until the next append."""
+        n = self._kept
+        of: dict[str, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
+        for (kind, name), column in self._columns.items():
+            of[kind][name] = column[:n]
+        return History(
+            steps=of["own"].get("step", np.zeros(0)),
+            rates=of["own"].get("rate") if self._rated else None,
+            values=of["values"],
+            heads=of["heads"],
+            tops=of["tops"],
+            layers=self.layers,
+            planned=self.planned,
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The records and how many there were: what `load` goes on from."""
+        columns = {f"{kind}:{name}": column[: self._kept] for (kind, name), column in self._columns.items()}
+        return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes the records of another Recording in place of its own."""
+        self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
+        self._rated = bool(rated)
+        columns = {tuple(key.split(":", 1)): np.array(x) for key, x in state.items() if key != "counts"}
+        self._columns = {(key[0], key[1]): np.resize(x, (max(4, len(x)), *x.shape[1:])) for key, x in columns.items()}
+
+    def __len__(self) -> int:
+        """Records appended, kept or not."""
+        return self._seen
+
+    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> None:
+        step = number(values.get("step"))
+        last = self._columns["own", "step"][self._kept - 1] if self._kept else -np.inf
+        if not step > last:
+            raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
+        for name, value in heads.items():
+            shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
+            known = self._columns.get(("heads", name))
+            if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
+                raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")
+            if known is not None and known.shape[1:] != shape:
+                raise ShapeError(f"expected {name!r} of shape {known.shape[1:]} as before, got {shape}")
+
+    def _next_row(self) -> int:
+        """The index of the new record: after the last, which first replaces the one before it if that is dropped."""
+        n = self._kept
+        if n >= _TAIL and self._columns["own", "index"][n - _TAIL] % self._every:
+            self._fold(np.arange(n - 3, n), np.array([n - 3, n - 1]))
+            for column in self._columns.values():
+                column[n - 2] = column[n - 1]
+            n -= 1
+        self._kept = n + 1
+        for key, column in self._columns.items():
+            if n == len(column):
+                self._columns[key] = np.resize(column, (min(2 * n, self._most + 1), *column.shape[1:]))
+            self._columns[key][n] = np.nan
+        return n
+
+    def _thin(self) -> None:
+        """Keep every second of what was kept."""
+        self._every *= 2
+        index = self._columns["own", "index"][: self._kept]
+        stays = index % self._every == 0
+        stays[-_TAIL:] = True
+        rows = np.flatnonzero(stays)
+        self._fold(np.arange(self._kept), rows)
+        for column in self._columns.values():
+            column[: len(rows)] = column[rows]
+        self._kept = len(rows)
+
+    def _fold(self, rows: np.ndarray, stays: np.ndarray) -> None:
+        """Give each of `stays`, a subset of the adjacent `rows`, the mean rate since the one before it."""
+        steps, rates = self._columns["own", "step"], self._columns["own", "rate"]
+        ticks = np.cumsum(rates[rows] * np.diff(steps[rows], prepend=steps[rows[0]]))[stays - rows[0]]
+        rates[stays[1:]] = np.diff(ticks) / np.diff(steps[stays])
+
+    def _column(self, key: tuple[str, str], shape: tuple[int, ...] = (), dtype: type = np.float64) -> np.ndarray:
+        """The column, made when its name first comes."""
+        if key not in self._columns:
+            room = max((len(column) for column in self._columns.values()), default=4)
+            self._columns[key] = np.full((room, *shape), np.nan, dtype=dtype)
+        return self._columns[key]
+
+
+@final
+class AlarmLog:
+    """The alarms of `rules` that have gone off: each rule warns once."""
+
+    def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
+        self.rules = tuple(rules)
+        self.alarms: list[Alarm] = []
+
+    def update(self, history: History) -> list[Alarm]:
+        """The alarms that the last record raises for the first time, the gravest first."""
+        said = {alarm.rule for alarm in self.alarms}
+        fresh = [rule for rule in self.rules if rule.name not in said] if len(history) else []
+        new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
+        new.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
+        self.alarms += new
+        return new
+
+
+def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
+    """Every alarm of a run, in the order they would have been raised while it went on.
+
+    >>> import numpy as np
+    >>> [alarm.rule for alarm in replay(History(steps=np.arange(2), values={"train_loss": np.ones(2)}, heads={}))]
+    []
+    """
+    log, recording = AlarmLog(rules), Recording(history.layers, planned=history.planned)
+    for n in range(len(history)):
+        values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
+        recording.append(values, {name: v[n] for name, v in history.heads.items()})
+        log.update(recording.history)
+    return log.alarms

@@ -1,1 +1,0 @@
-"""Rules on recorded numbers that raise alarms, with their thresholds and the forecast they use."""

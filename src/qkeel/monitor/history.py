@@ -1,0 +1,428 @@
+"""The thresholds of alarms, the history of a run's records, and the forecast of its largest logit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, final
+
+import numpy as np
+
+from qkeel.errors import InvalidValueError, ShapeError, unknown
+from qkeel.frames import Foreign, Frame, heads_frame, steps_frame, tables
+from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY, slope
+from qkeel.options import lookup
+from qkeel.records import Heads, RunDirectory, field_unit, fold_heads
+
+# The thresholds of alarms, each with where it comes from. Logits and entropies in nats.
+
+CLIPS = ALARM_THRESHOLD
+HARMS = HARMFUL_LOGIT
+DIVERGES = 1e4
+SOURCES = {
+    CLIPS: "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip",
+    HARMS: "Wortsman et al. 2023, arXiv 2309.14322: with transplanted logits of 1e3 the loss degrades",
+    DIVERGES: "Wortsman et al. 2023, arXiv 2309.14322: every run with a max logit over 1e4 diverged",
+}
+
+# Chosen on the tuning seeds of research/alarms.md, measured on others.
+GROWTH_FLOOR, GROWTH_FACTOR = ALARM_THRESHOLD, 3.0
+APPROACH_FLOOR = 30.0
+HORIZON = 4.0  # times the training so far
+OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
+ENTROPY = LAYER_ENTROPY
+
+# Rules that know the setting of a run.
+ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys
+GAIN_FACTOR = 4.0  # times the gain's first value
+IDLE_TOLERANCE = 0.05  # share by which a head's size may differ from what the norm makes
+
+
+# A forecast of the step at which a logit passes a threshold: a power law of the learning-rate clock, as planned.
+#
+# No torch: recorded runs can be replayed through it anywhere.
+
+LEAST_POINTS = 6
+LEAST_EXPONENT = 0.05  # below it a logit that doubles needs a million times the training: no drift to speak of
+WINDOW = 10.0  # the fit looks at the last decade of the clock: before, in a long warm-up, the logit has not changed yet
+VAGUE = 10.0  # times the low end of an interval; beyond it a forecast says only what will not happen so soon
+FARTHEST = 50.0  # in ln clock; further than any training goes
+# The interval is measured, not derived: residuals of one run are no independent draws, and what bends the curve
+# later is not in them. Calibrated on the tuning seeds of research/alarms.md; its coverage is measured on others.
+_SLACK = (0.1, 0.12)
+_SLACK_PER_DISTANCE = (0.45, 0.55)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """`value` grows like clock^exponent and passes `threshold` at `step`, with 90 % between `low` and `high`.
+
+    Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
+    is not, `end` is None and all three hold if the learning rate stays what it is.
+    """
+
+    threshold: float
+    value: float
+    exponent: float
+    step: float
+    low: float
+    high: float
+    end: int | None = None
+
+    def __str__(self) -> str:
+        """`passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition; where the interval is so
+        wide that its middle says nothing, the step before which it does not."""
+        condition = " if the learning rate stays" if self.end is None else ""
+        if not math.isfinite(self.step):
+            return f"does not pass {_short(self.threshold)} within this run"
+        if self.vague:
+            return f"does not pass {_short(self.threshold)} before step {_round(self.low):,}{condition}"
+        return f"passes {_short(self.threshold)} at step {_round(self.step):,} ({self.interval}){condition}"
+
+    @property
+    def vague(self) -> bool:
+        """Returns whether the interval spans more than a factor of VAGUE."""
+        return min(self.high, math.inf if self.end is None else float(self.end)) > VAGUE * self.low
+
+    @property
+    def interval(self) -> str:
+        """`90 % interval 1,950 to 2,340`; `never` is not within this run."""
+        low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
+        return f"90 % interval {low} to {high}"
+
+
+def _short(x: float) -> str:
+    text = f"{x:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{x:g}" if x < 1000 or float(text) != x else text
+
+
+def _round(x: float) -> int:
+    """To two or three digits: the rest is noise."""
+    digits = max(0, math.floor(math.log10(max(abs(x), 1))) - 2)
+    return round(x / 10**digits) * 10**digits
+
+
+def clock(steps: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
+    """The learning rate summed over steps [n], which Adam's weights move with; without rates, the steps.
+
+    A warm-up or decay bends the power law in steps, not in this clock. `rates[i]` is the rate at `steps[i]`; between
+    records it counts as what the later one says.
+    """
+    steps = np.asarray(steps, dtype=np.float64)
+    if rates is None:
+        return steps
+    rates = np.asarray(rates, dtype=np.float64)
+    if rates.shape != steps.shape:
+        raise ShapeError(f"expected one learning rate per step, got {rates.shape} for {steps.shape}")
+    return np.cumsum(rates * np.diff(steps, prepend=0.0))
+
+
+def forecast(
+    steps: np.ndarray,
+    values: np.ndarray,
+    threshold: float,
+    *,
+    rates: np.ndarray | None = None,
+    planned: PlannedRates | None = None,
+) -> Forecast | None:
+    """The step at which the power law through `values` [n] passes `threshold`; None if it never does or already has.
+
+    ln v = a + p ln c by least squares over the records of the last tenfold of c (at least 6); from the last record on,
+    c* = c · (threshold / v)^(1/p). The clock c goes on as planned; with no plan, or one that the last record does not
+    follow, at the last learning rate. Interval in ln c*, with L = ln(c* / c): from -(0.45 L + 0.1) to
+    +(0.55 L + 0.12), never before the last record.
+
+    >>> steps = np.arange(100, 1100, 100)
+    >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
+    passes 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays
+
+    Args:
+        steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.
+        rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
+
+    Source: EXPERIMENTS of this project (logits of small runs drift as a power of steps); the clock and the interval
+    are this project's, measured in research/alarms.md.
+    """
+    followed = planned if planned is not None and planned.followed(steps, rates) else None
+    ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
+    values = np.asarray(values, dtype=np.float64)
+    fine = np.flatnonzero((ticks > 0) & (values > 0) & np.isfinite(values))
+    if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1 or values[-1] >= threshold:
+        return None
+    late = fine[(ticks[fine] >= ticks[-1] / WINDOW) | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)]
+    exponent = slope(np.log(ticks[late]), np.log(values[late]))
+    if not exponent > LEAST_EXPONENT:
+        return None
+    distance = math.log(threshold / float(values[-1])) / exponent
+    if distance > FARTHEST:
+        return None
+    when = _steady(steps, ticks, rates) if followed is None else followed.when
+    if when is None:
+        return None
+    below, above = (share * distance + least for share, least in zip(_SLACK_PER_DISTANCE, _SLACK))
+    step, low, high = (
+        when(float(ticks[-1]) * math.exp(max(0.0, far))) for far in (distance, distance - below, distance + above)
+    )
+    return Forecast(
+        threshold=threshold,
+        value=float(values[-1]),
+        exponent=exponent,
+        step=step,
+        low=low,
+        high=high,
+        end=None if followed is None else followed.steps,
+    )
+
+
+def _steady(steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None) -> Callable[[float], float] | None:
+    """From the clock to the step if the last learning rate stays; None if that is zero."""
+    now, tick = float(steps[-1]), float(ticks[-1])
+    rate = tick / now if rates is None else float(rates[-1])
+    return (lambda then: now + (then - tick) / rate) if rate > 0 else None
+
+
+_NEAR = 0.01  # a rate this close to the planned one is the planned one
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedRates:
+    """Planned learning rates, summed: `clock[s]` is the sum over steps 1 to s; [steps + 1], from 0."""
+
+    clock: np.ndarray
+
+    @classmethod
+    def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
+        """From the rate of each step of the run, in the unit of the recorded "lr".
+
+        rates: [steps], the first one that of step 1; or a function of the step, from 1 to `steps`.
+
+        Raises: InvalidValueError if a rate is negative or no number, or a function comes without `steps`.
+
+        >>> PlannedRates.of([0.1, 0.2, 0.2]).clock.round(3).tolist()
+        [0.0, 0.1, 0.3, 0.5]
+        """
+        if callable(rates):
+            if steps is None:
+                raise InvalidValueError("expected the run's number of steps with a function of the step; give steps=")
+            rates = [rates(step) for step in range(1, steps + 1)]
+        known = np.asarray(rates, dtype=np.float64)
+        if known.ndim != 1 or not len(known) or (steps is not None and len(known) != steps):
+            raise ShapeError(f"expected one learning rate for each of {steps or 'the'} steps, got shape {known.shape}")
+        if not (np.isfinite(known).all() and (known >= 0).all()):
+            raise InvalidValueError("expected planned learning rates to be finite and not negative")
+        return cls(clock=np.concatenate([[0.0], np.cumsum(known)]))
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps."""
+        return len(self.clock) - 1
+
+    def ticks(self, steps: np.ndarray) -> np.ndarray:
+        """The clock at `steps` [n], which the plan covers."""
+        return self.clock[np.asarray(steps, dtype=np.int64)]
+
+    def when(self, tick: float) -> float:
+        """The step, interpolated, at which the clock first shows `tick`; infinity if it does not in this run."""
+        if tick > self.clock[-1]:
+            return math.inf
+        after = int(np.searchsorted(self.clock, tick))
+        if after == 0:
+            return 0.0
+        before, then = self.clock[after - 1 : after + 1]
+        return after - 1 + float((tick - before) / (then - before))
+
+    def followed(self, steps: np.ndarray, rates: np.ndarray | None) -> bool:
+        """True if the last record is one of this plan: a step in it, at its rate or that of a neighbouring step.
+        Neighbouring, because a rate that is read after the scheduler's step is that of the next step.
+        """
+        if not len(steps) or steps[-1] > self.steps or (steps != np.floor(steps)).any():
+            return False
+        if rates is None:
+            return True
+        near = np.diff(self.clock)[max(0, int(steps[-1]) - 2) : int(steps[-1]) + 1]
+        return bool(near.min() * (1 - _NEAR) <= rates[-1] <= near.max() * (1 + _NEAR))
+
+
+# The records so far, as arrays that rules read: the same live, from a run directory, or made up in a test.
+
+# What `History.plot` draws -> the field that it shows by default.
+FIGURES = {"drift": "max_logit", "entropy": "entropy", "heads": "max_logit", "forecast": "max_logit"}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """A recorded name, a layer, and a head or the whole layer."""
+
+    name: str
+    layer: int
+    head: int | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class History:
+    """Records 0..n-1 of a run.
+
+    steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
+    heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
+    tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
+    phase: whether the records are of training, or, where a model was never seen training, of evaluation.
+    """
+
+    steps: np.ndarray
+    rates: np.ndarray | None = None
+    values: Mapping[str, np.ndarray]
+    heads: Mapping[str, np.ndarray]
+    layers: tuple[str, ...] = ()
+    tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    planned: PlannedRates | None = None
+    phase: Literal["train", "eval"] = "train"
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @classmethod
+    def of(
+        cls,
+        metrics: Sequence[Mapping[str, Any]],
+        heads: Heads | None = None,
+        layers: Sequence[str] = (),
+        *,
+        planned: PlannedRates | None = None,
+    ) -> Self:
+        """From what RunDirectory.metrics() and .heads() give; steps that only one of both has are left out."""
+        if heads is not None:
+            place = {int(step): i for i, step in enumerate(heads.steps)}
+            metrics = [record for record in metrics if int(record["step"]) in place]
+            rows = [place[int(record["step"])] for record in metrics]
+            per_head = {name: np.asarray(v, dtype=np.float64)[rows] for name, v in heads.values.items()}
+        else:
+            per_head = {}
+        names = dict.fromkeys(name for record in metrics for name in record)
+        values = {name: np.array([number(record.get(name)) for record in metrics]) for name in names}
+        steps = values.get("step", np.zeros(0))
+        if (np.diff(steps) <= 0).any():
+            raise ShapeError("expected records in the order of their steps, each step once")
+        rates = values.get("lr")
+        if rates is not None and not np.isfinite(rates).all():
+            rates = None
+        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), planned=planned)
+
+    @classmethod
+    def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
+        """A recorded run."""
+        heads = run.heads() if (run.path / "heads.json").exists() else None
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned)
+
+    def frame(self, rows: Literal["heads", "steps"] = "heads") -> Frame:
+        """The records as a table: one row per step, layer and head, or one row per step."""
+        if rows == "heads":
+            return heads_frame(self.steps, self.layers, self.heads)
+        if rows != "steps":
+            raise unknown("rows of a frame", rows, ("heads", "steps"))
+        return steps_frame(self.steps, self.values)
+
+    def to_pandas(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
+        """The same as a pandas.DataFrame."""
+        return self.frame(rows).to_pandas()
+
+    def to_polars(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
+        """The same as a polars.DataFrame."""
+        return self.frame(rows).to_polars()
+
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+        """Draws the records by matplotlib and returns the Axes.
+
+        what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
+        "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 1e4. field: a
+        name of records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
+
+        Raises: UnknownNameError for another figure or a field that was not recorded, MissingLibraryError without
+        matplotlib.
+        """
+        name = field or lookup("figure", FIGURES, what)
+        measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
+        values = lookup("recorded field", measured, name)
+        label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
+        layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
+        ax = tables.axes(ax)
+        if what == "heads":
+            tables.draw_heads(ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}")
+        elif what == "forecast":
+            self._plot_forecast(ax, name, label)
+        else:
+            folded = np.stack([fold_heads(name, record) for record in values])
+            tables.draw_lines(ax, self.steps, folded, layers, label)
+        return ax
+
+    def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
+        top = self.top(name)
+        assert top is not None
+        tables.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)
+        found = forecast(self.steps, top, DIVERGES, rates=self.rates, planned=self.planned)
+        now, value = float(self.steps[-1]), float(top[-1])
+        farthest = WINDOW * now
+        if value >= DIVERGES:
+            title = "is over 1e4 already"
+        elif len(self) < LEAST_POINTS:
+            title = f"{len(self)} records are too few for a forecast; it takes {LEAST_POINTS}"
+        elif found is None or farthest < found.step < np.inf:
+            title = f"does not pass 1e4 by step {farthest:,.0f} if it continues as now"
+        else:
+            title = str(found)
+            tables.draw_forecast(ax, found.threshold, (now, value), (found.low, found.step, found.high), farthest)
+        ax.set_title(title, fontsize="medium")
+
+    def __repr__(self) -> str:
+        span = f", steps {self.steps[0]:,.0f} to {self.steps[-1]:,.0f}" if len(self) else ""
+        return (
+            f"<History of {len(self):,} records{span}: {len(self.layers)} layers, {len(self.heads)} numbers per head>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.frame("steps")._repr_html_()
+
+    def upto(self, n: int) -> History:
+        """The first n records: what was known then."""
+        return dataclasses.replace(
+            self,
+            steps=self.steps[:n],
+            rates=None if self.rates is None else self.rates[:n],
+            values={name: v[:n] for name, v in self.values.items()},
+            heads={name: v[:n] for name, v in self.heads.items()},
+            tops={name: v[:n] for name, v in self.tops.items()},
+        )
+
+    def series(self, name: str) -> np.ndarray | None:
+        """[n layers heads] of a name: per head if recorded so, else the whole run as one layer of one head."""
+        if name in self.heads:
+            return self.heads[name]
+        return self.values[name][:, None, None] if name in self.values else None
+
+    def top(self, name: str) -> np.ndarray | None:
+        """[n]: the largest of all heads at each record; NaN where none was measured."""
+        if name in self.tops:
+            return self.tops[name]
+        series = self.series(name)
+        return None if series is None else envelope(series)
+
+    def where(self, place: RecordPlace) -> tuple[str | None, int | None]:
+        """The layer's name and the head; None, None if the name was not recorded per head."""
+        if place.name not in self.heads:
+            return None, None
+        return (self.layers[place.layer] if self.layers else f"layer {place.layer}"), place.head
+
+
+def envelope(series: np.ndarray) -> np.ndarray:
+    """[n layers heads] -> [n], the largest of each record; NaN only where nothing was measured."""
+    return np.fmax.reduce(series.reshape(len(series), -1), axis=1, initial=np.nan)
+
+
+def number(value: object) -> float:
+    """A recorded number; NaN for what is none, like the null of a loss that was not evaluated."""
+    return float(value) if isinstance(value, numbers.Real) else np.nan

@@ -1,0 +1,400 @@
+"""The journal of a run: records in order, alarms, sinks; and results that arrive later."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkeel import dist
+from qkeel.capture.calls import Block, SiteStats
+from qkeel.errors import AlarmWarning, caution
+from qkeel.functional.class_statistics import ClassStats
+from qkeel.functional.statistics import LogitStats
+from qkeel.handle import State
+from qkeel.monitor.alarms import AlarmLog, Recording
+from qkeel.monitor.history import History, PlannedRates
+from qkeel.monitor.members import ProcessGroup
+from qkeel.monitor.record import Sample, pad_layers, repeat_groups
+from qkeel.monitor.rules import Alarm, Rule, Severity
+from qkeel.monitor.sinks import Sink
+from qkeel.monitor.transfer import AsyncGather, Flag, Measurement, SiteNumbers, Stats, merged
+from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
+from qkeel.sites.tap import Phase
+
+# The record of measurements: as samples, split by token classes where there are some, for the rules, to the sinks.
+
+_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
+
+
+@final
+class Recorder:
+    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
+
+    `rules` and `about` are asked once, when the first numbers come: some of them need to have seen the model run.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        rules: Callable[[], Sequence[Rule]],
+        planned: PlannedRates | None,
+        about: Callable[[], Mapping[str, object]],
+    ) -> None:
+        self.sinks = list(sinks) if dist.rank() == 0 else []
+        self.log = AlarmLog(())
+        self._rules = rules
+        self.sample: Sample | None = None
+        self._trained: list[Sample] = []  # the last two of training
+        self.recording = Recording(planned=planned)
+        self._evaluated = Recording()  # of a model that is never seen in training mode
+        self._last_evaluated = -1
+        self._about: Callable[[], Mapping[str, object]] | None = about
+        self.sites: tuple[str, ...] = ()
+        self._width = 0
+        self._late: set[str] = set()  # sites of which it was said that they came too late
+        self.complete = False  # whether training ended as planned
+        self._carried: State = {}  # from a checkpoint, until the first numbers come
+
+    def add(self, step: int, phase: Phase, measured: Measurement) -> None:
+        """One step's numbers."""
+        if not self.sites:
+            self.sites = tuple(measured.stats)
+            self._width = max(len(s.max_logit) for s in measured.stats.values())
+            self.recording = Recording(self.sites, planned=self.recording.planned)
+            self._evaluated = Recording(self.sites)
+        self._tell_late(step, measured)
+        if self._about is not None:
+            about, self._about = {**self._about(), **class_facts(measured.stats)}, None
+            self.log = AlarmLog(self._rules())
+            self._take_up()
+            self._each(lambda sink: sink.open(about))
+        sample = self.sample = self._sample(step, phase, measured)
+        self._each(lambda sink: sink.write(sample))
+        if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
+            self._last_evaluated = sample.step
+            self._evaluated.append(sample.values, sample.heads)
+        if phase == "train":
+            self._trained = [*self._trained[-1:], sample]
+            self.recording.append(sample.values, sample.heads)
+            for alarm in self.log.update(self.recording.history):
+                if dist.rank() == 0:
+                    known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
+                    caution(alarm.line if known else str(alarm), AlarmWarning)
+                self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def _tell_late(self, step: int, measured: Measurement) -> None:
+        """Say once for each site that it is not recorded, as the first measured step did not have it."""
+        late = [site for site in measured.stats if site not in self.sites and site not in self._late]
+        self._late.update(late)
+        if late and dist.rank() == 0:
+            caution(
+                f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of "
+                "its first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch "
+                "again from here on, or begin with a batch that uses all attention"
+            )
+
+    @property
+    def history(self) -> History:
+        """The course of training; of a model that was only seen in evaluation mode, that of its passes."""
+        one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
+        return one.history if one is self.recording else dataclasses.replace(one.history, phase="eval")
+
+    def state(self) -> State:
+        """The records and the alarms so far, as tensors by name."""
+        if self._carried:
+            return self._carried
+        alarms = json.dumps([dataclasses.asdict(alarm) for alarm in self.log.alarms]).encode()
+        records = {f"records/{name}": torch.from_numpy(x.copy()) for name, x in self.recording.state().items()}
+        return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
+
+    def load(self, state: State) -> None:
+        """Goes on after these, from the first numbers on."""
+        self._carried = state
+
+    def _take_up(self) -> None:
+        state, self._carried = self._carried, {}
+        if state:
+            records = {name.removeprefix("records/"): np.asarray(x) for name, x in state.items() if name != "alarms"}
+            self.recording.load(records)
+            rows = json.loads(bytes(state["alarms"].cpu().numpy()))
+            self.log.alarms = [Alarm(**row | {"severity": Severity(row["severity"])}) for row in rows]
+
+    def before(self, step: int) -> Sample | None:
+        """The newest of the last two samples of training that was measured before this step."""
+        return next((sample for sample in reversed(self._trained) if sample.step < step), None)
+
+    def event(self, event: Mapping[str, object]) -> None:
+        """Something else that happened, for the sinks; after the first sample."""
+        self._each(lambda sink: sink.event(event))
+
+    def close(self, sound: bool) -> None:
+        """Nothing more comes; the run is complete if training was and watching was `sound`."""
+        if self._about is None:
+            self._each(lambda sink: sink.close(self.complete and sound))
+        self.sinks.clear()
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self.sinks):
+            try:
+                act(sink)
+            except Exception as error:
+                self.sinks.remove(sink)
+                caution(
+                    f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
+                    "Statistics and training go on"
+                )
+
+    def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
+        stats = SiteStats.of(measured.stats)
+        numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
+        table = HeadTable(self.sites, self._width)
+        for block in stats.blocks:
+            table.add_statistics(block)
+        seen = set(table.heads)
+        values = {"step": float(step)}
+        for row in numbers.rows:
+            if row.counts and row.name in HEAD_FIELDS:
+                table.put(row.name, row.sites, row.counts, row.values.double().numpy())
+            elif not row.counts:
+                values |= zip([f"{row.name}/{site}" for site in row.sites], row.values.tolist())
+        for (site, name), value in numbers.single.items():
+            assert isinstance(value, Tensor)  # shares were made numbers when they arrived
+            if value.ndim == 0:
+                values[f"{name}/{site}" if site else name] = float(value)
+            elif name in HEAD_FIELDS and site in table.place:
+                table.put(name, (site,), (len(value),), value.double().numpy())
+        heads = {name: table.heads[name] for name in HEAD_FIELDS if name in table.heads}
+        split = class_rows([stats.get(site) for site in self.sites]) if table.classes else {}
+        heads |= {n: pad_layers(of, self._width) for n, of in split.items() if any(row is not None for row in of)}
+        folded = {
+            name: float(fold_heads(name, heads[name].reshape(1, -1))[0])
+            for name in _WHOLE
+            if name in seen and table.measured(name)
+        }
+        return Sample(
+            step=step,
+            values={"step": values.pop("step"), **folded, **values},
+            layers=self.sites,
+            heads=heads,
+            phase=phase,
+        )
+
+
+class HeadTable:
+    """The numbers of one record by name, [layers heads] each, NaN where a layer has fewer heads or was not measured."""
+
+    def __init__(self, sites: Sequence[str], width: int) -> None:
+        self.place = {site: i for i, site in enumerate(sites)}
+        self.heads: dict[str, np.ndarray] = {}
+        self.classes = False  # whether some statistics are split by class
+        self._width = width
+        self._known: set[str] = set()
+        self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+
+    def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
+        """Takes the numbers of the heads of some sites, one after the other."""
+        to, of = self._at(sites, counts)
+        if not len(to):
+            return
+        if name not in self.heads:
+            self.heads[name] = np.full((len(self.place), self._width), np.nan)
+        self.heads[name].reshape(-1)[to] = values[of]
+
+    def add_statistics(self, block: Block) -> None:
+        """Takes the statistics of a block of sites."""
+        stats, (names, heads, kv_heads) = block.joint, block.layout
+        if self.place.keys().isdisjoint(names):
+            return
+        self.classes = self.classes or stats.classes is not None
+        own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
+        group = (
+            None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
+        )
+        with_maxima = own["max_logit"] != -np.inf
+        for name, field in HEAD_FIELDS.items():
+            x = own.get(name)
+            if x is None:
+                value = stats.value(name)
+                if value is None:
+                    continue
+                x = value.double().numpy()
+            count = own[field.count] > 0
+            if name in _OF_MAXIMA:  # where maxima alone were looked for
+                count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
+            if count.any():
+                self._known.add(name)
+            x = np.where(count, x, np.nan)
+            if group is not None and len(x) == sum(kv_heads):
+                x = x[group]
+            self.put(name, names, heads, x)
+
+    def measured(self, name: str) -> bool:
+        """Returns whether some head's number was."""
+        return name in self._known
+
+    def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The places in a flat table of the numbers of these heads, and which of the numbers these are."""
+        known = self._places.get((sites, counts))
+        if known is None:
+            place = [self.place.get(site, -1) for site in sites]
+            rows = np.repeat(np.array(place), counts)
+            columns = np.concatenate([np.arange(n) for n in counts])
+            own = np.flatnonzero((rows >= 0) & (columns < self._width))
+            known = self._places[sites, counts] = (rows * self._width + columns)[own], own
+        return known
+
+
+_OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
+
+
+def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
+    """For each site the numbers of its key heads among all, and how many query heads it has."""
+    first = 0
+    for n, groups in zip(heads, kv_heads):
+        yield np.arange(first, first + groups), n
+        first += groups
+
+
+_COMPETITION = ("query_competition", "key_competition")
+_PAIRS = {"class_max_logit": "n_pairs", "class_mass": "n_queries", "class_uniform_mass": "n_queries"}
+_SINGLE = {"class_query_norm": "n_normed", "class_key_norm": "n_keys"}
+
+
+def class_facts(stats: Mapping[str, LogitStats]) -> dict[str, object]:
+    """The names of the classes and of all that is recorded per head, for the sinks; nothing where there are none."""
+    names = next((s.classes.names for s in stats.values() if s.classes is not None), None)
+    return {} if names is None else {"classes": list(names), "fields": [*HEAD_FIELDS, *class_fields(names)]}
+
+
+def class_fields(names: Sequence[str]) -> tuple[str, ...]:
+    """The recorded names, by records.CLASS_FIELDS.
+
+    >>> class_fields(["text", "image"])[1:6]
+    ('key_competition', 'class_max_logit/text->text', 'class_max_logit/text->image', 'class_max_logit/image->text', \
+'class_max_logit/image->image')
+    """
+    pairs = [f"{a}->{b}" for a in names for b in names]
+    return (*_COMPETITION, *(f"{f}/{p}" for f in _PAIRS for p in pairs), *(f"{f}/{n}" for f in _SINGLE for n in names))
+
+
+def class_rows(stats: Sequence[LogitStats | None]) -> dict[str, list[np.ndarray | None]]:
+    """By recorded name one row [heads] per layer, NaN where nothing was measured; None for a layer without classes."""
+    names = next((s.classes.names for s in stats if s is not None and s.classes is not None), None)
+    if names is None:
+        return {}
+    layers = [{} if s is None or s.classes is None else _written_rows(s.classes, len(s.max_logit)) for s in stats]
+    return {field: [layer.get(field) for layer in layers] for field in class_fields(names)}
+
+
+def _written_rows(stats: ClassStats, n_heads: int) -> dict[str, np.ndarray]:
+    values = stats.tensors()
+    competition = stats.query_competition, stats.key_competition
+    found = {name: _row(value, n_heads) for name, value in zip(_COMPETITION, competition)}
+    for field, count in (_PAIRS | _SINGLE).items():
+        value, counts = values[field.removeprefix("class_")], values[count]
+        if field in _PAIRS and counts.ndim == 2:
+            counts = counts[..., None].expand_as(value)
+        value = value.double().masked_fill(counts == 0, np.nan)
+        for a, query in enumerate(stats.names):
+            if field in _SINGLE:
+                found[f"{field}/{query}"] = _row(value[:, a], n_heads)
+                continue
+            for b, key in enumerate(stats.names):
+                found[f"{field}/{query}->{key}"] = _row(value[:, a, b], n_heads)
+    return found
+
+
+def _row(value: Tensor, n_heads: int) -> np.ndarray:
+    return repeat_groups(value.double().numpy(), n_heads)
+
+
+# The numbers of steps that are on their way from the device and the other processes.
+
+_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
+
+
+@final
+class PendingResults:
+    """Puts the numbers of each step on record when they have arrived, in the order of the steps. The statistics are
+    also kept, merged, until they are read.
+    """
+
+    def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
+        self._group, self._journal = group, journal
+        self._coming: list[_Coming] = []
+        self._unread: dict[Phase, list[Stats]] = {"train": [], "eval": []}
+        self._said = False
+
+    def add(self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None) -> None:
+        """One more step; unread: what of its statistics nobody has read, None for all that arrive."""
+        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread))
+
+    @property
+    def flagged(self) -> bool:
+        """Returns whether another process has said, in a gather that is under way, that it has switched itself off."""
+        return any(one.transfer.flagged(Flag.OFF) for one in self._coming)
+
+    def settle(self, *, wait: bool, before: int = 0) -> None:
+        """Puts on record what has arrived, and waits for the steps before `before`; with `wait` for everything.
+
+        Raises: InvalidValueError if another process has stopped measuring.
+        """
+        while self._coming and (wait or self._coming[0].step < before or self._coming[0].transfer.arrived):
+            one = self._coming.pop(0)
+            if one.transfer.flagged(Flag.OFF):
+                self._group.over = True
+            measured = one.transfer.result()
+            self._say_unknown(measured)
+            unread = measured.stats if one.unread is None else one.unread
+            waiting = self._unread[one.phase]
+            if unread:
+                waiting.append(unread)
+            if len(waiting) > _UNREAD:
+                waiting[:] = [merged(waiting)]
+            if measured.stats:
+                self._journal.add(one.step, one.phase, measured)
+
+    def _say_unknown(self, measured: Measurement) -> None:
+        """Says once of which sites a number is not measured since no process holds all rows of a head."""
+        if not self._group.several or self._said:
+            return
+        numbers = measured.numbers
+        norms = {
+            site: x for (site, name), x in numbers.items() if name == "query_weight_norm" and isinstance(x, Tensor)
+        }
+        unknown = []
+        for site, norm in norms.items():
+            largest = numbers.get((site, "qk_spectral_norm"))
+            if isinstance(largest, Tensor) and bool((largest.isnan() & norm.isfinite()).any()):
+                unknown.append(site)
+        if unknown:
+            self._said = True
+            caution(
+                "qk_spectral_norm is not measured of heads whose rows no process holds whole: nothing is gathered for "
+                f"a number. Weights are split through heads of {', '.join(unknown)}"
+            )
+
+    def has(self, phase: Phase) -> bool:
+        """Returns whether there are statistics of recorded steps that nobody has read."""
+        return bool(self._unread[phase])
+
+    def take(self, phase: Phase) -> Stats:
+        """Those statistics, once."""
+        found, self._unread[phase] = self._unread[phase], []
+        return merged(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A step whose numbers are on their way."""
+
+    step: int
+    phase: Phase
+    transfer: AsyncGather
+    unread: Stats | None

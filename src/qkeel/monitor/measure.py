@@ -1,0 +1,530 @@
+"""What is measured in a step, over the models and sites that are watched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qkeel import dist
+from qkeel.capture.calls import ScoresCall, Seen, find, find_maxima, scores_change
+from qkeel.capture.example import Arguments, tensors
+from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.functional.bounds import LogitChange
+from qkeel.functional.statistics import KernelRows
+from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite, Kind, NormGain, Sites, share
+from qkeel.kernels.contract import row_statistics
+from qkeel.kernels.statistics import (
+    Found,
+    FoundExtremes,
+    FoundStats,
+    find_kernel_rows,
+    find_plain_extremes,
+    find_plain_rows,
+    logit_change,
+    sample_rate,
+    sampled_stats,
+)
+from qkeel.kernels.triton import available
+from qkeel.monitor.alarms import Setting
+from qkeel.monitor.cadence import MeasuredSteps
+from qkeel.monitor.members import ProcessGroup
+from qkeel.monitor.token_classes import HiddenNorms, PassTokens
+from qkeel.monitor.transfer import WHOLE_MODEL, NumberKey, PartialValue, Row, SiteNumbers, Stats, merged
+from qkeel.monitor.weight_norms import GainBounds, WeightNorms
+from qkeel.patching.autograd import version_of
+from qkeel.patching.modes import Guarded, ModuleTree
+from qkeel.sites.find import all_sites, find_sites, within
+from qkeel.sites.tap import Phase, Tap, Visitor
+from qkeel.spec import AttentionCall
+
+# The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
+
+# True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
+# the entropy from one of so many rows; "max" for the largest logit alone.
+Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
+
+
+@final
+class CallStatistics:
+    """Statistics of calls over the tokens that count; what the calls have in common is noted in `setting`."""
+
+    def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
+        self.tokens, self.setting, self._wanted = tokens, setting, wanted
+
+    def call(self, call: Seen) -> Found:
+        """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
+        self.setting.see(call)
+        counted = self.tokens.on(call)
+        if self._wanted == "max":
+            return find_maxima(counted)
+        found = None if self._wanted is True or not isinstance(counted, AttentionCall) else self._few(counted)
+        return find(counted) if found is None else found
+
+    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
+        """The same of a call of torch's own function without a mask; None where that does not do."""
+        if not self.tokens.all_count:
+            return None
+        self.setting.see_plain(q, scale)
+        return (find_plain_extremes if self._wanted == "max" else find_plain_rows)(q, k, scale, causal)
+
+    def _few(self, call: AttentionCall) -> Found | None:
+        """Largest logits and entropies; None where only the pass for everything finds them."""
+        if not available.usable(call.q.device):
+            return None
+        rate = sample_rate(str(self._wanted))
+        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+            sampled = sampled_stats(call, rate) if rate else None
+            if sampled is not None:
+                return FoundStats(sampled)
+            rows = row_statistics(call)
+            return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
+
+    def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
+        """Largest logits and entropies, or the former alone, from the pass that attended."""
+        self.setting.see(call)
+        counted = self.tokens.on(call)
+        assert isinstance(counted, AttentionCall)
+        with torch.no_grad():
+            if self._wanted != "max":
+                return find_kernel_rows(counted, rows)
+            top, mask = rows.largest, counted.query_mask
+            return FoundExtremes(top if mask is None else top.masked_fill(~mask[:, None], -torch.inf), None)
+
+
+_NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+
+
+@final
+class SettingSeen:
+    """Collects what the calls have in common. Where they differ, rules that would need it stay off."""
+
+    def __init__(self) -> None:
+        self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
+        self._dims: set[int] = set()
+        self._scales: set[float | None] = set()
+
+    def see(self, call: Seen) -> None:
+        """One attention call."""
+        written = isinstance(call, ScoresCall)  # its scores are in memory
+        dtype = call.logits.dtype if isinstance(call, ScoresCall) and call.q is None else None
+        if call.q is not None:
+            dtype = call.q.dtype
+            self._dims.add(call.q.shape[-1])
+            self._scales.add(call.spec.scale.constant(call.q.shape[-1]))
+        if dtype is not None:
+            self._formats.add((dtype, "eager" if written else "fused"))
+
+    def see_plain(self, q: Tensor, scale: float) -> None:
+        """One call of torch's own function."""
+        self._dims.add(q.shape[-1])
+        self._scales.add(scale)
+        self._formats.add((q.dtype, "fused"))
+
+    def of(self, sites: Sequence[AttentionSite]) -> Setting:
+        """The facts that hold at all sites, and the q/k norm of the sites that have one, for the bound of its gains."""
+        head_dim = next(iter(self._dims)) if len(self._dims) == 1 else None
+        dtype, kernel = next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
+        scale = next(iter(self._scales)) if len(self._scales) == 1 else None
+        known = kernel == "eager" or scale is not None
+        kinds: set[Kind] = {gain.kind for site in sites for gain in _both(site)}
+        return Setting(
+            dtype=_NAMES.get(dtype) if dtype is not None and known else None,
+            kernel=kernel,
+            head_dim=head_dim,
+            scale=scale,
+            norm=next(iter(kinds)) if len(kinds) == 1 else None,
+        )
+
+
+def _both(site: AttentionSite) -> tuple[NormGain, ...]:
+    """The norms of q and k, if both have one."""
+    return (*site.query_gains, *site.key_gains) if site.query_gains and site.key_gains else ()
+
+
+# By how much an optimizer step changes the logits of a fixed probe batch.
+
+
+@final
+class LogitChanges:
+    """Compares the logits of a probe batch before and after a step, by a pass of its own each, without gradients.
+
+    Both passes draw the same random numbers, so that dropout hides no change; the model and its random streams are
+    left as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
+    pairs. Where nothing but the step has touched the weights the pass after one step is the pass before the next.
+    """
+
+    def __init__(self, tap: Tap, probe: Arguments) -> None:
+        self._tap, self._probe = tap, probe
+        self._calls: dict[str, Seen] = {}
+        self._of: tuple[int, ...] = ()
+
+    def before(self) -> None:
+        """The step is about to be done."""
+        if self._of != self._versions():
+            self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
+
+    def after(self) -> dict[tuple[str, str], Tensor]:
+        """The step is done: by how much the logits have changed, per site and head."""
+        old, new = self._calls, self._tap.calls(*self._probe)
+        self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
+        found = {}
+        for site in (name for name in old if name in new):  # in the same order in every process
+            change = change_between(old[site], new[site])
+            if change is not None:
+                found[site, "logit_change_rms"], found[site, "logit_change_mean_abs"] = change.rms, change.mean_abs
+        return found
+
+    def _versions(self) -> tuple[int, ...]:
+        """Goes up with every change of a weight that torch knows of."""
+        return tuple(version_of(p) for p in self._tap.model.parameters())
+
+
+def frozen(call: Seen) -> Seen:
+    """The call with copies of its parameters: a step changes gains and learned scales in place."""
+    if not isinstance(call, AttentionCall):
+        return call
+    return dataclasses.replace(call, params={name: p.detach().clone() for name, p in call.params.items()})
+
+
+def change_between(before: Seen, after: Seen) -> LogitChange | None:
+    """The change of the logits between two calls of one site with the same batch; None where they are not alike."""
+    if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
+        return scores_change(before, after)
+    if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
+        with torch.autocast(after.q.device.type, enabled=False):  # products of differences, not of half floats
+            return logit_change(before, after)
+    return None
+
+
+# The attention sites of a watched model, found in the first pass that is measured.
+
+
+@final
+class WatchedSites:
+    """Finds the sites of a model by one more forward pass, and says why where it can't.
+
+    `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
+    those whose weights can be read. `all.missed` were seen but not understood.
+    """
+
+    def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
+        """Takes the name of the model, "" where there is only one, `described`, which is extended in place, and the
+        sites that were found earlier, if they were."""
+        self._name, self.model, self.all = name, model, described
+        self.weighed: list[AttentionSite] = []
+        self._silent = False  # it was said that a measured pass showed no attention
+        self._group = group
+        self._given = given is not None
+        if given is not None:
+            self.all += given
+            self.all.missed = given.missed
+            self.weighed = self.all
+        self._error: QkeelError | None = None  # reported after the pass, if that goes through
+        self._seen = False
+
+    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        """Finds them from the arguments of a pass that is about to begin. Returns whether that pass can be measured.
+
+        Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
+        """
+        split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        if not self._group.begin(self._name, gathers=split):
+            return False
+        if split and not self._given and not self._group.several:
+            raise InvalidValueError(
+                "expected every process of this run to watch the model: its weights are split, and the search for its "
+                "attention is a forward pass of all processes"
+            )
+        if self._given:
+            return True
+        found = Sites()
+        try:
+            found = find_sites(self.model, *args, **kwargs)
+        except QkeelError as error:
+            self._error = error
+        self.all.missed = found.missed
+        if found.missed:
+            others = "; ".join(map(str, found.missed))
+            caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
+        if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
+            caution(
+                "the weights behind the heads are unknown in a model whose heads are split over processes, so they are "
+                "not watched; the logits are. Give the sites that find_sites(model, example) found before the split: "
+                "qkeel.watch(..., sites=sites)"
+            )
+        described = {site.name for site in self.all}
+        self.all += [site for site in found if site.name not in described]
+        self.weighed = self.all
+        return True
+
+    def pass_failed(self) -> bool:
+        """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
+        failed, self._error = self._error is not None, None
+        return failed
+
+    def report(self, seen: bool) -> None:
+        """After a pass that saw attention or not: warns once of sites whose weights are unknown, once if it saw none.
+
+        Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found, in the only
+        model.
+        """
+        if not seen and (self._seen or self.all) and not self._silent:
+            self._silent = True
+            caution(
+                f"a pass that was to be measured showed no attention call, though {share(len(self.all), 0)} of "
+                f"{type(self.model).__name__} are known; nothing is recorded of such passes"
+            )
+        self._seen = self._seen or seen
+        error, self._error = self._error, None
+        if not self._seen and (error is not None or not self.all):
+            error = error or RefusedError("no attention was seen in this forward pass")
+            if not self._group.records_jointly and not self._name:
+                raise error
+            if self._group.records_jointly:
+                self._group.unseen, error = error, None  # others may have some
+            else:
+                error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
+        if error is not None:
+            caution(f"the weights behind the heads are unknown, so they are not watched: {error}")
+
+
+# The numbers of a step besides the statistics of its attention calls: hidden states, losses, weights, gradients.
+
+
+@final
+class StepNumbers(Visitor):
+    """Collects the numbers of a step by (site, name): means over its passes, and what is read around its update.
+
+    Of each training pass those are the norms of hidden states and the loss. Before a pass it reads which of its tokens
+    count, and before the first which sites there are.
+    """
+
+    def __init__(
+        self,
+        steps: MeasuredSteps,
+        sites: WatchedSites,
+        tokens: PassTokens,
+        changes: LogitChanges | None,
+        optimizer: Optimizer | None,
+        *,
+        guard: Guarded,
+    ) -> None:
+        self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
+        self._optimizer, self._guard = optimizer, guard
+        self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
+        self._means, self._tree = Means(), ModuleTree(sites.model)
+        self._hidden: HiddenNorms | None = None  # from the first measured pass on
+        self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
+        self._read = SiteNumbers()
+
+    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        self._means.begin()
+        self._tokens.begin(args, kwargs)
+        if self._hidden is None:
+            self._hidden = self._norms(())
+            if not self._sites.find(args, kwargs):
+                self._hidden = None
+                return False
+            self._hidden = self._norms([site.name for site in self._sites.weighed])
+        return True
+
+    def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
+        return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
+
+    def looking(self, phase: Phase) -> Handle | None:
+        return None if self._hidden is None or phase == "eval" else self._hidden.attach()
+
+    def after(self, phase: Phase, output: object, seen: bool) -> None:
+        self._tokens.end()
+        self._sites.report(seen)
+        if phase == "train":
+            losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
+            if len(losses) == 1:
+                self._means.add(("", "train_loss"), losses[0].detach(), 1)
+        if self.pass_over is not None:
+            self.pass_over(phase)
+
+    def failed(self) -> None:
+        self._means.drop()
+        if self._sites.pass_failed():
+            self._hidden = None
+
+    def bracket(self, bound: Tensor) -> None:
+        self._steps.bounded(bound)
+
+    def before_step(self, gradient_scale: Tensor | None) -> None:
+        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them."""
+        if self._changes is not None:
+            self._changes.before()
+        self.read_weights()
+        if gradient_scale is not None:
+            self._read = self._read.each(lambda name, x: x / gradient_scale if "grad" in name else x)
+
+    def read_weights(self, *, gradients: bool = True) -> None:
+        """Reads the norms of the weights, and of the gradients unless those are of another pass."""
+        if self._readers is None and self._sites.weighed:
+            model, sites = self._sites.model, self._sites.weighed
+            self._readers = WeightNorms(model, sites, self._optimizer), GainBounds(model, sites)
+        if self._readers is not None:
+            read = self._readers[0].read() | self._readers[1].read()
+            self._read = read if gradients else read.only(lambda name: "grad" not in name)
+
+    def after_step(self) -> None:
+        """Reads by how much the step has changed the logits of the probe batch."""
+        if self._changes is not None:
+            changes = self._changes.after().items()
+            self._read |= {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
+
+    def take(self) -> SiteNumbers:
+        """All numbers of the step, once."""
+        read, self._read = self._read, SiteNumbers()
+        return read | self._means.read()
+
+
+@final
+class Means:
+    """Means on their device, each over so many values, and the means of all.
+
+    A mean is one number, or a row of one number of each of some sites.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[_Of, tuple[Tensor, int]] = {}
+        self._before: dict[_Of, tuple[Tensor, int]] = {}
+
+    def begin(self) -> None:
+        """A pass begins, whose values `drop` takes back."""
+        self._before = dict(self._means)
+
+    def drop(self) -> None:
+        """The pass failed."""
+        self._means = self._before
+
+    def add(self, of: _Of, mean: Tensor, n: int) -> None:
+        """One more mean, over n values; of a site, or of several, as one tensor."""
+        known, before = self._means.get(of, (mean, 0))
+        self._means[of] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
+
+    def read(self) -> SiteNumbers:
+        """The means since the last read, once."""
+        means, self._means = self._means, {}
+        rows: list[Row] = []
+        single: dict[NumberKey, Tensor | PartialValue] = {}
+        for (sites, name), (x, n) in means.items():
+            if n and isinstance(sites, tuple):
+                rows.append(Row(name=name, sites=sites, counts=(), values=x, weight=n))
+            elif n:
+                assert isinstance(sites, str)
+                single[sites, name] = PartialValue(value=x, weight=torch.full_like(x, n))
+        return SiteNumbers(rows, single)
+
+
+_Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or several; and the name of the number
+
+
+# The models that a monitor watches as one; most often there is only one.
+
+
+@final
+class WatchedModels:
+    """Takes what is measured of each model together, under names that begin with that of the model.
+
+    Numbers of the whole model, such as its loss, are those of the last model that has them.
+    """
+
+    def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
+        """Takes the model, or what holds all models; and the stages of a pipeline that they turn out to be, in whose
+        order they are gone through."""
+        self.whole = whole
+        self._stages = stages
+        self._taps: dict[str, Tap] = {}
+        self._numbers: dict[str, StepNumbers] = {}
+        self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
+
+    def add(self, name: str, tap: Tap, numbers: StepNumbers, round_over: Callable[[Phase], None] | None) -> None:
+        """One more model; round_over ends a step that is one pass of each model, where there is no optimizer."""
+        self._taps[name], self._numbers[name], tap.visitor = tap, numbers, numbers
+        if round_over is not None:
+            numbers.pass_over = functools.partial(self._pass_over, name, round_over)
+
+    def _pass_over(self, name: str, round_over: Callable[[Phase], None], phase: Phase) -> None:
+        self._passed[phase].add(name)
+        if len(self._passed[phase]) == len(self._taps) and self.has(phase):
+            self._passed[phase].clear()
+            round_over(phase)
+
+    @property
+    def taps(self) -> list[Tap]:
+        """The tap of each model."""
+        return [*self._taps.values()]
+
+    @property
+    def sites(self) -> Sites:
+        """The sites of all models."""
+        return all_sites({name: self._taps[name].sites for name in self._order()})
+
+    def include(self, sites: Sequence[AttentionSite]) -> None:
+        """Adds sites that were described by hand, each to the model that it is in."""
+        for site in sites:
+            holders = (tap for tap in self.taps if any(m is site.module for m in tap.model.modules()))
+            next(holders, self.taps[0]).sites.append(site)
+
+    def has(self, phase: Phase) -> bool:
+        """Returns whether there are statistics to read."""
+        return any(tap.has(phase) for tap in self.taps)
+
+    def read(self, phase: Phase) -> Stats:
+        """The statistics of all sites since the last read."""
+        if len(self._taps) == 1:
+            ((name, tap),) = self._taps.items()
+            return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
+        found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
+        return merged(found)
+
+    def before_step(self, gradient_scale: Tensor | None) -> None:
+        """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""
+        for numbers in self._numbers.values():
+            numbers.before_step(gradient_scale)
+
+    def look_again(self) -> bool:
+        """Measures all models as they are, each on the batch of its last training pass; False where one has none.
+        Passes of a step that never came are measured already."""
+        if any(tap.latest is None for tap in self.taps):
+            return False
+        try:
+            seen = all(tap.has("train") or tap.look_again() for tap in self.taps)
+        except Exception:
+            self.read("train")  # nothing of it counts, of no model
+            raise
+        for numbers in self._numbers.values():
+            numbers.read_weights(gradients=False)
+        return seen and self.has("train")
+
+    def after_step(self) -> None:
+        """Reads what a step has changed."""
+        for numbers in self._numbers.values():
+            numbers.after_step()
+
+    def take(self, rate: Tensor | None) -> SiteNumbers:
+        """All numbers of the step, once; rate: its learning rate, where there is an optimizer."""
+        found = SiteNumbers((), {} if rate is None else {("", "lr"): rate})
+        for name in self._order():
+            own = self._numbers[name].take()
+            if name:
+                own = own.renamed(lambda site, number: "" if number in WHOLE_MODEL else within(name, site))  # noqa: B023
+            found |= own
+        return found
+
+    def _order(self) -> list[str]:
+        return sorted(self._taps, key=lambda name: self._stages.get(name) or 0)

@@ -1,1 +1,0 @@
-"""The quantities measured in a step, one quantity a file."""

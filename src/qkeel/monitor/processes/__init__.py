@@ -1,1 +1,0 @@
-"""Measurement by all processes of one run as one."""

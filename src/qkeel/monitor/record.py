@@ -1,0 +1,313 @@
+"""What is put on record: a step's sample, its table, and the description of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from qkeel import dist
+from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.frames.tables import plain_table, tag
+from qkeel.heads.site import AttentionSite, UnrecognizedAttention
+from qkeel.monitor.cadence import Cadence
+from qkeel.monitor.rules import Alarm, Severity
+from qkeel.records import CLASS_FIELDS, HEAD_FIELDS, VALUE_FIELDS, fold_heads, layer_fields
+from qkeel.records.run_directory import made_on
+from qkeel.sites.find import site_label
+from qkeel.version import VERSION
+
+# One record of a watched model: what the sinks get.
+
+HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the heads trackers get
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """The measurements of one step: numbers by name, of the whole model (records.STEP_FIELDS and VALUE_FIELDS) and of
+    each head (records.HEAD_FIELDS, NaN where a layer has fewer heads or it was not measured).
+    """
+
+    step: int  #: optimizer steps done (forwards, where there is no optimizer)
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of the whole model
+    layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
+    heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
+    phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("train", "eval"):
+            raise InvalidValueError(f"expected phase 'train' or 'eval', got {self.phase!r}")
+        for name, values in self.heads.items():
+            if values.ndim != 2 or len(values) != len(self.layers):
+                raise ShapeError(f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}")
+
+    def __repr__(self) -> str:
+        """Short: the step and how much was measured."""
+        size = f"{len(self.layers)} layers, {len(self.heads)} numbers per head"
+        return f"<Sample of {self.phase} step {self.step:,}: {size}>"
+
+    def by_layer(self, name: str) -> np.ndarray:
+        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says; NaN where nothing was measured."""
+        return fold_heads(name, self.heads[name])
+
+    def overall(self, name: str) -> float:
+        """A head field folded over the whole model, else the value of that name, else NaN."""
+        if name in self.heads:
+            return float(fold_heads(name, self.heads[name].reshape(1, -1))[0])
+        return float(self.values.get(name, math.nan))
+
+    def head_values(self) -> dict[str, np.ndarray]:
+        """Tracker keys of histograms, attn/heads/max_logit and attn/heads/entropy: the numbers of all heads.
+
+        >>> Sample(step=0, layers=("a",), heads={"entropy": np.array([[1.0, np.nan]])}).head_values()
+        {'attn/heads/entropy': array([1.])}
+        """
+        prefix = "eval/" if self.phase == "eval" else ""
+        known = {
+            name: values[np.isfinite(values)] for name in HISTOGRAMS if (values := self.heads.get(name)) is not None
+        }
+        return {f"{prefix}attn/heads/{name}": values for name, values in known.items() if len(values)}
+
+    def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
+        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
+
+        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS that say so.
+
+        The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
+        """
+        if per_layer is None:
+            per_layer = layer_fields()
+        digits = max(2, len(str(len(self.layers) - 1)))
+        names = [*self.heads, *(n for n in self.values if n in HEAD_FIELDS and n not in self.heads)]
+        found = {f"attn/{name}": self.overall(name) for name in names}
+        for name in per_layer:
+            if name in self.heads:
+                for i, value in enumerate(self.by_layer(name)):
+                    found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
+        for name, value in self.values.items():
+            field, _, layer = name.partition("/")
+            if field in VALUE_FIELDS:
+                place = f"layer_{self.layers.index(layer):0{digits}d}/" if layer in self.layers else ""
+                found[f"hidden/{place}{field}"] = float(value)
+        prefix = "eval/" if self.phase == "eval" else ""
+        return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
+    """[kv heads] -> [heads]: a key head's value stands at each query head of its group.
+
+    Raises:
+        ShapeError: the number of key heads does not divide `n_heads`.
+
+    >>> repeat_groups(np.array([1.0, 2.0]), 4).tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    """
+    if len(values) == 0 or n_heads % len(values):
+        raise ShapeError(f"expected a number of key heads that divides {n_heads} heads, got {len(values)}")
+    return np.repeat(values, n_heads // len(values))
+
+
+def pad_layers(rows: Sequence[np.ndarray | None], n_heads: int) -> np.ndarray:
+    """Layers of unlike head counts, or None where nothing was measured, as [layers n_heads] padded with NaN.
+
+    >>> pad_layers([np.ones(2), None, np.ones(1)], 2).tolist()
+    [[1.0, 1.0], [nan, nan], [1.0, nan]]
+    """
+    out = np.full((len(rows), n_heads), np.nan)
+    for line, row in zip(out, rows, strict=True):
+        if row is not None:
+            line[: len(row)] = row
+    return out
+
+
+# A sample for people: one line, a table for a terminal, a table for a notebook. No library is needed.
+
+_ORDER = {Severity.CRITICAL: 0, Severity.ALARM: 1, Severity.NOTICE: 2}
+
+
+def leading_head(sample: Sample) -> tuple[str, int, float] | None:
+    """The layer and head with the largest logit, and that logit; None if none was measured."""
+    logits = sample.heads.get("max_logit")
+    if logits is None or np.isnan(logits).all():
+        return None
+    layer, head = np.unravel_index(int(np.nanargmax(logits)), logits.shape)
+    return sample.layers[layer], int(head), float(logits[layer, head])
+
+
+def sample_line(sample: Sample, root: str = "") -> str:
+    """One line: step, loss, the largest logit and its head, entropy, norms; what was not measured is left out.
+
+    >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
+    'step 5, max logit 3'
+    """
+    parts = [f"step {sample.step:,}" + (" (eval)" if sample.phase == "eval" else "")]
+    loss = sample.values.get("train_loss", math.nan)
+    if not math.isnan(loss):
+        parts.append(f"loss {loss:.4f}")
+    lead = leading_head(sample)
+    if lead is not None:
+        parts.append(f"max logit {_number(lead[2])} ({f'{site_label(lead[0], root)} head {lead[1]}'.strip()})")
+    for name, word in [*_columns().items()][1 if lead is not None else 0 : 4]:
+        value = sample.overall(name)
+        if not math.isnan(value):
+            parts.append(f"{word} {_number(value)}")
+    return ", ".join(parts)
+
+
+def coverage(watched: int, missed: Sequence[str]) -> str:
+    """A line that says how much of a model's attention is watched; "" where all of it is.
+
+    >>> coverage(4, ["odd: its scores …"])
+    '4 of 5 attentions watched; not understood: odd: its scores …'
+    """
+    others = "; ".join(missed)
+    return f"{watched} of {watched + len(missed)} attentions watched; not understood: {others}" if missed else ""
+
+
+def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
+    """Lists the layers, one a line: largest logit and the head that has it, entropy, norms; then the gravest alarms.
+
+    Logits and entropy are in nats. A number that was not measured has no column.
+
+    Args:
+        sample: the step's numbers.
+        alarms: alarms of the run so far; the gravest are printed below the table.
+        note: a sentence between the table and the alarms.
+        root: the name of attention that is the whole model.
+
+    >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
+    step 5, max logit 3
+    """
+    head, rows = _rows(sample, root)
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
+    return "\n".join(
+        [sample_line(sample, root), *(body if rows else []), *filter(None, [note]), *map(str, _gravest(alarms))]
+    )
+
+
+def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
+    """Writes the same table as HTML for a notebook's `_repr_html_`, with every text escaped and no script.
+
+    Args:
+        sample: the step's numbers.
+        alarms: alarms of the run so far; the gravest are listed below the table.
+        note: a sentence between the table and the alarms.
+        root: the name of attention that is the whole model.
+
+    >>> sample_html(Sample(step=5))
+    '<div><p>step 5</p></div>'
+    """
+    head, rows = _rows(sample, root)
+    table = [plain_table(head, rows, aligned=True)] if rows else []
+    warned = [tag("li", {}, str(alarm)) for alarm in _gravest(alarms)]
+    listed = [*([tag("p", {}, note)] if note else []), *([tag("ul", {}, *warned)] if warned else [])]
+    return tag("div", {}, tag("p", {}, sample_line(sample, root)), *table, *listed)
+
+
+def _columns() -> dict[str, str]:
+    """The headings of the fields that the table shows."""
+    return {name: field.column for name, field in {**HEAD_FIELDS, **CLASS_FIELDS}.items() if field.column}
+
+
+def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
+    columns = _columns()
+    shown = [name for name in columns if name in sample.heads and not np.isnan(sample.heads[name]).all()]
+    folded = {name: sample.by_layer(name) for name in shown}
+    head = ["layer"]
+    for name in shown:
+        head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
+    rows = []
+    for i, layer in enumerate(sample.layers if shown else ()):
+        row = [site_label(layer, root)]
+        for name in shown:
+            row.append(_number(float(folded[name][i])))
+            if name == "max_logit":
+                logits = sample.heads[name][i]
+                row.append("-" if np.isnan(logits).all() else str(int(np.nanargmax(logits))))
+        rows.append(row)
+    return head, rows
+
+
+def _gravest(alarms: Sequence[Alarm], most: int = 5) -> list[Alarm]:
+    return sorted(alarms, key=lambda alarm: (_ORDER[alarm.severity], alarm.step))[:most]
+
+
+def _number(value: float) -> str:
+    """A number of at most three digits, or with thousands separators.
+
+    >>> _number(14.23), _number(2213.4), _number(0.0312), _number(float("nan"))
+    ('14.2', '2,213', '0.0312', '-')
+    """
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+# The description of what is watched, as plain data for the sinks.
+
+
+def about(
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    missed: Sequence[UnrecognizedAttention],
+    optimizer: torch.optim.Optimizer | None,
+    cadence: Cadence,
+) -> dict[str, object]:
+    """Model, sites, optimizer, cadence, versions and command, as plain data.
+
+    Args:
+        model: what is watched; an nn.ModuleDict of several.
+        sites: the attentions that are watched.
+        missed: those that are not understood.
+        optimizer: what steps the model, if that is known.
+        cadence: which steps are measured.
+    """
+    parameters = list(model.parameters())
+    models = [*model.children()] if type(model) is nn.ModuleDict else [model]
+    return {
+        "model": " and ".join(dict.fromkeys(type(one).__name__ for one in models)),
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
+        "sites": site_facts(sites),
+        "missed": [dataclasses.asdict(one) for one in missed],
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "cadence": repr(cadence),
+        "processes": dist.world(),
+        "versions": {
+            "qkeel": VERSION,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        **made_on(),
+        "command": shlex.join(sys.argv),
+    }
+
+
+def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
+    """Name, geometry, and whether the weights are known, of each site."""
+    return [
+        {
+            "name": site.name,
+            "n_heads": site.n_heads,
+            "n_kv_heads": site.n_kv_heads,
+            "head_dim": site.head_dim,
+            "weights": _weights(site),
+        }
+        for site in sites
+    ]
+
+
+def _weights(site: AttentionSite) -> str:
+    if not site.terms:
+        return f"unknown: {site.why}"
+    return f"not confirmed: {site.unverified}" if site.unverified else "known"

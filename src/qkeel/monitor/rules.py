@@ -1,0 +1,382 @@
+"""Rules on records that raise alarms."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from qkeel.monitor import history as thresholds
+from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
+from qkeel.records import NON_FINITE
+
+# Alarms and rules: a rule is a condition on records, without state.
+
+HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
+GROWTH = "attention logits grow too large"  # what most alarms are about
+
+
+class Severity(StrEnum):
+    """The three grades of an alarm.
+
+    NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back.
+    """
+
+    NOTICE = "notice"
+    ALARM = "alarm"
+    CRITICAL = "critical"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A reason to act: where, how much, how the value grows, and the line of code that helps.
+
+    `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
+    number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` say it
+    in words, `remedy` is the line of code, and `source` where the threshold comes from. `layer` and `head` are None
+    where the rule is about the whole model, or the whole layer. `cause` is what is going wrong, in words: alarms of one
+    cause belong together, and have one remedy.
+    """
+
+    rule: str
+    severity: Severity
+    step: int
+    value: float
+    meaning: str
+    trend: str
+    remedy: str
+    source: str
+    layer: str | None = None
+    head: int | None = None
+    cause: str = ""
+
+    @property
+    def line(self) -> str:
+        """What was seen, where and when, without what to do about it."""
+        place = (
+            ""
+            if self.layer is None
+            else f", {self.layer or 'the model itself'}" + ("" if self.head is None else f", head {self.head}")
+        )
+        trend = f"; {self.trend}" if self.trend else ""
+        return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}"
+
+    def __str__(self) -> str:
+        """One line a person can act on."""
+        return f"{self.line}. To act: {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(abc.ABC):
+    """A condition on the history of a run; `source` says where its numbers come from."""
+
+    severity: Severity = Severity.ALARM  #: of its alarms
+    source: str = ""  #: paper, page or derivation, in words
+    remedy: str = HOLD  #: the line of code that an alarm advises
+    cause: str = GROWTH  #: what goes wrong: alarms of one cause are one story
+
+    @property
+    def name(self) -> str:
+        """The name of the rule, by default the words of its class's name; each name raises one alarm a run."""
+        return re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
+
+    @abc.abstractmethod
+    def check(self, history: History) -> Alarm | None:
+        """The alarm, if the last record is a reason for one."""
+
+    def alarm(
+        self, history: History, meaning: str, value: float, *, at: RecordPlace | None = None, trend: str = ""
+    ) -> Alarm:
+        """The alarm of the last record."""
+        layer, head = (None, None) if at is None else history.where(at)
+        return Alarm(
+            rule=self.name,
+            severity=self.severity,
+            step=int(history.steps[-1]),
+            value=value,
+            meaning=meaning,
+            trend=trend,
+            remedy=self.remedy,
+            source=self.source,
+            layer=layer,
+            head=head,
+            cause=self.cause,
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extreme:
+    """The largest entry of the last record: where, how much, its series [n], and [n] the largest of each record."""
+
+    at: RecordPlace
+    value: float
+    series: np.ndarray
+    envelope: np.ndarray
+
+
+@functools.lru_cache(maxsize=4)  # a History never changes, and most rules ask the same
+def largest(history: History, name: str) -> Extreme | None:
+    """The head that is largest in the last record; NaN counts as not measured; None if nothing is."""
+    series = history.series(name)
+    if series is None or not len(series) or np.isnan(series[-1]).all():
+        return None
+    at = peak(name, series[-1])
+    envelope = history.top(name)
+    found = series[:, at.layer, at.head]
+    return Extreme(at=at, value=float(found[-1]), series=found, envelope=found if envelope is None else envelope)
+
+
+def peak(name: str, record: np.ndarray) -> RecordPlace:
+    """The place where one record [layers heads] is largest; at least one entry must be a number."""
+    layer, head = np.unravel_index(int(np.nanargmax(record)), record.shape)
+    return RecordPlace(name, int(layer), int(head))
+
+
+def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
+    """The forecast of when `values` [n], a series of this history, pass `threshold`; see forecast."""
+    return forecast(history.steps, values, threshold, rates=history.rates, planned=history.planned)
+
+
+def first(values: np.ndarray) -> int:
+    """The first record at which `values` [n] were measured: names may come late."""
+    return int(np.argmax(np.isfinite(values)))
+
+
+def trend(history: History, values: np.ndarray, of: str = "it") -> str:
+    """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
+    counted in learning rates summed over steps."""
+    start = first(values)
+    was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
+    found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
+    if found is None:
+        return was
+    return f"{was}, and each doubling of the training multiplies it by {2**found.exponent:.2g}"
+
+
+# Alarm rules on logits and entropy.
+#
+# A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises
+# it, and how often without a reason, is measured in research/alarms.md. Thresholds are in thresholds.py.
+
+_FEW_NATS = 40.0  # logits within it differ by less than what makes a weight 0 in float32
+_MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling(Rule):
+    """A head's largest attention logit exceeds `threshold` (nats)."""
+
+    threshold: float
+
+    @property
+    def name(self) -> str:
+        """The name with the threshold: each threshold is a rule of its own."""
+        return f"ceiling {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        top = largest(history, "max_logit")
+        if top is None or not top.value > self.threshold:
+            return None
+        meaning = f"max logit {top.value:,.4g} is over {self.threshold:,g}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Growth(Rule):
+    """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
+
+    By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm.
+    The forecast is of the largest logit of the run, whichever head has it: its course is smoother than a single
+    head's, and its intervals hold (research/alarms.md). The alarm names the head that has it now.
+    """
+
+    floor: float = thresholds.GROWTH_FLOOR
+    factor: float = thresholds.GROWTH_FACTOR
+    horizon: float = thresholds.HORIZON
+    source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
+
+    def check(self, history: History) -> Alarm | None:
+        now = self._ahead(history)
+        if now is None or self._ahead(history.upto(len(history) - 1)) is None:
+            return None
+        top, then = now
+        meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {then.step:,.0f}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
+
+    def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
+        top = largest(history, "max_logit")
+        return _soon(history, top, self.factor * top.value, self.floor, self.horizon) if top is not None else None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Approach(Rule):
+    """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
+
+    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md).
+    """
+
+    threshold: float
+    floor: float = thresholds.APPROACH_FLOOR
+    horizon: float = thresholds.HORIZON
+
+    @property
+    def name(self) -> str:
+        """The name with the threshold: each threshold is a rule of its own."""
+        return f"forecast {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        top = largest(history, "max_logit")
+        found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
+        if found is None:
+            return None
+        top, then = found
+        meaning = f"max logit {top.value:,.4g} {then}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
+
+
+def _soon(
+    history: History, top: Extreme, threshold: float, floor: float, horizon: float
+) -> tuple[Extreme, Forecast] | None:
+    if not top.value > floor:
+        return None
+    found = ahead(history, top.envelope, threshold)
+    return None if found is None or found.step > horizon * float(history.steps[-1]) else (top, found)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook(Rule):
+    """At the end of the planned schedule the largest logit will be over `threshold`, if it goes on as it does.
+
+    z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
+    first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have
+    done little of what the peak rate will do. Silent where no schedule is known. A power law cannot be fitted so early:
+    its first points hold what the logit was before training.
+    """
+
+    threshold: float = thresholds.OUTLOOK
+    floor: float = thresholds.OUTLOOK_FLOOR
+    factor: float = thresholds.OUTLOOK_FACTOR
+    source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
+
+    def check(self, history: History) -> Alarm | None:
+        planned, top = history.planned, largest(history, "max_logit")
+        if planned is None or top is None or not planned.followed(history.steps, history.rates):
+            return None
+        start = first(top.envelope)
+        was, now = float(top.envelope[start]), top.value
+        then, tick = planned.ticks(history.steps[[start, -1]])
+        if not now > max(self.floor, self.factor * was) or tick <= then or not np.isfinite(now):
+            return None
+        end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
+        if not end > self.threshold:
+            return None
+        text = f"max logit {now:,.4g}: as it grows with the planned learning rates it ends over {self.threshold:,g}"
+        return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyCollapse(Rule):
+    """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
+
+    Of a layer, not of a head: healthy models have heads that attend to one key. Half of what counts as collapsed for a
+    whole model: one layer gets to 0.1 in runs that end hardly behind (research/alarms.md).
+    """
+
+    threshold: float = thresholds.ENTROPY
+    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: research/alarms.md, tuning seeds"
+
+    def check(self, history: History) -> Alarm | None:
+        means = _layer_means(history)
+        if means is None or np.isnan(means[1]).all():
+            return None
+        layer = int(np.nanargmin(means[1]))
+        low = float(means[1, layer])
+        if not low < self.threshold:
+            return None
+        text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: one key takes all"
+        was = f"it was {means[0, layer]:.3g} at first"
+        return self.alarm(history, text, low, at=RecordPlace("entropy", layer, None), trend=was)
+
+
+def _layer_means(history: History) -> np.ndarray | None:
+    """Mean entropy over the heads that were measured, [2 layers]: at first and now; NaN where none was, or where every
+    query sees one key and so has no choice."""
+    series, top = history.series("entropy"), history.top("entropy")
+    if series is None or top is None or not len(series):
+        return None
+    ends = [first(top), -1]
+    both = series[ends].astype(np.float64)
+    both[_one_key(history, ends, both)] = np.nan
+    counts = np.isfinite(both).sum(-1)
+    return np.where(counts, np.nansum(both, -1) / np.maximum(counts, 1), np.nan)
+
+
+def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> np.ndarray:
+    """Whether each query of a head sees one key, at these records.
+
+    Where all statistics are measured, the normalised entropy, of queries with two keys or more, is missing then. Where
+    only the entropy is, an entropy of exactly 0 next to small logits shows it: exp(z) of a second key vanishes in
+    float32 at no gap under 88.
+    """
+
+    def of(name: str) -> np.ndarray:
+        series = history.series(name)
+        return np.full_like(entropy, np.nan) if series is None else series[records]
+
+    some = np.isfinite(of("normalized_entropy"))
+    every = np.isfinite(of("mean_logit"))
+    return ~some & (every | ((entropy == 0) & (np.abs(of("max_logit")) < _FEW_NATS)))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite(Rule):
+    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head: later layers only
+    receive its numbers.
+    """
+
+    severity: Severity = Severity.CRITICAL
+    source: str = "by definition"
+    remedy: str = f"{HOLD}  # from the last checkpoint before it on"
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return "not finite"
+
+    def check(self, history: History) -> Alarm | None:
+        broken = history.series(NON_FINITE)
+        if broken is not None and len(broken) and (broken[-1] > 0).any():
+            layer, head = (int(x) for x in np.argwhere(broken[-1] > 0)[0])
+            count = int((broken[-1] > 0).sum())
+            heads = "this head" if count == 1 else f"{count} heads, this the first,"
+            text = f"the logits of {heads} are NaN or infinite"
+            return self.alarm(history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head))
+        return None
+
+
+# Every watched run is checked by these; their numbers are in thresholds.py.
+DEFAULT: tuple[Rule, ...] = (
+    Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
+    Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
+    Ceiling(threshold=thresholds.DIVERGES, severity=Severity.CRITICAL, source=thresholds.SOURCES[thresholds.DIVERGES]),
+    Growth(),
+    Outlook(),
+    Approach(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
+    Approach(threshold=thresholds.DIVERGES, severity=Severity.CRITICAL, source=thresholds.SOURCES[thresholds.DIVERGES]),
+    EntropyCollapse(),
+    NonFinite(),
+)

@@ -1,0 +1,364 @@
+"""Where records go, and a run read back from its directory."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import importlib
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
+from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
+from qkeel.frames.tables import Markup, tag
+from qkeel.monitor.history import History, number
+from qkeel.monitor.record import Sample, sample_line
+from qkeel.monitor.rules import Alarm, Severity
+from qkeel.options import Term, build, parse
+from qkeel.records import (
+    HEAD_FIELDS,
+    HeadRecorder,
+    Heads,
+    RunDirectory,
+    RunStatus,
+    append_line,
+    fresh_directory,
+    write_json,
+)
+from qkeel.records.files import JSONObject
+
+# The destinations of samples, by name: a directory that `qkeel report` reads, the log, or a tracker.
+
+DEFAULT_PATH = Path("qkeel-runs/watch")
+KIND = "watch"
+ENVIRONMENT = (
+    "versions",
+    "system",
+    "commit",
+    "command",
+    "watcher",
+)  # what goes to env.json; the rest describes what is watched
+
+
+class Sink(abc.ABC):
+    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and goes on without
+    the sink."""
+
+    def require(self) -> None:  # noqa: B027 - most sinks need nothing
+        """Called by `qkeel.watch` before anything is measured.
+
+        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost for it.
+        """
+
+    @abc.abstractmethod
+    def open(self, about: Mapping[str, object]) -> None:
+        """Before the first sample. `about` can be written as JSON: model, sites, optimizer, cadence, versions."""
+
+    @abc.abstractmethod
+    def write(self, sample: Sample) -> None:
+        """One sample."""
+
+    @abc.abstractmethod
+    def alarm(self, alarm: Alarm) -> None:
+        """An alarm that the last sample raised."""
+
+    def event(self, event: Mapping[str, object]) -> None:  # noqa: B027 - a sink may leave it out
+        """Something else that happened: its "step", its kind ("event") and a sentence ("text")."""
+
+    @abc.abstractmethod
+    def close(self, complete: bool) -> None:
+        """After the last sample; `complete` if training ended as planned."""
+
+
+@final
+class RunDirectorySink(Sink):
+    """Writes a run directory. Whatever is on disk stays: where `path` holds something, `path-2`, `path-3` ... is made.
+
+    config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
+    samples in evaluation mode apart, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is complete.
+    Killed at any instant it can be read up to its last whole record.
+
+    A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
+    layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
+    left out.
+
+    Args:
+        path: the directory.
+        watcher: the command line of the `qkeel watch` that records here, if there is one.
+    """
+
+    def __init__(self, path: str | Path = DEFAULT_PATH, watcher: str = "") -> None:
+        """Takes the directory, and the command line of a `qkeel watch` that records here."""
+        if not isinstance(path, (str, Path)):
+            raise InvalidTypeError(f"expected a path for the records, got {type(path).__name__}")
+        self.asked, self.watcher = Path(path), watcher
+        self.path: Path | None = None
+        self._fields: tuple[str, ...] = ()
+        self._heads: dict[str, HeadRecorder] = {}
+        self._left_out: set[str] = set()
+        self._summary: dict[str, float] = {}
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Make the directory; config.json comes last, so that a directory with one is whole."""
+        self.path = path = fresh_directory(self.asked)
+        fields = about.get("fields")
+        self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
+        self._summary = {"steps": 0, "samples": 0, "max_logit": math.nan, "alarms": 0}
+        about = {**about, "watcher": self.watcher} if self.watcher else about
+        write_json(path / "env.json", {name: about[name] for name in ENVIRONMENT if name in about})
+        watched = {name: value for name, value in about.items() if name not in ENVIRONMENT}
+        write_json(path / "config.json", {"kind": KIND, **watched})
+
+    def write(self, sample: Sample) -> None:
+        """One line of metrics, one record of heads."""
+        path = self._place()
+        line = {**{name: float(value) for name, value in sample.values.items()}, "step": sample.step}
+        append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
+        self._write_heads(path, sample)
+        if sample.phase == "train":
+            peak = np.fmax(self._summary["max_logit"], sample.overall("max_logit"))
+            self._summary |= {"steps": sample.step, "max_logit": float(peak), "samples": self._summary["samples"] + 1}
+
+    def _write_heads(self, path: Path, sample: Sample) -> None:
+        if not sample.heads:
+            return
+        if sample.phase not in self._heads:
+            name = "heads" if sample.phase == "train" else "eval_heads"
+            size = len(sample.layers), max(values.shape[1] for values in sample.heads.values())
+            self._heads[sample.phase] = HeadRecorder(path, self._fields, *size, layers=sample.layers, name=name)
+        recorder = self._heads[sample.phase]
+        record = np.full(recorder.shape, np.nan, dtype=np.float32)
+        for block, name in zip(record, self._fields):
+            values = sample.heads.get(name)
+            if values is not None:
+                block[:, : values.shape[1]] = values
+        recorder.append(sample.step, record)
+        for name in sample.heads.keys() - set(self._fields) - self._left_out:
+            self._left_out.add(name)
+            text = f"{name} was not announced at the start: it is not recorded"
+            append_line(path / "events.jsonl", {"step": sample.step, "event": text})
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One event."""
+        append_line(self._place() / "events.jsonl", {"event": "alarm", **dataclasses.asdict(alarm)})
+        self._summary["alarms"] += 1
+
+    def event(self, event: Mapping[str, object]) -> None:
+        """One event."""
+        append_line(self._place() / "events.jsonl", event)
+
+    def close(self, complete: bool) -> None:
+        """Brings the records to the disk; summary and DONE, if the run is complete."""
+        if self.path is None:
+            return
+        if complete:
+            RunDirectory(self.path).finish({"kind": KIND, **self._summary, "status": "done"})
+        else:
+            RunDirectory(self.path).sync()
+
+    def _place(self) -> Path:
+        if self.path is None:
+            raise RunDirectoryError(f"nothing can be written to {self.asked} before it is opened; call open(about)")
+        return self.path
+
+
+_LEVELS = {Severity.NOTICE: logging.INFO, Severity.ALARM: logging.WARNING, Severity.CRITICAL: logging.ERROR}
+
+
+@final
+class LoggingSink(Sink):
+    """One line per sample in the standard library's log of the name `logger`, alarms as warnings and errors."""
+
+    def __init__(self, logger: str = "qkeel") -> None:
+        self.logger = logging.getLogger(logger)
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Say what is watched."""
+        sites = about.get("sites")
+        found = len(sites) if isinstance(sites, (list, tuple)) else 0
+        missed = about.get("missed")
+        total = f" of {found + len(missed)}" if isinstance(missed, (list, tuple)) and missed else ""
+        self.logger.info("watching %d%s attention layers of %s", found, total, about.get("model"))
+
+    def write(self, sample: Sample) -> None:
+        """One line."""
+        self.logger.info("%s", sample_line(sample))
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One line, at the level of the alarm's severity."""
+        self.logger.log(_LEVELS[alarm.severity], "%s", alarm)
+
+    def event(self, event: Mapping[str, object]) -> None:
+        """One line."""
+        self.logger.warning("%s", event.get("text", event))
+
+    def close(self, complete: bool) -> None:
+        """Nothing to close."""
+
+
+# Name -> where its class is; a module is imported when its sink is made.
+SINKS = {
+    "csv": "qkeel.integrations.trackers:CSVSink",
+    "directory": "qkeel.monitor.sinks:RunDirectorySink",
+    "log": "qkeel.monitor.sinks:LoggingSink",
+    "mlflow": "qkeel.integrations.trackers:MLflowSink",
+    "notebook": "qkeel.integrations.trackers:NotebookSink",
+    "parquet": "qkeel.integrations.trackers:ParquetSink",
+    "tensorboard": "qkeel.integrations.trackers:TensorBoardSink",
+    "trackio": "qkeel.integrations.trackers:TrackioSink",
+    "wandb": "qkeel.integrations.trackers:WandbSink",
+}
+
+
+def sink(text: str) -> Sink:
+    """One sink from a spec string.
+
+    Args:
+        text: a name of SINKS and its options: `wandb:project=gpt,mode=offline`.
+
+    Raises: UnknownNameError for a name or an option that is not there; InvalidValueError for several sinks.
+
+    >>> sink("directory:path=runs/a").asked.as_posix()
+    'runs/a'
+    """
+    terms = parse(text)
+    if len(terms) != 1:
+        raise InvalidValueError(f"expected one sink, got {len(terms)} in {text!r}; give them one by one")
+    return _build(terms[0])
+
+
+def sinks(text: str) -> tuple[Sink, ...]:
+    """Several sinks, joined by `+`; or the path of a run directory, which has a / in it or begins with a dot.
+
+    >>> [type(one).__name__ for one in sinks("log+directory:path=runs/a")]
+    ['LoggingSink', 'RunDirectorySink']
+    >>> sinks("runs/a")[0].asked.as_posix()
+    'runs/a'
+    """
+    place = text.partition(":")[0]
+    if os.path.splitdrive(text)[0] or place.startswith(".") or any(c in place for c in "/\\"):
+        return (RunDirectorySink(text),)
+    return tuple(map(_build, parse(text)))
+
+
+def _build(term: Term) -> Sink:
+    if term.name not in SINKS:
+        error = unknown("sink", term.name, SINKS)
+        error.args = (f"{error}. A run directory of that name is ./{term.name}",)
+        raise error
+    module, _, name = SINKS[term.name].partition(":")
+    cls: type[Sink] = vars(importlib.import_module(module))[name]
+    return build(term.name, cls, {key: str(value) for key, value in term.options.items()})
+
+
+# A recorded run, read back: its configuration, its tables, its figures.
+
+
+@final
+class Run:
+    """A run directory of `qkeel.watch`, `qkeel watch` or `qkeel run`, as tables; made by `qkeel.load`.
+
+    Everything is read when it is first asked for, and nothing is changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.directory = RunDirectory(path)
+        if self.status is RunStatus.MISSING or not {"kind", "optim"} & self.config.keys():
+            raise RunDirectoryError(
+                f"expected the directory of a run, but {path} has no config.json of one. Give a directory that "
+                "qkeel.watch, qkeel watch or qkeel run made; those of a study are the folders in it."
+            )
+
+    @property
+    def status(self) -> RunStatus:
+        """The state of the run: started, done or failed."""
+        return self.directory.status
+
+    @functools.cached_property
+    def config(self) -> JSONObject:
+        """The configuration of what was watched or trained."""
+        return self.directory.config()
+
+    @functools.cached_property
+    def env(self) -> JSONObject:
+        """Versions and command."""
+        return self.directory.env()
+
+    @functools.cached_property
+    def history(self) -> History:
+        """The training records as arrays, as the rules of alarms read them."""
+        return History.read(self.directory)
+
+    @functools.cached_property
+    def steps(self) -> Frame:
+        """One row per training record: the numbers of the whole model."""
+        return _steps(self.directory.metrics())
+
+    @functools.cached_property
+    def heads(self) -> Frame:
+        """One row per training record, layer and head."""
+        return _heads(self.directory.heads() if self._has("heads.json") else None)
+
+    @functools.cached_property
+    def eval_steps(self) -> Frame:
+        """The same as `steps`, of passes in evaluation mode."""
+        return _steps(self.directory.eval_metrics())
+
+    @functools.cached_property
+    def eval_heads(self) -> Frame:
+        """The same as `heads`, of passes in evaluation mode."""
+        return _heads(self.directory.eval_heads() if self._has("eval_heads.json") else None)
+
+    @functools.cached_property
+    def events(self) -> list[JSONObject]:
+        """Alarms and what else happened, one dict each."""
+        return self.directory.events()
+
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+        """Draws the run by matplotlib and returns the Axes; see `History.plot`."""
+        return self.history.plot(what, field=field, ax=ax)
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def __repr__(self) -> str:
+        n = len(self.steps)
+        span = f"{n:,} records" + (f" to step {self.steps['step'][-1]:,}" if n else "")
+        return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
+
+    def _repr_html_(self) -> str:
+        return tag("div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_()))
+
+
+def load(run: str | Path) -> Run:
+    """Read a run directory as tables: `load(path).heads.to_pandas()` has one row per step, layer and head.
+
+    Args:
+        run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; of an unfinished run too.
+
+    Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that is not as it was written.
+
+    >>> from qkeel.records import write_json
+    >>> write_json(Path("config.json"), {"kind": "watch", "model": "GPT"})
+    >>> load(".")
+    <Run .: GPT, 0 records, started>
+    """
+    return Run(Path(run))
+
+
+def _steps(records: Sequence[JSONObject]) -> Frame:
+    names = dict.fromkeys(name for record in records for name in record)
+    values = {name: np.array([number(record.get(name)) for record in records]) for name in names}
+    return steps_frame(values.get("step", np.zeros(0)), values)
+
+
+def _heads(heads: Heads | None) -> Frame:
+    return heads_frame(np.zeros(0), (), {}) if heads is None else heads_frame(heads.steps, heads.layers, heads.values)

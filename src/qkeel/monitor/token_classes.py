@@ -1,0 +1,451 @@
+"""Statistics by class of token: masks over queries, norms of hidden states, classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel import dist
+from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.example import tensors
+from qkeel.errors import InvalidTypeError, InvalidValueError, caution
+from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
+from qkeel.functional.norms import wide
+from qkeel.handle import Handle
+from qkeel.monitor.transfer import NumberKey
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded
+from qkeel.spec import AttentionCall
+from qkeel.spec.call import of_key
+
+# The query rows that count: padded ones are left out of the statistics.
+
+MaskSource = str | Tensor | Callable[..., Tensor]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryMaskSource:
+    """The source of the mask [b t] of a pass, true (or not 0) where a query row counts.
+
+    given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's
+    arguments, or the tensor itself. It applies to calls with b sequences of t queries; others count whole, such as
+    the decoder of an encoder–decoder under the encoder's mask.
+    """
+
+    given: MaskSource
+    forward: tuple[str, ...] = ()  # the names of the forward's positional arguments
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.given, (str, Tensor)) and not callable(self.given):
+            raise InvalidTypeError(
+                "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
+                f"tensor [b t], got {type(self.given).__name__}"
+            )
+        if isinstance(self.given, Tensor):
+            _checked(self.given)
+
+    @classmethod
+    def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
+        """The same, checked against the forward of a model.
+
+        Raises: InvalidValueError if that takes no argument of the name.
+        """
+        return cls(given, positional(model, "query_mask", given))
+
+    def of(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
+        """The mask of a pass with these arguments; None where the pass gives none.
+
+        Raises: InvalidValueError if it is not a tensor [b t].
+        """
+        mask = from_pass(self.given, self.forward, args, kwargs)
+        if mask is None:
+            return None
+        mask = _checked(mask)
+        return mask if mask.dtype == torch.bool else mask != 0
+
+
+def positional(model: nn.Module, what: str, given: object) -> tuple[str, ...]:
+    """The names of the positional arguments of a model's forward.
+
+    Raises: InvalidValueError if `given`, for the option `what`, is a name, and the forward takes no argument of it.
+    """
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    kinds = {p.kind for p in parameters.values()}
+    if isinstance(given, str) and given not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise InvalidValueError(
+            f"expected {what} to name an argument of the model's forward ({', '.join(parameters)}), got {given!r}"
+        )
+    kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return tuple(name for name, p in parameters.items() if p.kind in kinds)
+
+
+def from_pass(
+    given: str | Tensor | Callable[..., object],
+    forward: Sequence[str],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> object:
+    """The value that an option has in a pass with these arguments.
+
+    Args:
+        given: the name of one of them, a function of them, or the value itself.
+        forward: the names of the positional ones.
+        args, kwargs: of the model's forward.
+    """
+    if isinstance(given, str):
+        return {**dict(zip(forward, args)), **kwargs}.get(given)
+    return given if isinstance(given, Tensor) else given(*args, **kwargs)
+
+
+def _checked(mask: object) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidValueError(f"expected a query mask of shape [batch queries], got {got}")
+    return mask
+
+
+def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
+    """The call under this mask [b t], if it is one of b sequences of t queries; else the call as it is."""
+    x = call.logits if isinstance(call, ScoresCall) else call.q
+    if mask is None or tuple(mask.shape) != (x.shape[0], x.shape[2]):
+        return call
+    return dataclasses.replace(call, query_mask=mask.to(x.device))
+
+
+# Norms of the hidden states that leave each block, and of those that enter the output layer.
+
+
+@final
+class HiddenNorms:
+    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is in force.
+
+    A block is the innermost element of an nn.ModuleList or nn.Sequential that holds a site. The final hidden state is
+    what the first module after the last block gives in the same shape (a final norm), else the last block's output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[str],
+        add: Callable[[tuple[str | tuple[str, ...], str], Tensor, int], None],
+        guard: Guarded = unguarded,
+        tree: ModuleTree | None = None,
+    ) -> None:
+        """Takes add, which gets every mean norm and over how many tokens it is, and guard, which calls what the hooks
+        do."""
+        self.model, self._take_norm, self._guard = model, add, guard
+        self.blocks = _blocks(model, sites)
+        self._sites = {
+            block: tuple(s for s, of in self.blocks.items() if of == block) for block in self.blocks.values()
+        }
+        self._tree = ModuleTree(model) if tree is None else tree
+        self._looked: tuple[object, list[tuple[nn.Module, tuple[str, ...]]]] = (None, [])
+        self._found: list[tuple[tuple[str, ...], Tensor]] = []  # sites, or () for the final one, and norms by token
+        self._last: Tensor | None = None
+        self._final = False
+
+    def attach(self) -> Handle:
+        """Look at the outputs of the next pass."""
+        self._last, self._final, self._found = None, False, []
+        tables = []
+        for module, sites in self._places():
+            take = in_this_thread(functools.partial(self._guard, self._take, sites))
+            tables += put_hooks(module, self, None, take)
+
+        def detach() -> None:
+            for table in tables:
+                table.pop(self, None)
+            self._over()
+
+        return Handle(detach)
+
+    def _places(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
+        """The modules whose outputs are looked at, and of which sites each is the block: those outside of blocks may
+        give the final hidden state."""
+        named = self._tree.named()
+        if self._looked[0] is not named:
+            inside = tuple(f"{name}." for name in self._sites)
+            found = [
+                (module, self._sites.get(name, ()))
+                for name, module in (named if self.blocks else ())
+                # Not on the model itself: when its pass fails, torch is going through its hooks. Scripted modules
+                # take none.
+                if name and not isinstance(module, torch.jit.ScriptModule)
+                if name in self._sites or not name.startswith(inside)
+            ]
+            self._looked = named, found
+        return self._looked[1]
+
+    def _take(self, sites: tuple[str, ...], module: nn.Module, args: object, output: object) -> None:
+        state = output if isinstance(output, Tensor) else next(tensors(output), None)
+        state = state if state is None else dist.local(state)
+        if state is None or state.ndim != 3 or not state.is_floating_point():
+            return
+        if sites:
+            self._last, self._final = state.detach(), False
+            self._found.append((sites, _norms(self._last)))
+        elif self._last is not None and not self._final and state.shape == self._last.shape:
+            self._final = True
+            self._found.append(((), _norms(state.detach())))
+
+    @torch.no_grad()
+    def _over(self) -> None:
+        """The pass is over: the means of all blocks at once, where they are alike."""
+        found, self._found, last, self._last = self._found, [], self._last, None
+        if last is not None and not self._final:
+            found.append(((), next(norms for sites, norms in reversed(found) if sites)))
+        groups: dict[object, list[tuple[str, Tensor]]] = {}
+        for sites, norms in found:
+            for site in sites:
+                group = groups.setdefault((norms.shape, norms.dtype, norms.device), [])
+                if any([site == known for known, _ in group]):  # a block that was called again  # noqa: C419
+                    self._add((site, "block_output_norm"), norms)
+                else:
+                    group.append((site, norms))
+            if not sites:
+                self._add(("", "final_hidden_norm"), norms)
+        for group in groups.values():
+            every = torch.stack([norms.flatten() for _, norms in group])
+            self._take_norm((tuple([site for site, _ in group]), "block_output_norm"), every.mean(1), every.shape[1])
+
+    def _add(self, key: NumberKey, norms: Tensor) -> None:
+        self._take_norm(key, norms.mean(), norms.numel())
+
+
+def _norms(state: Tensor) -> Tensor:
+    """Of each token, in float32 or wider."""
+    return torch.linalg.vector_norm(state, dim=-1, dtype=wide(state.dtype))
+
+
+def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
+    """For each site the name of its block; sites in none are left out."""
+    found = {}
+    for site in sites:
+        parts = site.partition("#")[0].split(".")
+        for i in (*range(len(parts) - 1, 0, -1), len(parts)):  # last of all, the site itself
+            holder = model.get_submodule(".".join(parts[: i - 1]))
+            if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+                found[site] = ".".join(parts[:i])
+                break
+    return found
+
+
+# The class of each token of a pass: images and text, say; the statistics are split by them.
+
+Ids = range | int | Sequence[int] | Tensor
+GivenClasses = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
+_WHAT = (
+    "expected classes as a dict of token ids by class name, the name of an argument of the forward, a function of its "
+    "arguments, a tensor [b t] of class numbers, or qkeel.monitor.Classes of one of these with names"
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Classes:
+    """The source of the class [b t] of each token of a pass: 0, 1, … in the order of `names`, -1 for none.
+
+    Args:
+        given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or
+            where it has none of its first integer tensor [b t], every id in one class; the name of an argument of the
+            forward that holds classes, or is true at class 1; a function of the forward's arguments that gives them,
+            or None for a pass that is not to be split; the tensor itself, [b t] or [t].
+        names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
+        forward: the names of the forward's positional arguments.
+
+    Classes are of the tokens of the sequence that attention sees: those of all its keys. Where there are fewer queries
+    than keys (a cached step), queries are the last of them.
+    """
+
+    given: GivenClasses
+    names: tuple[str, ...] = ()
+    forward: tuple[str, ...] = ()  # the names of the forward's positional arguments
+
+    def __post_init__(self) -> None:
+        if isinstance(self.given, Tensor):
+            check_classes(_shaped(self.given), len(self.names) or 1 << 31)
+        if isinstance(self.given, Mapping):
+            object.__setattr__(self, "names", tuple(self.given))
+        elif not isinstance(self.given, (str, Tensor)) and not callable(self.given):
+            raise InvalidTypeError(f"{_WHAT}; got {type(self.given).__name__}")
+        names = tuple(self.names)
+        object.__setattr__(self, "names", names)
+        if (names or isinstance(self.given, Mapping)) and (len(names) < 2 or len(set(names)) < len(names)):
+            raise InvalidValueError(f"expected the names of two or more classes, each once, got {names}")
+        for name in names:
+            if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\t\n>"):
+                raise InvalidValueError(f"expected a class name of letters, without / or >, got {name!r}")
+        if isinstance(self.given, Mapping):
+            _lookup(self.given)
+
+    @classmethod
+    def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
+        """The same, checked against the forward of a model.
+
+        Raises: InvalidTypeError, InvalidValueError; the latter if the forward takes no argument of the name too.
+        """
+        own = given if isinstance(given, Classes) else cls(given)
+        return cls(own.given, own.names, positional(model, "classes", own.given))
+
+    def of(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], counted: Tensor | None = None
+    ) -> Tensor | None:
+        """The classes [b t] of a pass with these arguments; None where the pass gives none.
+
+        counted: query rows that count; others may hold ids of no class.
+
+        Raises: InvalidTypeError, InvalidValueError, ShapeError if it is not that, or an id is of no class.
+        """
+        if isinstance(self.given, Mapping):
+            named = {**dict(zip(self.forward, args)), **kwargs}
+            return _classes_of(_lookup(self.given), _ids([*named.values(), *args], named.get("input_ids")), counted)
+        found = from_pass(self.given, self.forward, args, kwargs)
+        if found is None:
+            return None
+        found = _shaped(found)
+        found = found.long() if found.dtype == torch.bool else found
+        check_classes(found, len(self.names) or 1 << 31)
+        return found
+
+
+def _shaped(classes: object) -> Tensor:
+    if not isinstance(classes, Tensor) or classes.ndim not in (1, 2):
+        got = tuple(classes.shape) if isinstance(classes, Tensor) else type(classes).__name__
+        raise InvalidValueError(f"expected the classes of tokens as a tensor of shape [batch tokens], got {got}")
+    return classes if classes.ndim == 2 else classes[None]
+
+
+def _lookup(given: Mapping[str, Ids]) -> Tensor:
+    """The class of each id up to the largest; -1 for none."""
+    tensors = []
+    for name, ids in given.items():
+        tensors.append(_numbers(ids))
+        if not tensors[-1].numel() or int(tensors[-1].min()) < 0:
+            raise InvalidValueError(
+                f"expected the token ids of class {name!r} as a range, a number or a list of numbers from 0 on, "
+                f"got {ids!r}"
+            )
+    table = torch.full((int(torch.cat(tensors).max()) + 1,), -1)
+    for number, (name, ids) in enumerate(zip(given, tensors)):
+        taken = ids[table[ids] >= 0]
+        if len(taken):
+            other = list(given)[int(table[taken[0]])]
+            raise InvalidValueError(
+                f"expected each token id in one class, got {int(taken[0])} in both {other!r} and {name!r}"
+            )
+        table[ids] = number
+    return table
+
+
+def _numbers(ids: object) -> Tensor:
+    """Token ids as one vector; empty if they are none."""
+    if isinstance(ids, Tensor):
+        return ids.flatten().cpu() if not (ids.is_floating_point() or ids.dtype == torch.bool) else torch.zeros(0)
+    listed = [ids] if isinstance(ids, int) else list(ids) if isinstance(ids, Sequence) else []
+    whole = all(isinstance(x, int) and not isinstance(x, bool) for x in listed)
+    return torch.tensor(listed if whole else [], dtype=torch.int64)
+
+
+def _ids(values: Sequence[object], named: object) -> Tensor:
+    for value in (named, *values):
+        if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
+            return value
+    raise InvalidValueError(
+        "expected token ids among the forward's arguments, an integer tensor [b t], to read classes from; found none: "
+        "give classes as the name of an argument that holds them or as a function of the arguments"
+    )
+
+
+def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
+    table = table.to(ids.device)
+    inside = (ids >= 0) & (ids < len(table))
+    found = torch.where(inside, table[ids.clamp(0, len(table) - 1).long()], -1)
+    strays = found < 0
+    if counted is not None and counted.shape == strays.shape:
+        strays = strays & counted.to(strays.device)
+    if bool(strays.any()):
+        some = ", ".join(map(str, ids[strays].unique()[:5].tolist()))
+        raise InvalidValueError(
+            f"expected every token id in a class, got {int(strays.sum())} tokens that are in none (ids {some}): add "
+            'them to one, such as "padding": [0], or say by query_mask= which rows count'
+        )
+    return found
+
+
+@final
+class PassTokens:
+    """The rows that count in the running pass, and the class of each."""
+
+    def __init__(self, query_mask: QueryMaskSource | None, classes: Classes | None) -> None:
+        self._query_mask, self._classes = query_mask, classes
+        self._names: tuple[str, ...] = () if classes is None else classes.names
+        self._mask: Tensor | None = None
+        self._now: Tensor | None = None
+        self._said: set[object] = set()
+        self._misfit = ""
+        self._fitted = False
+
+    def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """A pass with these arguments begins."""
+        self._mask = None if self._query_mask is None else self._query_mask.of(args, kwargs)
+        if self._classes is None:
+            return
+        self._now = self._classes.of(args, kwargs, self._mask)
+        if self._now is None:
+            self._now = None if not self._names else torch.full((1, 1), -1)
+            return
+        if not self._names:
+            most = max(int(self._now.max()) + 1 if self._now.numel() else 0, 2)
+            self._names = tuple(map(str, range(most)))
+        check_classes(self._now, len(self._names))
+
+    @property
+    def all_count(self) -> bool:
+        """True if nothing is left out of the running pass, nor split."""
+        return self._mask is None and self._now is None
+
+    def on(self, call: Seen) -> Seen:
+        """The call with what is known of its tokens, where it is one of them."""
+        call = with_query_mask(call, self._mask)
+        if self._now is None:
+            return call
+        b, t = call.query_shape
+        s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
+        now = self._now
+        if isinstance(call, AttentionCall) and of_key(call) is not None:
+            now = now.reshape(1, -1)[:, : s if s == t else 0]  # of as many queries as keys
+        if now.shape == (1, 1) and int(now) < 0:
+            now = now.expand(1, s)
+        if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
+            self._misfit = (
+                f"no attention is split by class: expected the classes of [batch tokens] = [{b} {s}], those of the "
+                f"keys of an attention of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
+                "that gives the classes of the whole sequence"
+            )
+            return call
+        self._fitted = True
+        now = now.to(call.query_device)
+        return dataclasses.replace(call, classes=TokenClasses(names=self._names, query=now[:, s - t :], key=now))
+
+    def end(self) -> None:
+        """The pass is over."""
+        if not self._fitted:  # others than those of the sequence are no concern: an image encoder's, say
+            self._warn("misfit", self._misfit)
+        elif self._now is not None:
+            counts = one_hot(self._now, len(self._names)).sum((0, 1)).tolist()
+            for name, count in zip(self._names, counts):
+                text = f"no token of the class {name!r} in this pass: its numbers are missing until one comes"
+                self._warn(name, "" if count else text)
+
+    def _warn(self, about: object, message: str) -> None:
+        """Once."""
+        if message and about not in self._said:
+            self._said.add(about)
+            caution(message)

@@ -1,0 +1,303 @@
+"""JSON, TOML and safetensors headers read strictly, with one error that names the place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, reported
+from qkeel.records.disk import read_regular, refuse_irregular
+
+# Values that a file of settings may hold: numbers of bounded size, text that can be printed, bounded nesting.
+
+MOST_DEPTH = 64  # tables and lists inside each other
+LEAST_INTEGER, MOST_INTEGER = -(1 << 63), (1 << 64) - 1
+_MOST_DIGITS = 20  # of MOST_INTEGER
+
+
+def read_integer(digits: str) -> int:
+    """A whole number between -2⁶³ and 2⁶⁴ - 1, as every reader of JSON can hold it.
+
+    >>> read_integer("12")
+    12
+    """
+    if len(digits) > _MOST_DIGITS or not LEAST_INTEGER <= (number := int(digits)) <= MOST_INTEGER:
+        raise ValueError(f"expected a whole number of at most 64 bits, got one of {len(digits)} digits")
+    return number
+
+
+def read_float(digits: str) -> float:
+    """A number that a float64 can hold; one that would become infinite is refused.
+
+    >>> read_float("1.5")
+    1.5
+    """
+    number = float(digits)
+    if math.isinf(number) and "inf" not in digits.lower():
+        raise ValueError(f"expected a number of magnitude below 1.8e308, got {digits[:40]}")
+    return number
+
+
+def refuse_strange(value: object, depth: int = 0) -> None:
+    """Raises ValueError for tables and lists nested too deep, integers of too many bits, text that is not Unicode."""
+    if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
+        raise ValueError(f"expected at most {MOST_DEPTH} tables or lists inside each other")
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError(f"expected Unicode text, got half of a surrogate pair in {value[:40]!r}")
+    elif isinstance(value, int):
+        if not LEAST_INTEGER <= value <= MOST_INTEGER:
+            raise ValueError("expected a whole number of at most 64 bits, got a larger one")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            refuse_strange(key, depth + 1)
+            refuse_strange(inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            refuse_strange(inner, depth + 1)
+
+
+# The one parser of JSON: UTF-8, no name twice, numbers of bounded size, bounded nesting, one error for all else.
+
+
+def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirectoryError) -> Any:
+    """The value of a JSON text; `where` names its place in the error. NaN and Infinity are read as Python writes them.
+
+    >>> parse_json(b'{"loss": 1.5}', "a.json")
+    {'loss': 1.5}
+    >>> parse_json("[1, 2", "a.json")
+    Traceback (most recent call last):
+    qkeel.errors.RunDirectoryError: a.json is not whole JSON (line 1, column 6: Expecting ',' delimiter). It was ...
+
+    Raises: `error` for a text that is torn, has a name twice, is nested deeper than 64, or holds a number beyond 64
+        bits or text that is not Unicode.
+    """
+    try:
+        return json_value(text)
+    except ValueError as failure:
+        raise error(
+            f"{where} is not whole JSON ({failure}). It was damaged or is of another kind: restore it or make it again."
+        ) from failure
+
+
+def json_value(text: bytes | str) -> Any:
+    """The value of a JSON text, as `parse_json` reads it.
+
+    >>> json_value("[1, 1e999]")
+    Traceback (most recent call last):
+    ValueError: expected a number of magnitude below 1.8e308, got 1e999
+
+    Raises: ValueError, whose text is the reason alone.
+    """
+    try:
+        value = json.loads(
+            text if isinstance(text, str) else text.decode("utf-8"),
+            object_pairs_hook=_table,
+            parse_int=read_integer,
+            parse_float=read_float,
+        )
+    except json.JSONDecodeError as failure:
+        raise ValueError(f"line {failure.lineno}, column {failure.colno}: {failure.msg}") from failure
+    except RecursionError as failure:
+        raise ValueError("its tables and lists are nested too deep") from failure
+    refuse_strange(value)
+    return value
+
+
+def read_json_file(path: Path, error: type[QkeelError] = RunDirectoryError) -> Any:
+    """The value of a JSON file; see `parse_json`.
+
+    >>> _ = Path("a.json").write_text('{"step": 1}')
+    >>> read_json_file(Path("a.json"))
+    {'step': 1}
+    """
+    return parse_json(read_regular(path, error), str(path), error)
+
+
+def _table(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the name {twice[:40]!r} stands twice in one object")
+    return table
+
+
+# The one parser of TOML, and its one writer of values: what is written is read back as it was.
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    >>> _ = Path("a.toml").write_text("steps = 3")
+    >>> read_toml(Path("a.toml"))
+    {'steps': 3}
+
+    Raises: DataError if it cannot be read; InvalidValueError if it is no TOML, is nested deeper than 64, or holds a
+        number beyond 64 bits.
+    """
+    text = read_regular(path, DataError)
+    try:
+        value = tomllib.loads(text.decode("utf-8"), parse_float=read_float)
+        refuse_strange(value)
+        return value
+    except RecursionError:
+        reason = "its tables and lists are nested too deep"
+    except ValueError as failure:  # TOMLDecodeError and UnicodeDecodeError too
+        reason = str(failure)
+    raise InvalidValueError(f"{path} is not TOML that can be read: {reason}; correct that place or restore the file")
+
+
+def toml_line(name: str, value: bool | int | float | str) -> str:
+    r"""One line of a table: a bare name and its value.
+
+    >>> toml_line("source", 'a"b\n')
+    'source = "a\\"b\\n"'
+
+    Raises: InvalidValueError for text that is no Unicode, which TOML cannot hold.
+    """
+    if isinstance(value, bool):
+        return f"{name} = {str(value).lower()}"
+    if not isinstance(value, str):
+        return f"{name} = {value!r}"
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as failure:
+        raise InvalidValueError(f"expected {name} as Unicode text, got {value!r}; TOML cannot hold it") from failure
+    # JSON's escapes are those of TOML's basic strings, but for the one control character that JSON leaves as it is.
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007F")
+
+
+# The one parser of safetensors headers: each field of its type, tensors without overlap or holes up to the end.
+
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MOST_DIMENSIONS = 64
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+# The format's names of types by the bits of an element (safetensors 0.8).
+_TYPES: dict[int, tuple[str, ...]] = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("C64", "F64", "I64", "U64"),
+}
+BITS: dict[str, int] = {name: bits for bits, names in _TYPES.items() for name in names}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor's line of the header; `begin` and `end` (exclusive) are bytes of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The tensors of a file by name, in the order they lie in, and the text that was stored with them."""
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path, error: type[QkeelError] = DataError) -> Header:
+    """The header of a safetensors file, every value checked.
+
+    >>> _ = Path("a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    >>> read_header(Path("a.safetensors"))
+    Header(tensors={}, metadata={})
+
+    Raises: `error` for a file that is missing, not regular, truncated or longer than its tensors; for a header that is
+        no strict JSON, a field of another type, an unknown dtype, a size that is not that of the shape, tensors that
+        overlap or leave a hole.
+    """
+    size = refuse_irregular(path, error)
+    if size is None:
+        raise error(f"{path} is missing; name a .safetensors file that exists")
+    with reported(f"cannot read {path}", error=error), open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        whole = size >= 8 and length <= MOST_HEADER_BYTES
+        if not whole or length > size - 8:
+            raise error(_torn(path, size, 8 + length if whole else None))
+        text = file.read(length)
+    return parse_header(text, path, size, error)
+
+
+def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = DataError) -> Header:
+    """The header whose JSON is `text`, of a file of `size` bytes; see `read_header`.
+
+    >>> parse_header(b'{"__metadata__": {"format": "pt"}}', Path("a.safetensors"), 42).metadata
+    {'format': 'pt'}
+    """
+    try:
+        table = json_value(text)
+        entries = _entries(table, 8 + len(text))
+    except ValueError as failure:
+        raise error(
+            f"{path} has no readable safetensors header: {failure}. It is damaged or of another format; download or "
+            "save it again"
+        ) from failure
+    end = max([8 + len(text), *(entry.end for entry in entries.values())])
+    if end > size:
+        raise error(_torn(path, size, end))
+    if end < size:
+        raise error(f"{path} holds {size - end:,} bytes after its last tensor; its header and data do not fit together")
+    return Header(tensors=entries, metadata=table.get(_METADATA, {}))
+
+
+def _torn(path: Path, size: int, wanted: int | None) -> str:
+    if wanted is None:
+        return f"{path} ({size:,} bytes) is not a safetensors file, or its beginning is damaged; download it again"
+    return f"{path} is truncated: its header asks for {wanted:,} bytes, it has {size:,}; download or save it again"
+
+
+def _entries(table: object, data: int) -> dict[str, TensorEntry]:
+    if not isinstance(table, dict):
+        raise ValueError(f"expected an object of tensors, got {type(table).__name__}")
+    metadata = table.get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"expected text by name as {_METADATA}, got {str(metadata)[:80]}")
+    found = {name: _entry(name, entry, data) for name, entry in table.items() if name != _METADATA}
+    ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
+    place, before = data, "the header"
+    for name, entry in ordered.items():
+        if entry.begin != place:
+            kind = "overlaps" if entry.begin < place else "leaves a hole after"
+            raise ValueError(
+                f"{name[:80]!r} begins at byte {entry.begin:,} and {kind} {before}, which ends at {place:,}"
+            )
+        place, before = entry.end, repr(name[:80])
+    return ordered
+
+
+def _entry(name: str, entry: object, data: int) -> TensorEntry:
+    what = repr(name[:80])
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise ValueError(f"expected dtype, shape and data_offsets of {what}, got {str(entry)[:80]}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"expected a dtype of {', '.join(BITS)} for {what}, got {str(dtype)[:80]}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"expected at most {_MOST_DIMENSIONS} sizes as shape of {what}, got {str(shape)[:80]}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"expected first and last byte as data_offsets of {what}, got {str(offsets)[:80]}")
+    begin, end = offsets
+    if math.prod(shape) * BITS[dtype] != 8 * (end - begin):
+        raise ValueError(f"{what} has {end - begin:,} bytes, which is not what {dtype} of shape {shape} takes")
+    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=data + begin, end=data + end)
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

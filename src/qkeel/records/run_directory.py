@@ -1,0 +1,348 @@
+"""The directory of a run: what it holds, who writes it, and how it is read back after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+
+from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, caution, reported
+from qkeel.records import disk
+from qkeel.records.disk import is_sealed, read_regular, refuse_irregular, refuse_links
+from qkeel.records.files import (
+    Heads,
+    JSONObject,
+    check_fields,
+    check_parts,
+    cut_heads,
+    read_checked,
+    read_heads,
+    read_json,
+    read_lines,
+    whole_bytes,
+    write_json,
+)
+
+# The place where records are made: system, cores, commit of the code around; no name of a machine or a person.
+
+
+def made_on() -> dict[str, str]:
+    """Returns "system", and "commit" where the current folder lies in a git repository.
+
+    >>> sorted(made_on())[-1]
+    'system'
+    """
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    commit = _commit(Path.cwd())
+    return {"system": system, **({"commit": commit} if commit else {})}
+
+
+def _commit(folder: Path) -> str:
+    """The commit that is checked out, from the files of git; "" where there is none or they cannot be read."""
+    try:
+        place = next((parent / ".git" for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
+        if place is None:
+            return ""
+        if place.is_file():  # a work tree of its own
+            place = Path(place.parent, _text(place).removeprefix("gitdir:").strip())
+        head = _text(place / "HEAD").strip()
+        if not head.startswith("ref:"):
+            return head[:12]
+        name, common = head.removeprefix("ref:").strip(), place
+        if (place / "commondir").exists():
+            common = Path(place, _text(place / "commondir").strip())
+        if (common / name).exists():
+            return _text(common / name).strip()[:12]
+        packed = _text(common / "packed-refs").splitlines()
+        return next((line.split()[0][:12] for line in packed if line.endswith(f" {name}")), "")
+    except (OSError, ValueError, QkeelError):
+        return ""
+
+
+def _text(path: Path) -> str:
+    refuse_irregular(path)
+    return path.read_text(encoding="utf-8")
+
+
+# A run directory: config.json env.json metrics.jsonl heads.json heads.f32 heads.crc32 events.jsonl last/
+# summary.json DONE.
+#
+# That of a watched model has eval.jsonl, eval_heads.json, eval_heads.f32 and eval_heads.crc32 instead of last/; that
+# of a length study has extrapolation.jsonl besides.
+
+# The files that are appended to. DONE, and each checkpoint, holds how many bytes of each there were.
+RECORDS = ("metrics.jsonl", "events.jsonl", "heads.crc32", "heads.f32")
+RECORDS += ("eval.jsonl", "eval_heads.crc32", "eval_heads.f32")
+FileSizes = Mapping[str, int]
+
+
+class RunStatus(StrEnum):
+    """The state of a run."""
+
+    MISSING = "missing"
+    STARTED = "started"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run. Reading never changes anything."""
+
+    path: Path  #: of the folder
+
+    @property
+    def status(self) -> RunStatus:
+        """DONE wins over FAILED: a run that failed and then went through is done."""
+        if (self.path / "DONE").exists():
+            return RunStatus.DONE
+        if (self.path / "FAILED").exists():
+            return RunStatus.FAILED
+        return RunStatus.STARTED if (self.path / "config.json").exists() else RunStatus.MISSING
+
+    @property
+    def checkpoint(self) -> Path:
+        """The one checkpoint file, replaced by one rename."""
+        return self.path / "last" / "state.safetensors"
+
+    @property
+    def sealed(self) -> bool:
+        """Returns whether its files have checksums: where one of these two has, all must. Earlier runs have none."""
+        files = (self.path / "config.json", self.path / "env.json")
+        return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
+
+    def config(self) -> JSONObject:
+        """The run's configuration."""
+        self._refuse_links()
+        path = self.path / "config.json"
+        config = read_json(path, self.sealed)
+        watched = isinstance(config, dict) and config.get("kind") == "watch"
+        return check_parts(config, "config.json of a watched model" if watched else "config.json", str(path))
+
+    def env(self) -> JSONObject:
+        """Versions, corpus hash, command, formula in use."""
+        return read_checked(self.path / "env.json", self.sealed)
+
+    def metrics(self, sizes: FileSizes | None = None) -> list[JSONObject]:
+        """One dict per logged step, by records.STEP_FIELDS; `sizes` are bytes known to have been written."""
+        return self._lines("metrics.jsonl", sizes)
+
+    def events(self, sizes: FileSizes | None = None) -> list[JSONObject]:
+        """Warnings and what a remedy did, one dict each."""
+        return self._lines("events.jsonl", sizes)
+
+    def heads(self, sizes: FileSizes | None = None) -> Heads:
+        """Per layer and head, by records.HEAD_FIELDS."""
+        return self._heads("heads", sizes)
+
+    def eval_metrics(self) -> list[JSONObject]:
+        """The rows of a watched model in evaluation mode, as metrics()."""
+        return self._lines("eval.jsonl")
+
+    def eval_heads(self) -> Heads:
+        """Per layer and head in evaluation mode."""
+        return self._heads("eval_heads")
+
+    def long_contexts(self) -> list[JSONObject]:
+        """The results of the weights at other lengths, one dict per post-hoc method and length."""
+        return self._lines("extrapolation.jsonl", {})
+
+    def summary(self) -> JSONObject:
+        """The run's row of table.csv."""
+        return read_checked(self.path / "summary.json", self.sealed)
+
+    def failure(self) -> str:
+        """The error that ended the run; empty if it did not fail."""
+        path = self.path / "FAILED"
+        return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file that is appended to."""
+        there = {name: refuse_irregular(self.path / name) for name in RECORDS}
+        return {name: size for name, size in there.items() if size is not None}
+
+    def damage(self) -> str:
+        """Returns the sentence about a file of a finished run that is not as it was written; empty where all are."""
+        try:
+            self.summary()
+            self.metrics()
+            self.events()
+            if (self.path / "heads.json").exists() or (self.path / "heads.f32").exists():
+                self.heads()
+            if (self.path / "env.json").exists() or self.sealed:
+                self.env()
+        except DamagedFileError as error:
+            return str(error)
+        return ""
+
+    def _written(self, name: str, sizes: FileSizes | None) -> int:
+        """The bytes that a file is known to have had: those of `sizes`, or of DONE if the run is done."""
+        known = self._sizes_at_end() if sizes is None else sizes
+        size, now = known.get(name, 0), refuse_irregular(self.path / name) or 0
+        if now < size or (sizes is None and known and now > size):
+            raise DamagedFileError(
+                f"{self.path / name} has {now:,} bytes of the {size:,} that were written: it was damaged. Restore it, "
+                "or run again."
+            )
+        return size
+
+    def _sizes_at_end(self) -> FileSizes:
+        path = self.path / "DONE"
+        if not path.exists() or (refuse_irregular(path) == 0 and not self.sealed):  # an earlier version's is empty
+            return {}
+        return read_checked(path, self.sealed)
+
+    def _lines(self, name: str, sizes: FileSizes | None = None) -> list[JSONObject]:
+        """The lines of a .jsonl file, each checked."""
+        path = self.path / name
+        lines = read_lines(path, self.sealed, self._written(name, sizes))
+        return [check_fields(line, name, f"{path}, line {i}") for i, line in enumerate(lines, start=1)]
+
+    def _heads(self, name: str, sizes: FileSizes | None = None) -> Heads:
+        self._written(f"{name}.crc32", sizes)
+        return read_heads(self.path, name, self.sealed, self._written(f"{name}.f32", sizes))
+
+    def open(self, config: Mapping[str, object]) -> None:
+        """Make the directory for `config`, or check that it was made for the same one."""
+        if (self.path / "config.json").exists():
+            old = self.config()
+            if old != config:
+                changed = differences(old, config)
+                raise RunDirectoryError(
+                    f"{self.path} holds a run of another configuration (different: {', '.join(changed)}). "
+                    "Choose another directory; nothing was changed."
+                )
+            return
+        if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+            raise RunDirectoryError(
+                f"{self.path} is not empty and holds no config.json, so it is not a run directory. "
+                "Choose another directory; nothing was changed."
+            )
+        disk.make_directory(self.path)
+        write_json(self.path / "config.json", config)
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        """Marks the run as done, once its records and the summary are on the disk; not where it raises an error."""
+        self.sync()
+        write_json(self.path / "summary.json", summary)
+        try:
+            write_json(self.path / "DONE", self.sizes())
+        except BaseException:  # it may be there, with a name that a loss of power takes away
+            disk.remove([self.path / "DONE"])
+            raise
+
+    def sync(self) -> None:
+        """Returns once all that was appended is on the disk."""
+        disk.sync(self.path / name for name in RECORDS)
+
+    def start_again(self) -> None:
+        """Removes all but the configuration, which has a checksum then, and what was measured of the weights."""
+        heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
+        disk.remove([self.path / "DONE", self.checkpoint])  # first, or what is left could be taken for whole
+        disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))
+        if not self.sealed:
+            write_json(self.path / "config.json", self.config())
+
+    def cut_to(self, sizes: FileSizes) -> None:
+        """Cuts each file that is appended to, so that a resumed run repeats what came after a checkpoint bit for bit.
+
+        Raises: DamagedFileError if one has fewer bytes than it had.
+        """
+        for name in RECORDS:
+            size = self._written(name, {name: sizes.get(name, 0)})
+            if (refuse_irregular(self.path / name) or 0) > size:
+                disk.cut(self.path / name, size)
+
+    def cut_back(self, last_step: int) -> None:
+        """Drops everything recorded after `last_step`: for the checkpoints of earlier versions, which hold no sizes."""
+        for name in ("metrics.jsonl", "events.jsonl"):
+            if self._lines(name):
+                path = self.path / name
+                disk.cut(path, whole_bytes(path, lambda record: record["step"] <= last_step))
+        cut_heads(self.path, last_step)
+
+    def _refuse_links(self) -> None:
+        for folder in (self.path, self.checkpoint.parent):
+            refuse_links(folder)
+
+    @contextmanager
+    def lock(self, wait: float = 0.0) -> Iterator[None]:
+        """Holds the directory alone; the operating system frees it when the process dies, however it dies."""
+        self._refuse_links()
+        with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
+            for directory in (self.path, self.checkpoint.parent):
+                disk.remove_leftovers(directory)
+            yield
+
+
+def note_checksums(place: RunDirectory) -> None:
+    """Says, once a process, that a run of an earlier version has none."""
+    if place.status is not RunStatus.MISSING and not place.sealed:
+        caution(
+            "there are runs of an earlier version, whose files have no checksums: damage in them that leaves numbers "
+            "readable is not noticed"
+        )
+
+
+def fresh_directory(path: Path) -> Path:
+    """Make `path`, or `path-2`, `path-3`, ... if something is in it already; nothing is ever written over.
+
+    Made in one step each, so that two processes never get the same one; an empty directory is used.
+
+    >>> fresh_directory(Path("made")).joinpath("note").touch()
+    >>> fresh_directory(Path("made")).name
+    'made-2'
+    """
+    for number in itertools.count(1):
+        place = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        if place.exists() and not place.is_dir():
+            continue
+        if disk.make_directory(place) or (number == 1 and place.is_dir() and not any(place.iterdir())):
+            return place
+    raise AssertionError("unreachable")
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
+    """The keys, dotted where nested, at which two configurations differ.
+
+    >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
+    ['optim.lr']
+    """
+    found: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(prefix + key)
+    return found
+
+
+@contextmanager
+def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
+    """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
+    refuse_irregular(path)
+    disk.make_directory(path.parent)
+    writes = f"cannot write in {path.parent}", ". Choose a writable directory with free space."
+    with reported(*writes):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        advice = ". Choose a directory on a disk whose files can be locked."
+        with reported(f"cannot lock {path}", advice):
+            held = disk.hold_lock(file, wait)
+        if not held:
+            holder = os.read(file, 20).decode("ascii", "replace").strip()
+            who = f" (process {holder})" if holder else ""
+            raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
+        with reported(*writes):
+            os.ftruncate(file, 0)
+            os.write(file, str(os.getpid()).encode())
+        yield
+    finally:
+        with suppress(OSError):  # all that was written there is a number of a process
+            os.close(file)

@@ -1,0 +1,700 @@
+"""Norms put into any model: behind the projections of queries and keys, in the call, and in residual branches."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import ClassVar, Literal, cast, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkeel.capture.example import tensors
+from qkeel.capture.trace import ModelTrace, Operand, seen
+from qkeel.errors import RefusedError, check_known
+from qkeel.handle import Handle, compose
+from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.kernels.contract import Refusal
+from qkeel.nn.decoder import Block, NormOrder
+from qkeel.patching.autograd import mark_as_norm
+from qkeel.patching.forward import InstanceForward, put_in_place
+from qkeel.patching.modes import parameters_of, submodules_of
+from qkeel.remedies.base import Args, Kwargs, Target, evaluating, module_name, unconfirmed, where
+from qkeel.remedies.change_spec import (
+    ChangeSpec,
+    add_submodules,
+    base_spec,
+    exchange_calls,
+    number,
+    refuse_heads,
+    refuse_norm,
+    refuse_scale,
+    refuse_unseen,
+)
+from qkeel.sites.find import is_normed
+from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.logits import Scale
+from qkeel.spec.norm import GainKind, GainNorm, Norm, NormedPart, On, Over
+from qkeel.spec.slot import ParameterSizes, Params
+
+# Pre-norm blocks of a model, recognised by what flows through them, and norms put behind their branches.
+
+ModuleOutput = Tensor | tuple[Tensor, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branch:
+    """A branch x + F(N(x)) of a block: the children F and N, and the name of a norm of F's output."""
+
+    block: nn.Module
+    name: str  # of the block in the model
+    function: str
+    norm: str
+    post: str
+    width: int
+
+    def post_norm(self, norm: nn.Module) -> Handle:
+        """Makes it x + norm(F(...)), the norm a child of the block under `post`."""
+        if isinstance(self.block, Block):
+            return swap(self.block, self.post, norm)
+        hook = self.block.get_submodule(self.function).register_forward_hook(functools.partial(_normed, norm))
+        self.block.register_module(self.post, norm)
+        return compose(
+            [Handle(functools.partial(submodules_of(self.block).__delitem__, self.post)), Handle(hook.remove)]
+        )
+
+
+def swap(block: nn.Module, name: str, module: nn.Module) -> Handle:
+    """Another module in a block's place of that name."""
+    old = submodules_of(block)[name]
+    submodules_of(block)[name] = module
+    return Handle(lambda: submodules_of(block).update({name: old}))
+
+
+def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
+    """The branches of the block around each site, if that is x + A(N₁(x)), then x + M(N₂(x)).
+
+    qkeel's own blocks say so. Of others one forward pass on the example, in evaluation, is compared with that formula.
+
+    Raises:
+        RefusedError: a site whose block is not of that form; the message says which and what was expected.
+    """
+    own = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
+    blocks = {id(branch): (name, m) for name, m in own for branch in (m.attention, m.cross_attention) if branch}
+    foreign = [site for site in target.sites if id(site.module) not in blocks]
+    seen = _observed(target, foreign) if foreign and any(target.example) else {}
+    branches: dict[tuple[str, str], Branch] = {}
+    for site in target.sites:
+        around = blocks.get(id(site.module))
+        found = _own(*around, site, remedy) if around is not None else _fitting(site, seen)
+        if found is None:
+            raise RefusedError(
+                f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
+                "with A, M and both norms direct children of it, and saw none around this attention (post-norm, "
+                "parallel and fused blocks are of another form; blocks that are not qkeel's show theirs on an example "
+                "batch: apply(..., example=batch)); build the model with the order you mean"
+            )
+        branches.update({(b.name, b.function): b for b in found})
+    return list(branches.values())
+
+
+def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, ...]:
+    if block.norm_order != "pre":
+        raise RefusedError(
+            f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is "
+            f"{block.norm_order}-norm; keep it, or build the model again"
+        )
+    width = next(block.mlp_norm.parameters()).shape[-1]
+
+    def branch(function: str) -> Branch:
+        norm, post = f"{function}_norm", f"{function}_post_norm"
+        return Branch(block=block, name=name, function=function, norm=norm, post=post, width=width)
+
+    cross = () if block.cross_attention is None else (branch("cross_attention"),)
+    return branch("attention"), *cross, branch("mlp")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Calls:
+    """The inputs and outputs of a block and each of its children, first tensors only."""
+
+    block: nn.Module
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
+
+    def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        """A forward hook of a child, or of the block itself, whose name is empty."""
+        x, y = _first((args, kwargs)), _first(output)
+        if x is not None and y is not None:
+            self.seen.setdefault(name, []).append((x, y))
+
+
+def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
+    """Calls of every module around a site, by name."""
+    names = {name for site in sites for name in _ancestors(module_name(site))}
+    seen = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
+    with ExitStack() as hooks, evaluating(target.model):
+        for calls in seen.values():
+            for name, module in (*calls.block.named_children(), ("", calls.block)):
+                note = functools.partial(calls.note, name)
+                hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        target.returned()
+    return seen
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
+    """The branches of the innermost block around a site that computes the formula."""
+    name = module_name(site)
+    for parent in (p for p in _ancestors(name) if p in seen):
+        child = name.removeprefix(f"{parent}.").partition(".")[0]
+        found = _matched(parent, seen[parent], child)
+        if found is not None:
+            return found
+    return None
+
+
+def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] | None:
+    once = {child: pairs[0] for child, pairs in calls.seen.items() if child and len(pairs) == 1}
+    if "" not in calls.seen or attention not in once:
+        return None
+    (whole_in, whole_out), (a_in, a_out) = calls.seen[""][-1], once[attention]
+    first = [c for c, (x, y) in once.items() if y is a_in and c != attention and _same(x, whole_in)]
+    if len(first) != 1 or a_out.shape != whole_in.shape:
+        return None
+    middle = whole_in + a_out
+    for norm, (x, y) in once.items():
+        for mlp, (m_in, m_out) in once.items():
+            distinct = len({norm, mlp, first[0], attention}) == 4
+            if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, whole_out):
+                pairs = ((attention, first[0], "attention_post_norm"), (mlp, norm, "mlp_post_norm"))
+                one, two = (
+                    Branch(block=calls.block, name=name, function=f, norm=n, post=p, width=whole_in.shape[-1])
+                    for f, n, p in pairs
+                )
+                return one, two
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=1e-6)))
+
+
+def _first(value: object) -> Tensor | None:
+    return next((x for x in tensors(value) if x.is_floating_point()), None)
+
+
+def _normed(norm: nn.Module, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
+    """A forward hook that norms the first output of a branch; the norm is a child of the block, and copied with it."""
+    return of_first(output, norm)
+
+
+def of_first(output: ModuleOutput, change: Callable[[Tensor], Tensor]) -> ModuleOutput:
+    """The output of a module with its first tensor changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def ordered(block: nn.Module, order: NormOrder) -> Handle:
+    """The name of the new order on one of qkeel's blocks, by the first of its two branches."""
+    if not isinstance(block, Block) or block.norm_order != "pre":
+        return Handle(lambda: None)
+    block.norm_order = order
+    return Handle(lambda: setattr(block, "norm_order", "pre"))
+
+
+# Norms on the output of the modules that make the heads, before the rotation and before keys go into a cache.
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed ones have their channels along another dimension
+
+
+@final
+class HeadNorm(nn.Module):
+    """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d]; `weight` is the gain.
+
+    While it is blended in, `share` s makes it (1 - s) x + s x̃: exactly x at 0, exactly x̃ at 1.
+
+    Source: as the norm slot of a spec; the factor carries a change of the logit's scale, on the query side only.
+    """
+
+    def __init__(
+        self,
+        norm: Norm,
+        part: NormedPart,
+        geometry: ParameterSizes,
+        like: Tensor,
+        *,
+        factor: float,
+        learned: Scale | None,
+    ) -> None:
+        super().__init__()
+        self.norm, self.factor = norm, factor
+        self.part: NormedPart = part
+        self.heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
+        gain = norm.init_params(geometry).get(f"{part}_norm")
+        scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
+        self.weight = None if gain is None else nn.Parameter(gain.to(like))
+        self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
+        self.share: Tensor | None = None
+        self.replaces = False  # an nn.Identity of the model, which the model still calls
+
+    def blend(self, share: float) -> None:
+        """Make the share another one; it is a tensor, so compiled code need not be compiled again."""
+        if self.share is None:
+            self.share = torch.ones((), device=next(self.parameters()).device)
+        self.share.fill_(share)
+
+    def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
+        """Returns x [... h d] normed, in its dtype; x itself where the model calls it in the place of its Identity."""
+        if self.replaces and not from_projection:
+            return x
+        params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
+        y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)
+        if self.norm.kind == "other":
+            mark_as_norm(y)
+        if self.logit_scale is not None:
+            y = y * (self.factor * self.logit_scale).to(y.dtype)
+        elif self.factor != 1.0:
+            y = y * self.factor
+        return y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        """The norm, in print(model)."""
+        return repr(self.norm)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadSource:
+    """The source of q, k or v: features `index` [n d] of the output of a module, `size` of them in all, a bias among
+    what makes them or not."""
+
+    module: nn.Module
+    name: str
+    index: Tensor
+    size: int
+    biased: bool
+
+
+def heads_of(
+    model: nn.Module, site: AttentionSite, part: NormedPart, ways: Iterable[HeadSlice]
+) -> list[HeadSource] | Refusal:
+    """The modules whose outputs hold whole heads of q, k or v, or why there are none. There are several where heads of
+    some tokens are made by one module and those of others by another, or where a logit is a sum of products.
+
+    Args:
+        ways: for each term the last weight before the score, those of tables of positions left out.
+    """
+    side = {"q": "queries", "k": "keys", "v": "values"}[part]
+    if part != "v" and site.unverified:
+        return unconfirmed(site)
+    slices: list[HeadSlice] = []
+    for s in ways:
+        if not any(s.parameter == other.parameter and s.same(other) for other in slices):
+            slices.append(s)
+    if not slices:
+        return refuse_heads(f"it is not known which weights make the {side} ({site.why})")
+    if not all(_made_last(model, s, several=len(site.terms) > 1) for s in slices):
+        shaped = ", ".join(s.parameter for s in slices)
+        return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} makes them")
+    apart: dict[str, list[HeadSlice]] = {}
+    for s in slices:
+        apart.setdefault(_branch(s.parameter, site), []).append(s)
+    found, heads = [], site.n_heads if part == "q" else site.n_kv_heads
+    for own in apart.values():
+        name, index = _common_module(own)
+        module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
+        whole = index is not None and index.shape[0] == heads
+        if site.module in module.modules() or (len(apart) > 1 and not whole):
+            return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
+        if index is None or not whole:
+            return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
+        weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
+        if len(apart) > 1 and not all(bool(w.any()) for w in weights):
+            # A part of a sum that is zero at first, as in a low-rank adapter: it would be normed to full size.
+            return refuse_heads(f"the {side} are no one module's output, and a part of what makes them is zero: {made}")
+        size, biased = model.get_parameter(own[0].parameter).shape[own[0].axis], any(s.bias is not None for s in own)
+        found.append(HeadSource(module=module, name=name, index=index, size=size, biased=biased))
+    return found
+
+
+def _branch(parameter: str, site: AttentionSite) -> str:
+    """The outermost module that holds a parameter and not the site's module; that module itself, or one around it,
+    where there is none."""
+    owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
+    return ".".join(owner[: shared + 1])
+
+
+def _made_last(model: nn.Module, s: HeadSlice, *, several: bool) -> bool:
+    """True if heads are features of the last dimension of a module's output, or channels of a convolution's; these only
+    where the logit is one product."""
+    if isinstance(model.get_submodule(_owner(s.parameter)), _CONVOLUTIONS):
+        return s.axis == 0 and not several
+    return model.get_parameter(s.parameter).ndim <= 2
+
+
+def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
+    """The innermost module that holds all these weights, and the features of each head in its output, if it has them.
+    They are those of one weight, concatenated, or the same of several (an adapter's are added to its base's)."""
+    paths = [_owner(s.parameter).split(".") for s in slices]
+    name = ".".join(p[0] for p in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths)))
+    if len({s.index.shape[0] for s in slices}) > 1:
+        return name, None
+    if len({s.parameter for s in slices}) > 1:
+        return name, slices[0].index if all(s.same(slices[0]) for s in slices) else None
+    index = torch.cat([s.index for s in slices], dim=1).sort(dim=1).values
+    return name, index
+
+
+def _owner(parameter: str) -> str:
+    """The module that computes with a parameter."""
+    owner, made, _ = parameter.partition(".parametrizations.")
+    return owner if made else parameter.rpartition(".")[0]
+
+
+@final
+class NormedProjection(InstanceForward):
+    """A projection whose output's heads are normed: q alone, or q, k (and v) of a fused one.
+
+    Where a module gives the projection's weight to F.linear in place of calling it (BEiT, Swin), `inside` is that
+    module: its forward is exchanged, and the output of F.linear with this weight is normed.
+    """
+
+    def __init__(self, heads: list[HeadSource], norms: list[HeadNorm], inside: nn.Module | None = None) -> None:
+        super().__init__(heads[0].module if inside is None else inside)
+        self.projection = None if inside is None else heads[0].module
+        self.biased = heads[0].biased
+        self.norms = norms
+        self.size = heads[0].size
+        self.seen: list[int] | None = None
+        made = heads[0].module
+        # The dimension of the features.
+        self.channels = -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
+        self.cuts = _cuts([h.index for h in heads], self.size)
+        if self.cuts is None:
+            home = next(self.module.parameters()).device
+            for norm, one in zip(norms, heads):
+                norm.register_buffer("features", one.index.to(home), persistent=False)
+
+    def run(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """The projection's output, normed; of the module around it its own."""
+        if self.projection is None:
+            return self.normed(self.replaced(args, kwargs))
+        with _LinearCalls(self, self.projection.get_parameter("weight")):
+            return self.replaced(args, kwargs)
+
+    def normed(self, out: Tensor) -> Tensor:
+        """Returns what the projection made, with its heads normed."""
+        if self.seen is not None:
+            self.seen.append(out.shape[self.channels] if isinstance(out, Tensor) else 0)
+        if self.channels == -1:
+            return self._features(out)
+        return self._features(out.movedim(self.channels, -1)).movedim(-1, self.channels)
+
+    def _features(self, out: Tensor) -> Tensor:
+        if self.cuts is None:
+            for norm in self.norms:
+                index = norm.get_buffer("features")
+                out = out.index_copy(-1, index.flatten(), norm(out[..., index], from_projection=True).flatten(-2))
+            return out
+        if self.cuts.groups == 1:
+            parts = out.split(self.cuts.sizes, dim=-1)
+            return _joined([self._block(p, i) for p, i in zip(parts, self.cuts.owners)])
+        parts = out.unflatten(-1, (self.cuts.groups, -1)).split(self.cuts.sizes, dim=-1)
+        return _joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
+
+    def _block(self, x: Tensor, i: int) -> Tensor:
+        """Heads one after the other, [... h d] in one dimension."""
+        return x if i < 0 else self._head(x.unflatten(-1, (self.norms[i].heads, -1)), i).flatten(-2)
+
+    def _head(self, x: Tensor, i: int) -> Tensor:
+        return x if i < 0 else self.norms[i](x, from_projection=True)
+
+
+class _LinearCalls(TorchFunctionMode):
+    """Norms the output of F.linear with one weight."""
+
+    def __init__(self, normed: NormedProjection, weight: Tensor) -> None:
+        super().__init__()
+        self.normed, self.weight = normed, weight
+
+    def __torch_function__(
+        self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        mine = func is F.linear and (args[1] if len(args) > 1 else kwargs["weight"]) is self.weight
+        if mine and self.normed.seen is not None and self.normed.biased and _bias(args, kwargs) is None:
+            self.normed.seen.append(0)  # what is added later would come after the norm
+        return self.normed.normed(out) if mine and isinstance(out, Tensor) else out
+
+
+def _bias(args: Args, kwargs: Kwargs) -> Tensor | None:
+    """The bias that F.linear was given."""
+    return args[2] if len(args) > 2 else kwargs.get("bias")
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Cuts:
+    """Features in `groups` of the same kind, each cut into `sizes`; `owners` are the norms of the cuts, -1 for none."""
+
+    groups: int
+    sizes: list[int]
+    owners: list[int]
+
+
+def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
+    """The cuts that give each norm its features [... h d] as a view; None if heads lie otherwise."""
+    runs = []
+    for i, one in enumerate(index):
+        (n, r), first = one.shape, int(one[0, 0])
+        step = int(one[1, 0]) - first if n > 1 else r
+        if not torch.equal(one.cpu(), first + step * torch.arange(n)[:, None] + torch.arange(r)):
+            return None
+        runs.append((first, n, r, step, i))
+    blocks = all(step == r for _, _, r, step, _ in runs)
+    n, step = runs[0][1], runs[0][3]
+    if not blocks and not all((m, s, m * s) == (n, step, size) for _, m, _, s, _ in runs):
+        return None
+    sizes, owners, at = [], [], 0
+    for first, m, r, _, i in sorted(runs):
+        length = m * r if blocks else r
+        if first < at:
+            return None
+        sizes += [first - at, length]
+        owners += [-1, i]
+        at = first + length
+    sizes.append((size if blocks else step) - at)
+    owners.append(-1)
+    kept = [(s, o) for s, o in zip(sizes, owners) if s]
+    return _Cuts(groups=1 if blocks else n, sizes=[s for s, _ in kept], owners=[o for _, o in kept])
+
+
+# Remedies that norm queries and keys: after the projections that make the heads, or else in the attention call.
+
+SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that make each side
+Operands = Callable[[], dict[str, list[tuple[Operand, Operand]]]]
+KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ModuleNorm:
+    """A norm of the heads that one module makes, and its name in the site's module."""
+
+    name: str
+    heads: HeadSource
+    module: HeadNorm
+
+
+class ChangeNorm(ChangeSpec):
+    """Gives q, k, v or some of them a norm; `sides` are those.
+
+    In other people's modules the norm comes after the projection: before the rotation, where a gain per dimension
+    belongs, and before a cache, which then holds normed keys. Where no module makes the heads (nn.MultiheadAttention
+    multiplies by its own weight; in latent attention keys are concatenated from two parts) the call is exchanged, for
+    norms that may as well come after the rotation.
+
+    Heads are those of a token, also where a logit sums over tokens too (tied rows, attention over channels). A table of
+    relative positions that queries are multiplied with stays as it is, like a bias.
+    """
+
+    sides: ClassVar[tuple[NormedPart, ...]] = ("q", "k")
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def norm(self) -> GainNorm:
+        """The norm that goes into the slot."""
+
+    def unit_scale(self, train_length: int | None) -> Scale:
+        """The scale of unit vectors in place of 1/√d."""
+        return Fixed(1.0)
+
+    @property
+    def works_in_call(self) -> bool:
+        """True if the norm gives the same after the rotation, and for key heads that were repeated."""
+        norm = self.norm()
+        return norm.commutes_with_rotation and norm.over == "head" and norm.gain in ("none", "scalar")
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        norm = self.norm()
+        refusal = refuse_norm(site, norm)
+        return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        norm = self.norm()
+        scale = spec.scale.with_base(self.unit_scale(train_length)) if norm.kind == "l2" else spec.scale
+        return spec.replace(norm=norm, scale=scale)
+
+    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+        values = target.seen().value_slices() if sites and "v" in self.sides else {}
+        operands = functools.cache(lambda: target.seen().operands())
+        plans = {site.name: self._plan(target, site, values.get(site.name, ""), operands) for site in sites}
+        projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
+        yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
+        called = [s for s in sites if s.name not in projected]
+        for site in called:
+            unseen = refuse_unseen(site)
+            if unseen is not None or not (self.works_in_call or isinstance(site.module, nn.MultiheadAttention)):
+                raise RefusedError(f"{self.name} at {where(site)}: {unseen or plans[site.name]}")
+        yield from exchange_calls((self, target.train_length), target, called)
+
+    def _plan(
+        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, operands: Operands
+    ) -> SourcesBySide | Refusal:
+        """The modules that make the heads to be normed."""
+        plan = self._modules(target, site, values, frozenset())
+        if not isinstance(plan, Refusal) and all(len(found) == 1 for found in plan.values()):
+            return plan
+        pairs = operands().get(site.name, [])
+        tables = frozenset(name for pair in pairs for operand in pair for name in operand.tables)
+        plan = self._modules(target, site, values, tables)
+        if isinstance(plan, Refusal):
+            return plan
+        widths = {operand.width for pair in pairs for operand in pair if not operand.tables}
+        for part, found in plan.items():
+            if len(found) > 1 and {heads.index.shape[1] for heads in found} != widths:
+                made, side = ", ".join(sorted(heads.name for heads in found)), "queries" if part == "q" else "keys"
+                return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
+        return plan
+
+    def _modules(
+        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, tables: frozenset[str]
+    ) -> SourcesBySide | Refusal:
+        """The modules that make each side, those of tables left out."""
+        plan: SourcesBySide = {}
+        for part in self.sides:
+            ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
+            if part == "v":
+                if isinstance(values, str):
+                    return Refusal(f"it is not known which weights make the values ({values})", "use qk_norm")
+                ways = list(values)
+            found = heads_of(target.model, site, part, [s for s in ways if s.parameter not in tables])
+            if isinstance(found, Refusal):
+                return found
+            plan[part] = found
+        return plan
+
+
+def _norm_projections(
+    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], plans: dict[str, SourcesBySide]
+) -> Iterator[Handle]:
+    """Norms after the projections of several sites, then one pass which shows that all of them ran."""
+    placed: list[NormedProjection] = []
+    done: dict[int, str] = {}
+    several = {name for name, plan in plans.items() if any(len(found) > 1 for found in plan.values())}
+    called = target.seen().called if sites else frozenset()
+    for site in sites:
+        plan, name = plans[site.name], module_name(site)
+        for part, found in plan.items():
+            theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
+            if len(theirs) == len(found):  # of a sum some may be an earlier site's, whose scores are added here
+                raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {theirs[0]} too")
+            plan[part] = [heads for heads in found if id(heads.module) not in done]
+        if not any(plan.values()):  # a second call of the same module
+            continue
+        norms = _norms(remedy, target, site, plan)
+        done.update((id(norm.heads.module), name) for norm in norms)
+        for norm in norms:  # an Identity is a place for a norm that was left out, as timm has it
+            norm.module.replaces = type(submodules_of(site.module).get(norm.name)) is nn.Identity
+        held = {norm.name: norm.module for norm in norms}
+        yield add_submodules(target, site, held, target.parameter(site.query[0].parameter), over_identities=True)
+        for module in {id(norm.heads.module): norm.heads.module for norm in norms}.values():
+            own = [norm for norm in norms if norm.heads.module is module]
+            new = NormedProjection(
+                [norm.heads for norm in own],
+                [norm.module for norm in own],
+                inside=None if id(module) in called or "weight" not in parameters_of(module) else site.module,
+            )
+            yield put_in_place(new)
+            placed.append(new)
+    if placed:
+        after = _check_ran(remedy, target, sites, placed)
+        _check_lengths(remedy, after, several)
+
+
+def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: SourcesBySide) -> list[_ModuleNorm]:
+    """The norm modules of a site; a change of the scale goes into those of q, or of k where q has none."""
+    base = base_spec(site)
+    spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
+    first = next(iter(plan))
+    norms: list[_ModuleNorm] = []
+    for part, found in plan.items():
+        factor, learned = 1.0, None
+        if part == first and spec.scale != base.scale:
+            old = number(base.scale, site.head_dim)
+            learned = spec.scale if spec.scale.kind == "learned" else None
+            factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
+        for i, heads in enumerate(found):
+            width = heads.index.shape[1]
+            geometry = ParameterSizes(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=width)
+            like = next(heads.module.parameters())
+            module = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
+            norms.append(_ModuleNorm(name=f"{part}_norm{f'_{i + 1}' if i else ''}", heads=heads, module=module))
+    return norms
+
+
+def _check_ran(
+    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]
+) -> ModelTrace:
+    """Raise unless in one pass, which is returned, every norm runs and comes before the scores."""
+    for new in placed:
+        new.seen = []
+    try:
+        trace = seen(target.model, *target.short(), below=any(site.below for site in sites))
+    finally:
+        sizes = [new.seen for new in placed]
+        for new in placed:
+            new.seen = None
+    after = {site.name: site for site in trace.sites}
+    names = [site.name for site in sites if site.name not in after or not is_normed(after[site.name])]
+    if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
+        raise RefusedError(
+            f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
+            "not reach their scores: their weights are used by something else than the module that holds them"
+        )
+    return trace
+
+
+def _check_lengths(remedy: ChangeNorm, after: ModelTrace, names: set[str]) -> None:
+    """Raise where several modules make the heads of a side and those that are multiplied are not of one length each:
+    their outputs are added up, and the sum of what is normed is not."""
+    operands = after.operands() if names else {}
+    for name in names:
+        for q, k in operands.get(name, []):
+            for part, operand in (("q", q), ("k", k)):
+                if part in remedy.sides and not operand.normed(remedy.norm().over):
+                    raise RefusedError(
+                        f"{remedy.name} at {name}: the outputs of several modules are added up to {part}, so norms of "
+                        "each do not norm the sum; use qk_clip or lalr, which need no norm"
+                    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NormOptions(ChangeNorm):
+    """The options of a norm with a gain; kind=l2 makes unit vectors, which need a scale other than 1/√d."""
+
+    kind: Literal["rms", "layer", "l2"] = "rms"  #: what the norm divides by
+    over: Over = "head"  #: the d numbers of one head, or all heads of a token ("layer")
+    gain: GainKind = "dim"  #: the gain and its shape, see `qkeel.spec.RMSNorm`
+
+    def __post_init__(self) -> None:
+        check_known(f"kind of {self.name}", self.kind, KINDS)
+        self.norm()  # checks the words
+
+    def norm(self) -> GainNorm:
+        return KINDS[self.kind](on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain)

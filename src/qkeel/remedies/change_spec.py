@@ -1,0 +1,442 @@
+"""Another scale, cap or normalizer in the attention of any model, and what no remedy can change."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.capture.calls import HIDES, Layout
+from qkeel.capture.trace import biased, run_once
+from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.handle import Handle
+from qkeel.heads.site import AttentionSite
+from qkeel.kernels.contract import Refusal
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import forwards_of
+from qkeel.patching.modes import names_in_use, parameters_of, submodules_of
+from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name, where
+from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
+from qkeel.remedies.head_steps import join
+from qkeel.sites.find import is_normed
+from qkeel.spec import AttentionSpec, InverseSqrt
+from qkeel.spec.logits import Scale
+from qkeel.spec.norm import Norm
+from qkeel.spec.slot import ParameterSizes
+
+# Sites whose attention a remedy cannot change: each function returns the reason and the way out, or None.
+
+_OTHER_REMEDIES = (
+    "use kind=rms or l2 with over=head and gain=none or scalar where attention is one of torch's fused functions "
+    "(attn_implementation='sdpa'), or qk_clip or lalr, which need no norm"
+)
+SlotName = Literal["cap", "normalizer", "scale"]
+
+
+def refuse_unseen(site: AttentionSite) -> Refusal | None:
+    """Attention whose call is known to be out of reach."""
+    if site.description is not None or site.below:
+        return Refusal(
+            "its attention runs inside torch.jit.script, torch.func.vmap or a function of its own, where it can't be "
+            "changed",
+            "use a remedy of steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
+        )
+    return None
+
+
+def refuse_heads(reason: str) -> Refusal:
+    """Queries or keys that no module makes as whole heads, as in foreign MLA, whose rotated key part is made apart."""
+    return Refusal(reason, _OTHER_REMEDIES)
+
+
+def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
+    """Queries and keys that are normed already, and norms that would come after the rotation."""
+    if is_normed(site):
+        return Refusal("q and k are normed already", "remove that norm first, or keep it")
+    if not norm.commutes_with_rotation and site.spec.position.order == "rotate_then_norm":
+        return Refusal(
+            "its norm would come after the rotation, and a mean or a gain per dimension there makes scores depend on "
+            "more than the distance",
+            "use kind=rms or l2 with gain none, scalar or head, or build the model with order='norm_then_rotate'",
+        )
+    return None
+
+
+def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
+    """A scale that unit vectors cannot replace: one that is not 1/√d, with or without a factor of positions."""
+    if scale.base == InverseSqrt():
+        return None
+    other = "qk_norm" if remedy == "cosine" else "kind=rms"
+    return Refusal(
+        f"unit vectors need a scale of their own in place of 1/√d, and this site's is {scale.base.formula()}",
+        f"use {other}, which keeps the scale, or build the model with the spec you mean",
+    )
+
+
+def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
+    """A slot in which something is already: a cap, a factor of positions, weights other than a softmax."""
+    return _TAKEN[slot](site.spec)
+
+
+def _capped(spec: AttentionSpec) -> Refusal | None:
+    if spec.cap.kind == "none":
+        return None
+    return Refusal(f"logits are capped already ({spec.cap.formula()})", "remove that cap first")
+
+
+def _scaled(spec: AttentionSpec) -> Refusal | None:
+    if not spec.scale.follows_position:
+        return None
+    return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
+
+
+def _normalised(spec: AttentionSpec) -> Refusal | None:
+    if spec.normalizer.kind == "softmax":
+        return None
+    return Refusal(
+        f"its weights are {spec.normalizer.formula()} already, not a softmax",
+        "remove the remedy that made them so first, or keep them",
+    )
+
+
+_TAKEN = {"cap": _capped, "scale": _scaled, "normalizer": _normalised}
+
+
+# Parameters that a remedy puts on a site's module, under plain names, and takes off again.
+
+
+def change_parameters(
+    target: Target, site: AttentionSite, old: AttentionSpec, new: AttentionSpec, geometry: ParameterSizes
+) -> Handle:
+    """The parameters that a new spec needs, by plain names on the site's module and in the optimizer too, and no longer
+    those that only the old one did; the handle takes them off."""
+    sizes = (geometry.n_heads, geometry.n_kv_heads, geometry.head_dim)
+    had, needed = old.init_params(*sizes), new.init_params(*sizes)
+    values = {n: value for n, value in needed.items() if n not in had}
+    module = site.module
+    like = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
+    _check_free(site, values)
+    added = {n: nn.Parameter(value.to(like)) for n, value in values.items()}
+    dropped = {n: parameters_of(module)[n] for n in had if n not in needed}
+    before = dict(parameters_of(module))
+    joined = join(target.optimizer, {inside(module_name(site), n): p for n, p in added.items()}, like)
+    _swap(module, dropped, added)
+
+    def undo() -> None:
+        _swap(module, added, dropped)
+        now = dict(parameters_of(module))
+        parameters_of(module).clear()
+        parameters_of(module).update({n: now[n] for n in (*before, *now) if n in now})
+        joined.remove()
+
+    return Handle(undo)
+
+
+def add_submodules(
+    target: Target,
+    site: AttentionSite,
+    added: Mapping[str, nn.Module],
+    near: Tensor,
+    *,
+    matrices: bool = False,
+    over_identities: bool = False,
+) -> Handle:
+    """New parts of a site's module, by plain names, their parameters in the optimizer too (see `join`).
+
+    Args:
+        target: the model and its optimizer.
+        site: where the parts go.
+        added: the parts, by name.
+        near: a parameter whose group of the optimizer the new parameters share.
+        matrices: True if the new parameters are matrices (see `join`).
+        over_identities: True if a part may take the place of an nn.Identity of its name, which the handle puts back.
+    """
+    module, name = site.module, module_name(site)
+    held = submodules_of(module)
+    identities = {part: held[part] for part in added if over_identities and type(held.get(part)) is nn.Identity}
+    _check_free(site, [part for part in added if part not in identities])
+    parameters = {inside(name, f"{part}.{n}"): p for part, new in added.items() for n, p in new.named_parameters()}
+    joined = join(target.optimizer, parameters, near, matrices=matrices)
+    for part, new in added.items():
+        held[part] = new.train(module.training)
+
+    def undo() -> None:
+        for part in added:
+            if part in identities:
+                held[part] = identities[part]
+            else:
+                del held[part]
+        for parameter in parameters.values():
+            parameter.grad = None
+        joined.remove()
+
+    return Handle(undo)
+
+
+def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
+    for name in names:
+        if name in names_in_use(site.module):
+            raise RefusedError(f"{module_name(site) or 'the model itself'} has something called {name} already")
+
+
+def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:
+    for name, parameter in out.items():
+        del parameters_of(module)[name]
+        if parameter is not None:
+            parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
+    parameters_of(module).update(into)
+
+
+# Remedies that give a site another spec: qkeel's own modules have one, in others the attention calls are exchanged.
+
+_CHANGES = "_qkeel_changes"  # on an own module: the spec it was built with, and the changes in force
+_NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: what its use_nested_tensor was
+
+
+class ChangeSpec(Remedy):
+    """Gives each site a new spec; parameters it needs live on the site's module and join the optimizer. One of
+    qkeel's modules has a spec of its own. In any other the attention call is exchanged while its forward runs."""
+
+    stacks = True
+    changes_spec = True
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        """The spec with this remedy in it."""
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        if isinstance(site.module, SpecModule):
+            return None
+        return refuse_unseen(site)
+
+    def apply(self, target: Target) -> Handle:
+        own = [site for site in target.sites if isinstance(site.module, SpecModule)]
+        others = [site for site in target.sites if not isinstance(site.module, SpecModule)]
+        return compose_all(self._handles(target, own, others))
+
+    def _handles(self, target: Target, own: list[AttentionSite], others: list[AttentionSite]) -> Iterator[Handle]:
+        for site in own:
+            yield self.change_own(site, target)
+        yield from self.change_others(target, others)
+
+    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+        """Changes sites that are no modules of qkeel's."""
+        yield from exchange_calls((self, target.train_length), target, sites)
+
+    def change_own(self, site: AttentionSite, target: Target) -> Handle:
+        """Another spec for one of qkeel's own modules."""
+        module = site.module
+        assert isinstance(module, SpecModule)
+        base, changes = module.__dict__.get(_CHANGES, (module.spec, []))
+        mine: PlacedChange = (self, target.train_length)
+        new = changed(module.spec, [mine])
+        geometry = ParameterSizes(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
+        undo_parameters = change_parameters(target, site, module.spec, new, geometry)
+        module.__dict__[_CHANGES] = (base, [*changes, mine])
+        module.spec = new
+
+        def undo() -> None:
+            # From the first spec again: another remedy may have changed a slot since, even this one's, and stays.
+            _, now = module.__dict__[_CHANGES]
+            rest = [change for change in now if change is not mine]
+            module.spec = changed(base, rest)
+            module.__dict__[_CHANGES] = (base, rest)
+            if not rest:
+                del module.__dict__[_CHANGES]
+            undo_parameters.remove()
+
+        return Handle(undo)
+
+
+def settle(module: nn.Module) -> None:
+    """The spec that an own module has now is its own, whatever changes made it."""
+    module.__dict__.pop(_CHANGES, None)
+
+
+def known_length(length: int | None, train_length: int | None, use: str, otherwise: str = "") -> int:
+    """L of a formula: the remedy's own option, or else the training length; `use` says what the formula does with L."""
+    found = length or train_length
+    if found is None:
+        raise InvalidValueError(
+            f"{use}: say L, as length=512 in the remedy or as qkeel.apply(..., train_length=512){otherwise}"
+        )
+    return found
+
+
+def base_spec(site: AttentionSite) -> AttentionSpec:
+    """The spec of a site, 1/√d by its name where a call had that number as its scale."""
+    if site.spec.scale.kind != "fixed":
+        return site.spec
+    usual = math.isclose(number(site.spec.scale, site.head_dim), max(1, site.head_dim) ** -0.5, rel_tol=1e-6)
+    return site.spec.replace(scale=InverseSqrt()) if usual else site.spec
+
+
+def number(scale: Scale, head_dim: int) -> float:
+    """A scale that is one number: neither learned nor a factor of the position."""
+    if scale.kind == "learned" or scale.follows_position:
+        raise RefusedError(f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale")
+    return float(scale.factor(torch.zeros(1, 1), head_dim, {}))
+
+
+def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+    """Exchange the attention calls of modules, and check in one pass on the example that all of them were."""
+    _refuse_low(target, sites)
+    changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
+    for module in {id(site.module): site.module for site in sites}.values():
+        here = [site for site in sites if site.module is module]
+        _check_alone(here, sites)
+        calls = _calls_of(here)
+        if isinstance(module, nn.MultiheadAttention):
+            yield _no_nested_tensors(target.model, module)
+        yield _add_change(calls, change, target, here[0])
+        changed_modules[calls] = here
+    if changed_modules:
+        _check_pass(target, changed_modules)
+
+
+def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
+    """Raise where a logit of q·k itself is so low that a softmax would take it for one that a mask hides."""
+    new = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
+    least = target.seen().minima if new else {}
+    for site in new:
+        if (low := least.get(site.name, math.inf)) <= HIDES:
+            raise RefusedError(
+                f"{where(site)}: a logit that no mask hides is {low:.3g} on this example; where attention is written "
+                f"out, numbers up to {HIDES:.0f} are read as hidden; use the model's fused attention, or smaller "
+                "logits first"
+            )
+
+
+def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
+    """The changed calls of a module's forward: those that are there, or new ones without a change yet."""
+    module, one = sites[0].module, sites[0]
+    there = next((s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None)
+    if there is not None:
+        return there
+    calls = ChangedCalls(module, ParameterSizes(n_heads=one.n_heads, n_kv_heads=one.n_kv_heads, head_dim=one.head_dim))
+    calls.layouts = _layouts(sites)
+    for site in sites:
+        calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(scale=base_spec(site).scale)
+    return calls
+
+
+def _layouts(sites: list[AttentionSite]) -> list[Layout]:
+    """The layouts of the scores of a module, each once."""
+    found: list[Layout] = []
+    for site in sites:
+        # [b h t s] of a fused function: what it computes inside may be a softmax in torch's functions.
+        layout = site.layout or Layout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
+        if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
+            found.append(layout)
+    if len({len(layout.groups) for layout in found}) < len(found):
+        raise RefusedError(
+            f"{sites[0].name} lays out the scores of its attentions as [{'] and ['.join(map(str, found))}], which "
+            "can't be distinguished"
+        )
+    return found
+
+
+def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite) -> Handle:
+    """One more change of a module's calls, with the parameters it needs."""
+    base = next(iter(calls.bases.values()))
+    old, new = (changed(base, changes) for changes in (calls.changes, [*calls.changes, mine]))
+    g = calls.geometry
+    if site.layout is not None and site.layout.guess and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim):
+        raise RefusedError(f"{where(site)}: {site.layout.guess}, and each head would have a parameter of its own")
+    parameters = change_parameters(target, site, old, new, calls.geometry)
+    calls.change([*calls.changes, mine])
+
+    def undo() -> None:
+        calls.change([change for change in calls.changes if change is not mine])
+        parameters.remove()
+
+    return Handle(undo)
+
+
+def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
+    module, one = here[0].module, here[0]
+    for site in sites:
+        if site.module is not module and any(m is site.module for m in module.modules()):
+            raise RefusedError(f"the attention of {site.name} happens inside that of {one.name}; treat one of them")
+    if any((s.n_heads, s.head_dim) != (one.n_heads, one.head_dim) for s in here):
+        raise RefusedError(
+            f"{one.name} computes several attentions with different heads; no parameter fits all of them"
+        )
+
+
+def _check_pass(target: Target, changed_modules: Mapping[ChangedCalls, list[AttentionSite]]) -> None:
+    """Run the example once and see that every attention call of every module was exchanged, and nothing else."""
+    for calls in changed_modules:
+        calls.seen = []
+    try:
+        run_once(target.model, *target.example)
+    except InvalidValueError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, RefusedError) else error) from None
+    finally:
+        passes = {calls: calls.seen or [] for calls in changed_modules}
+        for calls in changed_modules:
+            calls.seen = None
+    for calls, sites in changed_modules.items():
+        _check_calls(calls, sites, passes[calls])
+
+
+def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[float | None]]) -> None:
+    name = module_name(sites[0]) or "the model itself"
+    counts = {len(calls) for calls in passes}
+    if counts == {0} or not counts:
+        raise RefusedError(
+            f"{name}: its attention is not computed by F.scaled_dot_product_attention, nn.MultiheadAttention or a "
+            "softmax within its forward, so it can't be changed from outside; with transformers use "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    if counts != {len(sites)}:
+        raise RefusedError(
+            f"{name}: expected {len(sites)} attention calls in its forward, saw {sorted(counts)} softmaxes or fused "
+            "calls; it is not known which of them are attention"
+        )
+    hidden = [h for calls in passes for h in calls if h is not None]
+    if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
+        raise RefusedError(
+            f"{name} multiplies queries and keys before the softmax that could be changed, and no module makes whole "
+            "heads of them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
+        )
+    if hidden and len({*calls.specs.values()}) > 1:
+        raise RefusedError(f"{name} writes out several attentions with different scales, which cannot be distinguished")
+    known = [h for h in hidden if h > -math.inf]
+    if known:
+        calls.low = min(calls.low, max(known) / 2)
+
+
+def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite]) -> None:
+    """Raise where a factor on q·k would also be one on what is added to it. Where attention is written out only the
+    sum reaches the softmax, and there may be a bias in it, or a cap."""
+    written = biased(target.model, target.example[0], target.example[1]) if sites else set()
+    for site in sites:
+        changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
+        # A cap of the model's own bends what it is scaled by here; one that qkeel put there comes after the scale.
+        if not changed_before and (site.name in written or site.spec.cap.kind != "none"):
+            raise RefusedError(
+                f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "
+                "separated from q·k; use the model's fused attention (attn_implementation='sdpa')"
+            )
+
+
+def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
+    """Stops torch's encoder from packing padded batches, which a changed attention does not take."""
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and module in m.modules()]
+    for encoder in encoders:
+        encoder.__dict__.setdefault(_NESTED, encoder.use_nested_tensor)
+        encoder.use_nested_tensor = False
+
+    def undo() -> None:
+        for encoder in encoders:
+            if not any(isinstance(s, ChangedCalls) for m in encoder.modules() for s in forwards_of(m)):
+                encoder.use_nested_tensor = encoder.__dict__.pop(_NESTED, encoder.use_nested_tensor)
+
+    return Handle(undo)

@@ -1,0 +1,422 @@
+"""An attention call of a model computed by another spec, with its masks."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable
+from typing import Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from qkeel.capture.calls import HIDES, Layout, hides, is_low
+from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments
+from qkeel.errors import RefusedError
+from qkeel.functional.norms import wide
+from qkeel.nn import functional_attention
+from qkeel.ops import run, run_with_weights
+from qkeel.patching.forward import InstanceForward, put_in_place, take_out
+from qkeel.patching.modes import compile_again, hooks_before
+from qkeel.remedies.base import Args, Kwargs
+from qkeel.spec import AttentionSpec
+from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.logits import Normalizer
+from qkeel.spec.slot import ParameterSizes, Params
+
+# Other things that written-out attention does to its scores: masks of small numbers (Swin's -100), and the
+# subtraction of the largest of each row. Where it happens is found once.
+
+Function = Callable[..., object]
+
+_ADDS: tuple[Function, ...] = (*(torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),)
+_SUBTRACTS: tuple[Function, ...] = (torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__)
+_FILLS: tuple[Function, ...] = (
+    *(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_, torch.where, Tensor.where),
+)
+MASKING: tuple[Function, ...] = (*_ADDS, *_SUBTRACTS, *_FILLS)
+
+CallPlace = tuple[int, int]  # the number of a call in the forward, and which of its arguments
+
+
+@final
+class SmallMasks:
+    """The arguments of calls in a module's forward that hide pairs of scores by numbers above -9000.
+
+    A softmax receives scores with the mask in them, where -100 cannot be separated from a logit that is that low. So
+    one pass on the example notes which argument of which call hides by levels (`hides`), in scores of the size that the
+    softmax takes; from then on these arguments have -inf where they hide, whatever the logits are.
+
+    Nor does a softmax show what the logits were if the largest of each row was subtracted from them, which changes no
+    weight. `shifts` are the numbers of the calls that do so; they return the scores as they are from then on.
+    """
+
+    def __init__(self) -> None:
+        self.places: set[CallPlace] = set()
+        self.shifts: set[int] = set()
+        self._shifted: list[tuple[int, Tensor]] = []
+        self._calls = 0
+        self._candidates: list[tuple[CallPlace, int]] = []
+
+    @property
+    def known(self) -> bool:
+        """True if there are calls to be made in another way."""
+        return bool(self.places or self.shifts)
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._calls = 0
+        self._candidates.clear()
+        self._shifted.clear()
+
+    def call(self, function: Function, args: Args, kwargs: Kwargs, *, noting: bool) -> object:
+        """Calls one of MASKING, with -inf in the place of small numbers; `noting` notes where they are."""
+        number, self._calls = self._calls, self._calls + 1
+        if number in self.shifts:
+            return args[0]
+        less_top = noting and function in _SUBTRACTS and _is_top(args)
+        sign = -1.0 if function in _SUBTRACTS else 1.0
+        own = [i for i in range(len(args)) if (number, i) in self.places]
+        out = function(*(_lowest(x, sign) if i in own else x for i, x in enumerate(args)), **kwargs)
+        if noting and isinstance(out, Tensor) and out.is_floating_point():
+            self._note(function, number, args, out)
+            self._shifted += [(number, out.detach().clone())] if less_top else []
+        return out
+
+    def _note(self, function: Function, number: int, args: Args, out: Tensor) -> None:
+        size = out.numel()
+        for i, x in enumerate(args):
+            if (number, i) in self.places:
+                continue
+            if function in _FILLS:
+                found = is_low(x) and float(x) > HIDES
+            elif not isinstance(x, Tensor) or x.ndim < 2 or (i == 0 and function in _SUBTRACTS):
+                continue
+            elif x.numel() == size and any(before == size for _, before in self._candidates):
+                continue  # the scores, which have such a mask in them already
+            else:
+                signed = -x if function in _SUBTRACTS else x
+                found = bool((hides(signed) & (signed > HIDES)).any())
+            if found:
+                self._candidates.append(((number, i), size))
+
+    def keep(self, scores: Tensor) -> bool:
+        """A softmax takes these scores: what was noted of calls that made as many numbers hides their pairs. Returns
+        False if the largest of each row was subtracted and something was done to the rest, which hides the logits."""
+        self.places |= {place for place, size in self._candidates if size == scores.numel()}
+        flat = scores.detach().flatten()
+        kept = [(n, out.flatten()) for n, out in self._shifted if out.numel() == len(flat)]
+        found = {n for n, out in kept if bool(((out == flat) | (flat <= HIDES)).all())}
+        self.shifts |= found
+        return len(found) == len(kept)
+
+
+def _is_top(args: Args) -> bool:
+    """True of (scores, the largest of each of their rows)."""
+    if len(args) < 2 or not all(isinstance(x, Tensor) and x.ndim == args[0].ndim for x in args[:2]):
+        return False
+    x, top = args[:2]
+    rows = [i for i in range(x.ndim) if top.shape[i] == 1 < x.shape[i]]
+    others = [i for i in range(x.ndim) if i not in rows and top.shape[i] != x.shape[i]]
+    return len(rows) == 1 and not others and torch.equal(x.detach().amax(rows[0], keepdim=True), top.detach())
+
+
+def _lowest(x: object, sign: float) -> object:
+    """-inf where an added number hides, +inf where a subtracted one does, and in the place of one number."""
+    if isinstance(x, Tensor) and x.numel() > 1:
+        return x.masked_fill(hides(sign * x), -sign * math.inf)
+    return torch.full_like(x, -math.inf) if isinstance(x, Tensor) else -math.inf
+
+
+# Attention calls inside a module's forward, replaced by qkeel's own attention under another spec.
+#
+# While the module's forward runs, a torch function mode exchanges `F.scaled_dot_product_attention`,
+# `F.multi_head_attention_forward` and the softmax of attention that is written out. torch.compile traces it whole.
+
+QKV = tuple[Tensor, Tensor, Tensor]
+_SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+@final
+class ChangedCalls(InstanceForward):
+    """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
+
+    `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
+    that these need; `layouts` are those of its scores. `low`: a written-out logit at or under it is one that a mask
+    hides; `masks` are those that hide by larger numbers. `writes`: an example showed a softmax that is written out, so
+    that what its scores are made of was looked at. `seen`: while it is a list, the calls of each forward are
+    noted in it, with the largest hidden logit of those written out.
+    """
+
+    def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:
+        super().__init__(module)
+        self.geometry = geometry
+        self.bases: dict[float, AttentionSpec] = {}
+        self.specs: dict[float, AttentionSpec] = {}
+        self.changes: list[PlacedChange] = []
+        self.layouts: list[Layout] = []
+        self.names: tuple[str, ...] = ()
+        self.low = HIDES
+        self.masks = SmallMasks()
+        self.writes = False
+        self.seen: list[list[float | None]] | None = None
+
+    def change(self, changes: list[PlacedChange]) -> None:
+        """Run under the specs that these changes make, one after the other; without any, restore the forward."""
+        specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
+        one, g = next(iter(specs.values())), self.geometry
+        self.names = tuple(one.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
+        if changes and not self.changes:
+            put_in_place(self)
+            if isinstance(self.module, nn.MultiheadAttention):
+                self.module.register_forward_pre_hook(_not_the_fast_path)
+                compile_again()  # code compiled for the fast path does not notice that hook
+        self.changes, self.specs = changes, specs
+        if not changes:
+            take_out(self)
+            hooks = hooks_before(self.module)
+            for key in [key for key, hook in hooks.items() if hook is _not_the_fast_path]:
+                del hooks[key]
+                compile_again()  # code compiled for the fast path does not notice that hook
+
+    def run(self, args: Args, kwargs: Kwargs) -> object:
+        """The module's forward."""
+        if self.seen is not None:
+            self.seen.append([])
+        self.masks.begin()
+        with _Exchange(self):
+            return self.replaced(args, kwargs)
+
+    def note(self, hidden: float | None = None) -> None:
+        """Count a call; `hidden`: the largest logit hidden in one that is written out."""
+        if self.seen is not None:
+            self.seen[-1].append(hidden)
+
+    def params(self) -> Params:
+        """The tensors that the specs need, which are parameters of the module."""
+        return {name: getattr(self.module, name) for name in self.names}
+
+    def spec(self, scale: float) -> AttentionSpec:
+        """The spec of a call with that scale."""
+        known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d has two roundings
+        if known is None:
+            raise RefusedError(
+                f"attention was called with the scale {scale:g}, on the example with {sorted(self.specs)}; apply the "
+                "remedy with an example that shows it as it will be used"
+            )
+        return self.specs[known]
+
+    # --- F.scaled_dot_product_attention
+
+    def fused(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """One call of F.scaled_dot_product_attention."""
+        self.note()
+        q, k, v, mask, dropout, causal, scale = _sdpa_arguments(args, kwargs)
+        if q.is_nested:
+            raise RefusedError("expected attention of q [b h t d], got nested tensors; its heads are not known")
+        spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
+        if q.ndim != 4:
+            lead, t, s = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2]
+            how = self._layout(torch.Size((*lead, t, s)), -1)
+            q, k, v = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
+            mask = None if mask is None else how.apply(mask.expand(*lead, t, s))
+            out = run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
+            return how.undo(out, (*lead, t, out.shape[-1]))
+        heads, packed = self.geometry.n_heads, q.shape[1:3]
+        if q.shape[1] != heads and q.shape[1] * q.shape[2] == heads:
+            # One token, the heads of a group in the place of tokens (transformers, when it decodes).
+            q = q.reshape(q.shape[0], heads, 1, q.shape[3])
+            if mask is not None and tuple(mask.shape[1:3]) == tuple(packed):
+                mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
+            return run(self._call(spec, (q, k, v), mask, causal=False, dropout=dropout)).unflatten(1, packed).squeeze(3)
+        return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
+
+    def _call(
+        self, spec: AttentionSpec, qkv: QKV, mask: Tensor | None, *, causal: bool, dropout: float
+    ) -> AttentionCall:
+        q, k, v = qkv
+        t, s = q.shape[2], k.shape[2]
+        mask = hiding(mask)
+        pos_q, pos_k = None, None
+        if causal and t != s:  # torch's flag aligns to the first key
+            pos_q, pos_k = torch.arange(t, device=q.device), torch.arange(s, device=q.device)
+        elif not causal and spec.scale.follows_position:
+            pos_q = _last_seen(mask, t, s, q.device, check=self.seen is not None)
+        return make_call(
+            spec, q, k, v, params=self.params(), causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout
+        )
+
+    # --- softmax(scale · q kᵀ + mask), written out
+
+    def written(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """The softmax of logits that were computed before it."""
+        if not self.writes and self.seen is None:
+            raise RefusedError(
+                f"{type(self.module).__name__} took a softmax that is written out, where the example of the remedy "
+                "showed fused attention alone; apply the remedy with an example that shows it as it will be used"
+            )
+        x: Tensor = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
+        how = self._layout(x.shape, -1 if dim is None else dim)
+        z = how.apply(x).to(wide(dtype or x.dtype))
+        low = max(self.low, torch.finfo(x.dtype).min / 2)
+        visible = z > low
+        if self.seen is not None:
+            self.writes = True
+            if not self.masks.keep(x) or (not self.masks.shifts and _is_shifted(z, visible)):
+                raise RefusedError(
+                    "its scores come to the softmax less the largest of their row, so a cap or a scale would act on "
+                    "something else than the logits; leave that subtraction out (torch's softmax does it), or use "
+                    "qk_clip or lalr"
+                )
+            self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
+        ((scale, spec),) = self.specs.items()
+        z = torch.where(visible, z, 0.0)
+        if spec.scale != self.bases[scale].scale:
+            z = z * self._ratio(spec, scale, visible)
+        weights = softmax(spec.cap.apply(z), -1, visible, spec.normalizer, self.params())
+        return how.undo(weights.to(dtype or x.dtype), x.shape)
+
+    def _layout(self, shape: torch.Size, keys: int) -> Layout:
+        """The layout of scores of this shape, whose softmax runs over the dimension `keys`."""
+        for known in self.layouts:
+            how = known.fitted(shape)
+            if how is not None and how.keys == keys % len(shape):
+                return how
+        raise RefusedError(
+            f"expected scores [{'] or ['.join(map(str, self.layouts))}], h heads, t queries, s keys, got a softmax "
+            f"over dimension {keys} of {tuple(shape)}; its heads are not known"
+        )
+
+    def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:
+        """The new factor on q·k over the one that is in the logits already."""
+        pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
+        return spec.scale.factor(pos_q, self.geometry.head_dim, self.params()) / scale
+
+    # --- F.multi_head_attention_forward
+
+    def multi_head(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
+        """Torch's own attention of nn.MultiheadAttention, from its arguments."""
+        self.note()
+        if len(args) != 13:
+            raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention does not")
+        query, key, value, _, heads, weight, bias, bias_k, bias_v, zero, dropout, out_weight, out_bias = args
+        if bias_k is not None or bias_v is not None or zero or kwargs.get("static_k") is not None:
+            raise RefusedError("nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed")
+        batched = query.ndim == 3
+        inputs = [x if batched else x[:, None] for x in (query, key, value)]
+        q, k, v = (_heads(x, heads) for x in _projected(inputs, weight, bias, kwargs))
+        (b, h, t, d), s = q.shape, k.shape[2]
+        given = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": kwargs.get("key_padding_mask")}
+        if given["key_padding_mask"] is not None and not batched:
+            given["key_padding_mask"] = given["key_padding_mask"][None]
+        mask = mha_mask(given, (b, h, t, s))
+        p = dropout if kwargs.get("training", True) else 0.0
+        call = self._call(self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p)
+        out, weights = run_with_weights(call) if kwargs.get("need_weights", True) else (run(call), None)
+        out = F.linear(out.permute(2, 0, 1, 3).reshape(t, b, h * d), out_weight, out_bias)
+        if weights is not None and kwargs.get("average_attn_weights", True):
+            weights = weights.mean(dim=1)
+        if not batched:
+            out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out, weights
+
+
+class _Exchange(TorchFunctionMode):
+    """Passes calls of attention functions on to a module's changed calls."""
+
+    def __init__(self, calls: ChangedCalls) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(
+        self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in (F.scaled_dot_product_attention, functional_attention):
+            return self.calls.fused(args, kwargs)
+        if func in _SOFTMAX:
+            return self.calls.written(args, kwargs)
+        if func is F.multi_head_attention_forward:
+            return self.calls.multi_head(args, kwargs)
+        if func in MASKING and (self.calls.masks.known or self.calls.seen is not None):
+            return self.calls.masks.call(func, args, kwargs, noting=self.calls.seen is not None)
+        if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
+            # As a method: Dynamo does not follow super() inside a method that is called as a function.
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _not_the_fast_path(module: nn.Module, args: object) -> None:
+    """A hook without a purpose: with one, nn.TransformerEncoderLayer computes its attention in the open."""
+
+
+class SpecChange(Protocol):
+    """A remedy that gives attention another spec."""
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        """The spec with this remedy in it."""
+        ...
+
+
+PlacedChange = tuple[SpecChange, int | None]  # and the tokens per training sequence, where it needs them
+
+
+def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSpec:
+    """A spec after changes."""
+    for remedy, train_length in changes:
+        base = remedy.changed(base, train_length)
+    return base
+
+
+def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params: Params) -> Tensor:
+    """The weights of logits. It is a torch function of that name, so that a Monitor takes it for a softmax."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
+    return normalizer.weights(x, visible, params)
+
+
+def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
+    given = sdpa_arguments(args, kwargs)
+    return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
+
+
+def _is_shifted(z: Tensor, visible: Tensor) -> bool:
+    """True where every row's largest logit is 0: the softmax does not show what the logits were."""
+    tops = z.detach().masked_fill(~visible, -math.inf).amax(-1)[visible.any(-1)]
+    return bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any())
+
+
+def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
+    """The visible keys [b t s] of [b h t s]; with `check` an error where they differ from head to head."""
+    if check and not bool((seen == seen[:, :1]).all()):
+        raise RefusedError(
+            "the mask hides different keys from different heads, so a query has no one number of visible keys"
+        )
+    return seen[:, 0]
+
+
+def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool) -> Tensor:
+    """[b|1 t]: the number of keys that each query sees, less one: its position where it sees all before it."""
+    if mask is None:
+        return torch.full((t,), s - 1, device=device)
+    seen = mask if mask.dtype == torch.bool else mask > HIDES
+    return _same_for_all_heads(seen, check).expand(-1, t, s).sum(-1) - 1
+
+
+def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs) -> list[Tensor]:
+    """The q, k, v of nn.MultiheadAttention."""
+    if kwargs.get("use_separate_proj_weight", False):
+        weights = [kwargs[f"{part}_proj_weight"] for part in "qkv"]
+    else:
+        weights = list(weight.chunk(3))
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    return [F.linear(a, w, c) for a, w, c in zip(x, weights, biases)]
+
+
+def _heads(x: Tensor, n: int) -> Tensor:
+    """[t b (h d)] as [b h t d]."""
+    return x.unflatten(-1, (n, -1)).permute(1, 2, 0, 3)

@@ -1,0 +1,498 @@
+"""A factor per head on the step of any optimizer whose step is linear in its rate."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from qkeel import dist
+from qkeel.errors import RefusedError
+from qkeel.handle import Handle, compose
+from qkeel.patching.optimizers import before_change, go_first
+from qkeel.remedies.base import Target
+from qkeel.remedies.fused_adam import AdamPass, refusal
+from qkeel.remedies.head_groups import HeadGroups, WeightNorm, frobenius_norm, views_by_tensor
+from qkeel.remedies.head_weights import HeadWeights, ReplacementCheck, SplitNorms, found_inf, innermost
+
+# Is an optimizer's step proportional to its learning rate? Found out on a small matrix, never on the user's.
+
+ParamGroup = dict[str, Any]
+
+# Entries of a parameter group that belong to its parameters or its scheduler, not to the update rule.
+_NOT_OPTIONS = ("params", "param_names", "initial_lr")
+_LOOKAHEAD = 12  # steps after which a slow copy of the weights has come back
+_LATE = 1_000_000  # schedules inside an optimizer show late (Adafactor's 1/√t)
+
+
+def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, decay: bool = True) -> list[Tensor | None]:
+    """The tensors that the optimizer steps; raises unless steps are in full precision and linear in the rate. With
+    decay=False its weight decay must be decoupled, so that it can be separated from the rest of the step."""
+    tensors = weights.in_full_precision(optimizer, remedy, "scales small steps")
+    for group, device in _groups_of(optimizer, tensors):
+        with _apart(device):
+            if not _tried(optimizer, remedy, group, device):
+                raise RefusedError(
+                    f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of "
+                    f"{type(optimizer).__name__} at half the rate was not half as long. Use AdamW, SGD, Muon, …"
+                )
+            if not decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, device):
+                raise RefusedError(
+                    f"{remedy} can leave decoupled weight decay at its full size, but that of "
+                    f"{type(optimizer).__name__} is part of the gradient here; use decay=scaled or AdamW"
+                )
+    return tensors
+
+
+def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
+
+    Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
+    passes, but for LBFGS, whose curvature is read from how weights and gradients changed from step to step.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RefusedError(
+            f"{remedy} changes weights after the step, and LBFGS takes every change of the weights for its own step "
+            "when it estimates the curvature; use an optimizer of first order, such as AdamW"
+        )
+    for group, device in _groups_of(optimizer, tensors):
+        with _apart(device):
+            try:
+                keeps = _keeps_changes(optimizer, group, device)
+            except Exception:  # nothing is known then
+                continue
+        if not keeps:
+            raise RefusedError(
+                f"{remedy} changes weights after the step, and {type(optimizer).__name__} keeps a copy of its own from "
+                "which it would bring the old ones back (schedule-free, lookahead, …); use an optimizer that steps the "
+                "weights themselves"
+            )
+
+
+def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
+    """The groups that hold any of the tensors, and on which device."""
+    wanted = {id(p) for p in tensors if p is not None}
+    for group in optimizer.param_groups:
+        device = next((p.device for p in group["params"] if id(p) in wanted), None)
+        if device is not None:
+            yield group, device
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Leaves random streams and the gradient mode alone."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        yield
+
+
+def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> bool:
+    for dtype in (torch.float64, torch.float32):  # some optimizers, and some devices, know float32 only
+        try:
+            return _is_linear(optimizer, group, device, dtype)
+        except Exception as error:
+            failed = error
+    raise RefusedError(
+        f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
+        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, give "
+        "that one"
+    ) from failed
+
+
+def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:
+    """Step a small matrix at two rates from the same state, far into training, and compare the lengths."""
+    deltas = []
+    for factor in (1.0, 0.5):
+        weight, gradient = _matrix(device, dtype)
+        probe = _TrialOptimizer(optimizer, weight, _plain(group))
+        for _ in range(2):
+            probe.step(gradient)
+        for state in probe.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0 + _LATE
+        before = weight.detach().clone()
+        for g in probe.optimizer.param_groups:
+            g["lr"] = g["lr"] * factor
+        probe.step(gradient)
+        deltas.append(weight.detach() - before)
+    longest = float(deltas[0].abs().max())
+    tight = 1e-4 if dtype == torch.float64 else 5e-2
+    return longest > 0 and torch.allclose(deltas[0] * 0.5, deltas[1], rtol=tight, atol=tight * longest * 1e-3)
+
+
+def _is_decoupled(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
+    """True if steps without a gradient are w ← (1 - ηλ)·w, the second as well: momentum would remember the first."""
+    weight, gradient = _matrix(device, torch.float32)
+    options = {**_plain(group), "lr": 0.01, "weight_decay": 0.5}
+    probe = _TrialOptimizer(optimizer, weight, options)
+    start = weight.detach().clone()
+    for _ in range(2):
+        probe.step(torch.zeros_like(gradient))
+    return torch.allclose(weight.detach(), start * (1 - 0.01 * 0.5) ** 2, rtol=1e-5)
+
+
+def _keeps_changes(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
+    weight, gradient = _matrix(device, torch.float32)
+    tiny = {"lr": 1e-7, **({"weight_decay": 0.0} if "weight_decay" in group else {})}
+    probe = _TrialOptimizer(optimizer, weight, {**_plain(group), **tiny})
+    for _ in range(2):
+        probe.step(gradient)
+    with torch.no_grad():
+        weight.mul_(0.5)
+    halved = weight.detach().clone()
+    for _ in range(_LOOKAHEAD):
+        probe.step(gradient)
+    return torch.allclose(weight.detach(), halved, rtol=1e-2, atol=1e-2)
+
+
+def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
+    """A small matrix and a gradient of it."""
+    weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
+    return weight, torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin().to(device)
+
+
+class _TrialOptimizer:
+    """A new optimizer of the same class with one parameter, stepped without anyone's hooks."""
+
+    def __init__(self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> None:
+        self.optimizer, self._weight = probe_optimizer(optimizer, weight, group), weight
+        step = type(self.optimizer).step
+        # The class's step without the hooks that are registered for all optimizers.
+        self._step: Callable[[Optimizer], object] = vars(step)["__wrapped__"] if vars(step).get("hooked") else step
+
+    def step(self, gradient: Tensor) -> None:
+        self._weight.grad = gradient.clone()
+        self._step(self.optimizer)
+
+
+def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
+    """A new optimizer of the same class and options as the group's, holding one parameter.
+
+    Made by the class itself, since some (Adagrad) set state up there; nothing of the original is shared. A class
+    whose constructor takes something else is replaced by the base class that its step comes from.
+    """
+    options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
+    first: Exception | None = None
+    for cls in type(optimizer).__mro__:
+        if issubclass(cls, Optimizer) and inspect.unwrap(cls.step) is inspect.unwrap(type(optimizer).step):
+            known = inspect.signature(cls).parameters
+            try:
+                return cls([{"params": [weight], **options}], **{k: v for k, v in options.items() if k in known})  # type: ignore[call-arg]
+            except Exception as error:
+                first = first or error
+    assert first is not None
+    raise first
+
+
+def _plain(group: ParamGroup) -> ParamGroup:
+    """The options without the choice of implementation, at the highest rate the group is known to reach."""
+    flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
+    known = [group[k] for k in ("lr", "initial_lr", "max_lr") if group.get(k) is not None]
+    rates = [float(rate) for rate in known]
+    # A warm-up may stand at rate 0; a rate of 1 leaves the arithmetic in a range where a half shows.
+    rate = max(rates, default=0.0) or 1.0
+    return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
+
+
+# New parameters of a remedy (gains, scales) join the optimizer, and leave it again.
+
+
+def join(
+    optimizer: Optimizer | None, added: Mapping[str, nn.Parameter], near: Tensor, *, matrices: bool = False
+) -> Handle:
+    """Put parameters (by qualified name) into an optimizer group; the handle takes them out, state included.
+
+    They go where the optimizer has its other gains: the first group of vectors and scalars only; if there is none,
+    the group of `near`. So they are decayed as its gains are, and a scheduler made earlier drives them too. `matrices`
+    are weights like `near`, and go to its group.
+    """
+    if optimizer is None or not added:
+        return Handle(lambda: None)
+    if isinstance(optimizer, torch.optim.Muon) and not matrices:
+        raise RefusedError(
+            f"torch's Muon takes matrices only, and {', '.join(added)} are gains; give the optimizer that holds the "
+            "model's norms instead"
+        )
+    flat = [g for g in optimizer.param_groups if g["params"] and all(p.ndim < 2 for p in g["params"])]
+    homes = (flat if not matrices else []) or [g for g in optimizer.param_groups if any(p is near for p in g["params"])]
+    group = homes[0] if homes else optimizer.param_groups[0]
+    group["params"].extend(added.values())
+    if "param_names" in group:
+        group["param_names"].extend(added)
+    for parameter in added.values():
+        _start_state(optimizer, parameter, group)
+
+    def undo() -> None:
+        gone = {id(p) for p in added.values()}
+        kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
+        for column in ("params", "param_names"):
+            if column in group:
+                group[column][:] = [group[column][i] for i in kept]
+        for parameter in added.values():
+            optimizer.state.pop(parameter, None)
+
+    return Handle(undo)
+
+
+def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGroup) -> None:
+    """Some optimizers (Adagrad) set their state up when they are made, not in the first step."""
+    if not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
+        return
+    try:
+        state = probe_optimizer(optimizer, parameter, group).state
+    except Exception:  # a class of its own making sets up its state by itself
+        return
+    if parameter in state:
+        optimizer.state[parameter] = state[parameter]
+
+
+# The mechanism behind per-head learning rates: every optimizer step of some weights, scaled per head.
+
+RateFactors = Callable[[Tensor], Tensor]
+_LOG = logging.getLogger("qkeel")
+
+
+def head_steps(
+    target: Target, remedy: str, weights: HeadWeights, *, measure: WeightNorm | None = None, decay: bool = True
+) -> HeadSteps:
+    """Returns what scales the optimizer's steps of these weights per head.
+
+    Args:
+        remedy: its name, for errors.
+        weights: those of the target.
+        measure: gives a number per head of [… n r m], which the rates are made of; there are ones where it is None.
+        decay: whether decoupled weight decay is scaled with the rest of the step.
+
+    Raises:
+        RefusedError: the optimizer is missing, does not step these weights, or its step is not linear in the rate.
+    """
+    optimizer = innermost(target.need_optimizer(remedy))
+    tensors = check_linear(optimizer, remedy, weights, decay=decay)
+    replaced = ReplacementCheck(target.model, remedy, weights.names)
+    return HeadSteps(optimizer, remedy, replaced, weights, tensors, measure, decay)
+
+
+@final
+class HeadSteps:
+    """Scales every optimizer step of the weights, per head.
+
+    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With `decay` that keeps its
+    full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit for bit. Exact
+    for every optimizer linear in the learning rate. Frozen weights are measured only.
+
+    The numbers of all heads are one row, entry after entry of the weights, and so are the factors. How many operators
+    a step takes does not depend on how many weights or heads there are, except that frozen weights, and heads whose
+    rows have no pattern, are measured one by one. Nothing is read back to the host. The one copy of the rows of heads
+    lives only inside the step; on a CPU its memory is kept for the next.
+
+    Torch's fused Adam and AdamW, on a CPU and on a GPU, need neither copy nor rescaling: `adam` takes their step over.
+    At factor 1 it leaves torch's weight bit for bit on a CPU, and to a few roundings on a GPU. With `frobenius_norm` it
+    also returns the measure, so a change of a weight that torch does not count (through `.data`, by another fused
+    optimizer, kernel or CUDA graph) is noticed a step late. `way` says who takes the last step that began, and why; so
+    does the log "qkeel" at DEBUG.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        remedy: str,
+        replaced: ReplacementCheck,
+        weights: HeadWeights,
+        tensors: Sequence[Tensor | None],
+        measure: WeightNorm | None,
+        decay: bool,
+    ) -> None:
+        by_tensor = views_by_tensor(tensors, weights.slices)
+        views = [view for _, _, own in by_tensor for view in own]
+        counts = self._counts = weights.counts
+        self._optimizer, self._replaced, self._slices, self._measure = optimizer, replaced, weights.slices, measure
+        # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
+        self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
+        self._stepped = [(view, view.weight) for view in views]
+        self._groups = HeadGroups(lambda view: view.places(counts))
+        # The view of a single slice is measured by its copy, other entries one by one.
+        self._measured = {view.shares[0][0]: k for k, view in enumerate(views) if not view.whole}
+        self._others = [i for i in range(len(counts)) if i not in self._measured]
+        self._split = SplitNorms(weights.slices, self._read, measure)
+        self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(self._read)
+        self._decay = None if decay else DecayFactors(optimizer, tensors, counts, _decay_rate)
+        self._adam = AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay)
+        self._remedy, self.way = remedy, ""
+        self._factors: Tensor | None = None  # of the step under way
+
+    @torch.no_grad()
+    def sizes(self) -> Tensor:
+        """The measure of all heads [h] now, to the bit as in a step."""
+        if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
+            dist.words_of_all("qkeel.apply", "measures")
+        found = self._copied() if self._ready_adam() is None else self._one_by_one({})
+        self._forget()
+        return found
+
+    def scale(self, rates: RateFactors) -> Handle:
+        """Scale steps by what `rates` makes of the measure before each [h], until the handle is removed. The scaling
+        comes before every other post hook of the step (a clip, an average), in whatever order they came."""
+
+        @torch.no_grad()
+        def before(_: Optimizer) -> None:
+            self._replaced.check()
+            self._begin(rates)
+
+        @torch.no_grad()
+        def after(optimizer: Optimizer, *_: object) -> None:
+            self._end(found_inf(optimizer))
+
+        first = self._optimizer.register_step_pre_hook(before_change(before))
+        last = self._optimizer.register_step_post_hook(after)
+        go_first(last)
+        return compose(map(Handle, (self._clear, last.remove, first.remove)))
+
+    def _ready_adam(self) -> AdamPass | None:
+        """The pass that takes the coming step over, if there is one and it can."""
+        now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
+        why = now or ("the weights were of another kind when the remedy came" if self._adam is None else "")
+        way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
+        if way != self.way:
+            self.way = way
+            _LOG.debug("steps of %s are %s", self._remedy, way)
+        return None if why else self._adam
+
+    def _clear(self) -> None:
+        """Forget the step."""
+        self._factors = None
+        self._forget()
+        if self._adam is not None:
+            self._adam.end()
+
+    def _forget(self) -> None:
+        """Drop the copies."""
+        for group in self._groups.all:
+            group.forget()
+
+    def _begin(self, rates: RateFactors) -> None:
+        """Measure and copy, or take the step over."""
+        self._clear()  # of a step that raised
+        adam = self._ready_adam()
+        if adam is None:
+            sizes = self._copied()
+        else:
+            sizes = self._one_by_one(adam.norms() if self._measure is frobenius_norm else {})
+        factors = F.pad(rates(sizes), (0, 1), value=1.0)
+        if adam is not None:
+            adam.begin(factors)
+            return
+        self._factors = factors
+        if self._decay is not None:
+            self._decay.read(factors.dtype, factors.device)
+
+    def _end(self, infinite: Tensor | None) -> None:
+        """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
+        if self._factors is not None:
+            decay = None if self._decay is None else self._decay.row(lambda w: w.grad is not None, infinite)
+            for group in self._groups.all:
+                if decay is not None:
+                    group.decay(decay)
+                group.interpolate(self._factors)
+        self._clear()
+
+    def _copied(self) -> Tensor:
+        """Copy what is stepped, and return the measure of all heads [h]."""
+        if self._groups.update(self._stepped):
+            self._order, self._dtype = self._positions(), _widest(self._read)
+        found = [x for group in self._groups.all for x in group.copy(self._measure)]
+        if self._measure is None:
+            return self._ones()
+        found.extend(self._one(self._measure, i) for i in self._others)
+        return self._split.norms(self._row(found)[self._order])
+
+    def _one_by_one(self, known: Mapping[int, Tensor]) -> Tensor:
+        """The same without a copy, entry by entry; some may be known."""
+        if self._measure is None:
+            return self._ones()
+        found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
+        return self._split.norms(self._row(found))
+
+    def _row(self, found: Sequence[Tensor]) -> Tensor:
+        """All on the first weight's device; of split weights squares."""
+        device = self._read[0].device
+        return torch.cat([x.to(device) for x in found])
+
+    def _one(self, measure: WeightNorm, i: int) -> Tensor:
+        if i in self._split:
+            return self._split.squares(i)
+        return measure(self._slices[i].heads(self._read[i].detach()))
+
+    def _ones(self) -> Tensor:
+        return torch.ones(sum(self._counts), dtype=self._dtype, device=self._read[0].device)
+
+    def _positions(self) -> Tensor:
+        """The place of each head among the numbers of all groups, and behind them those measured one by one."""
+        after = sum(len(view) for group in self._groups.all for view in group.views)
+        firsts = {i: self._groups.firsts[k] for i, k in self._measured.items()}
+        for i in self._others:
+            firsts[i], after = after, after + self._counts[i]
+        order = torch.cat([torch.arange(n) + firsts[i] for i, n in enumerate(self._counts)])
+        return order.to(self._read[0].device)
+
+
+def _decay_rate(group: ParamGroup) -> float | Tensor:
+    """η·λ now; 0 without weight decay."""
+    return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that holds numbers of all of them, float32 at least."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+Rate = Callable[[ParamGroup], float | Tensor]
+
+
+@final
+class DecayFactors:
+    """1 - rate for every head of every entry, by the group that holds its tensor, in a few operators per group.
+
+    Args:
+        tensors: what the optimizer steps for each entry; None where it steps nothing.
+        counts: the number of heads of each entry.
+        rate: the share that a group's options take away in one step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, tensors: Sequence[Tensor | None], counts: Sequence[int], rate: Rate
+    ) -> None:
+        self._optimizer, self._tensors, self._counts, self._rate = optimizer, tensors, counts, rate
+        self._values = torch.ones(1)
+        self._groups: tuple[int, ...] = ()
+        self._index = torch.empty(0, dtype=torch.int64)
+
+    def read(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Read the rates as they are now; numbers are never sent to the device, tensors never read by the host."""
+        groups = self._optimizer.param_groups
+        if (self._values.shape[0], self._values.dtype, self._values.device) != (len(groups) + 1, dtype, device):
+            self._values = torch.ones(len(groups) + 1, dtype=dtype, device=device)
+        for value, group in zip(self._values.unbind(), groups):
+            rate = self._rate(group)
+            value.fill_(1 - (rate.reshape(()) if isinstance(rate, Tensor) else rate))
+
+    def row(self, is_stepped: Callable[[Tensor], bool], found_inf: Tensor | None) -> Tensor:
+        """[all heads, and a 1]: 1 where a tensor is not stepped, and everywhere in a step that a GradScaler skips."""
+        groups = self._optimizer.param_groups
+        group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        numbers = tuple(len(groups) if t is None or not is_stepped(t) else group_of[id(t)] for t in self._tensors)
+        if numbers != self._groups or self._index.device != self._values.device:
+            self._groups = numbers
+            index = [i for i, n in zip(numbers, self._counts) for _ in range(n)]
+            self._index = torch.tensor([*index, len(groups)], device=self._values.device)
+        if found_inf is None:
+            return self._values[self._index]
+        # A fused optimizer runs its hooks though a GradScaler skips the step.
+        skipped = torch.as_tensor(found_inf).to(self._values.device) != 0
+        return torch.where(skipped, 1.0, self._values)[self._index]

@@ -1,0 +1,367 @@
+"""Query and key weights of the heads as an optimizer holds them: shards, mixed precision, replaced weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qkeel import dist
+from qkeel.errors import InvalidValueError, NonFiniteError, RefusedError, check_known
+from qkeel.functional.norms import wide
+from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.kernels.contract import Refusal
+from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.modes import parameters_of, submodules_of
+from qkeel.patching.optimizers import runs_step_hooks
+from qkeel.remedies.base import HeadsBySite, Remedy, Target, unconfirmed, where
+from qkeel.remedies.head_groups import WeightNorm, frobenius_norm
+from qkeel.sites.find import is_normed
+
+# Weights that are split over processes, or quantised: norms per head over all processes, and what is refused.
+
+
+def has_plain_rows(weight: Tensor) -> bool:
+    """True if the rows of a weight, or of this process's part of it, can be read and scaled as they are."""
+    return weight.is_floating_point() and not is_wrapper(dist.local(weight))
+
+
+def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
+    """Raise RefusedError for a quantised weight, and for one that is split over processes in a way that is not known.
+
+    FSDP2 and tensor parallelism keep a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
+    and FSDP1 are not recognised as copies.
+    """
+    if not has_plain_rows(weight):
+        raise RefusedError(
+            f"{name} is quantised ({type(weight).__name__} of {weight.dtype}), so the rows of its heads cannot be read "
+            f"or scaled; apply {remedy} to plain floating point weights"
+        )
+    dist.shard(name, weight)
+
+
+def check_whole(name: str, weight: Tensor, remedy: str) -> None:
+    """Raise RefusedError for a weight that is split over processes, where a remedy needs the whole of each head."""
+    if dist.is_split(weight):
+        raise RefusedError(
+            f"{name} is split over processes, and {remedy} needs all rows and columns of a head at once; use lalr or "
+            "qk_clip, which make do with parts, or DistributedDataParallel, which keeps weights whole"
+        )
+
+
+@final
+class SplitNorms:
+    """The Frobenius norms per head of weights that are split over processes, by one collective for all of them.
+
+    ‖W^h‖² is the sum over processes of the squares that each of them holds.
+    """
+
+    def __init__(self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor], measure: WeightNorm | None) -> None:
+        shards = list(dist.shards_of([(s.parameter, t) for s, t in zip(slices, tensors)]))
+        self._slices, self._tensors = slices, tensors
+        self._sums = dist.PartialSums(shards)
+        # The head of each row that this process holds; one more for rows of none.
+        self._heads = {
+            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*shard.spans[s.axis])]
+            for i, (s, t, shard) in enumerate(zip(slices, tensors, shards))
+            if shard is not None
+        }
+        if self._heads and measure not in (None, frobenius_norm):
+            raise RefusedError(
+                f"{slices[next(iter(self._heads))].parameter} is split over processes, of whose parts no spectral norm "
+                "can be made; use norm=frobenius"
+            )
+        self._split = torch.cat([torch.full((s.n,), i in self._heads) for i, s in enumerate(slices)])
+        self._counted = torch.cat([torch.full((s.n,), float(c)) for s, c in zip(slices, self._sums.counted)])
+
+    def __contains__(self, i: int) -> bool:
+        return i in self._heads
+
+    def squares(self, i: int) -> Tensor:
+        """[n] the squares of this process's part of an entry."""
+        rows = self._slices[i].rows_of(dist.local(self._tensors[i]).detach())
+        own = rows.to(wide(rows.dtype)).square().sum(1)
+        heads = self._heads[i] = self._heads[i].to(own.device)
+        return own.new_zeros(self._slices[i].n + 1).index_add_(0, heads, own)[:-1]
+
+    def norms(self, row: Tensor) -> Tensor:
+        """A row of norms, with squares of split entries, as one of norms alone."""
+        if not self._heads:
+            return row
+        self._split, self._counted = self._split.to(row.device), self._counted.to(row)
+        summed = self._sums.add_up(row * self._counted)
+        return torch.where(self._split, summed.sqrt(), row)
+
+
+# Mixed precision: float32 copies that an optimizer steps in place of a weight, and steps that a GradScaler skips.
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that takes the steps: wrappers that are none themselves (accelerate's) run no hooks. A wrapper
+    that runs hooks, and steps another optimizer inside its own step, is kept: it may do more than that one."""
+    while not runs_step_hooks(optimizer):
+        inner = vars(optimizer).get("optimizer")
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def found_inf(optimizer: Optimizer) -> Tensor | None:
+    """The tensor that a GradScaler gives a fused optimizer: not zero where the step, whose hooks run, is skipped."""
+    return vars(optimizer).get("found_inf")
+
+
+def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
+    """The tensor in the optimizer's groups that becomes the weight: itself, or its one float32 copy.
+
+    Training in low precision the way of apex and Megatron gives the optimizer float32 copies, and copies them back
+    after each step. Such a copy is recognised by its values: of one shape and device, rounding to the weight's bits.
+    """
+    held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p is weight for p in held):
+        return weight
+    copies = [p for p in held if _rounds_to(p, weight)]
+    return copies[0] if len(copies) == 1 else None
+
+
+def copies_in_state(optimizer: Optimizer, weight: Tensor) -> tuple[str, ...]:
+    """Under which names the optimizer keeps float32 copies of a low-precision weight in its state."""
+    state: dict[str, object] = optimizer.state.get(weight, {})
+    return tuple(name for name, x in state.items() if isinstance(x, Tensor) and _rounds_to(x, weight))
+
+
+def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
+    return (
+        weight.dtype in LOW_PRECISION
+        and copy.dtype == torch.float32
+        and copy.shape == weight.shape
+        and copy.device == weight.device
+        and not (dist.is_split(copy) or dist.is_split(weight))
+        and torch.equal(copy.detach().to(weight.dtype), weight.detach())
+    )
+
+
+# Weights that leave the model after a remedy was applied to them.
+
+OptimizerState = dict[str, Any]
+
+
+@final
+class ReplacementCheck:
+    """Notices, at almost no cost per step, that a weight was replaced; one that only got another name is followed."""
+
+    def __init__(self, model: nn.Module, remedy: str, names: Iterable[str]) -> None:
+        self._model, self._remedy = model, remedy
+        self._weights = {name: model.get_parameter(name) for name in dict.fromkeys(names)}
+        self._links = _links(model, self._weights)
+
+    def check(self) -> None:
+        """Raise RefusedError if one of the weights is no longer in the model."""
+        tables, keys, objects = self._links
+        if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # no loop in Python: some hundred per step
+            return
+        names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
+        gone = [name for name, p in self._weights.items() if id(p) not in names]
+        if gone:
+            more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+            dist.say_failed(f"{gone[0]} has been replaced")
+            raise RefusedError(
+                f"{self._remedy} was applied to {gone[0]}{more}, which "
+                "has been replaced since: the step was not taken. remove() the remedy's handle and apply it again "
+                "to the model as it is now"
+            )
+        self._weights = {names[id(p)]: p for p in self._weights.values()}
+        self._links = _links(self._model, self._weights)
+
+
+def _links(
+    model: nn.Module, weights: Mapping[str, nn.Parameter]
+) -> tuple[list[OptimizerState], list[str], list[object]]:
+    """Every entry of a module's tables between the model and the weights, once: tables, keys, the objects there."""
+    found: dict[tuple[int, str], tuple[OptimizerState, str, object]] = {}
+    for name, parameter in weights.items():
+        *path, leaf = name.split(".")
+        module = model
+        for key in path:
+            table, module = submodules_of(module), module.get_submodule(key)
+            found[id(table), key] = (table, key, module)
+        found[id(parameters_of(module)), leaf] = (parameters_of(module), leaf, parameter)
+    entries = found.values()
+    return [table for table, _, _ in entries], [key for _, key, _ in entries], [held for _, _, held in entries]
+
+
+# The query and key weights of a model by head, each once.
+
+
+def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
+    """Raise unless the query and key weights exist and are finite, and, where they are changed `per_head`, unless they
+    are confirmed to make the logits of these heads."""
+    for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
+        p = target.parameter(name)
+        if p.is_meta:
+            raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
+        if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
+            raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
+    for site in target.sites if per_head else ():
+        if site.unverified:
+            raise RefusedError(f"{remedy} at {where(site)}: {unconfirmed(site)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadWeights:
+    """The query and key weights of a target, without repetition.
+
+    `slices[i]` says which part of `parameters[i]` belongs to each head. One parameter may appear in several entries (a
+    fused projection), and one entry in several sites (tied layers): `place` finds the entry of a site's slice.
+    """
+
+    slices: list[HeadSlice]
+    parameters: list[nn.Parameter]
+    _entry: dict[int, int]
+
+    @classmethod
+    def of(cls, target: Target) -> HeadWeights:
+        """All weights from which the logits of the target's sites are made."""
+        slices: list[HeadSlice] = []
+        parameters: list[nn.Parameter] = []
+        entry: dict[int, int] = {}
+        for s in target.logit_slices():
+            parameter = target.parameter(s.parameter)
+            if any(p is parameter and other.axis != s.axis for p, other in zip(parameters, slices)):
+                raise RefusedError(f"{s.parameter} makes heads of its rows and of its columns; no factor fits both")
+            same = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
+            i = next(same, len(slices))
+            if i == len(slices):
+                slices.append(s)
+                parameters.append(parameter)
+            entry[id(s)] = i
+        return cls(slices=slices, parameters=parameters, _entry=entry)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameter's name of each entry."""
+        return [s.parameter for s in self.slices]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of heads of each entry."""
+        return [s.n for s in self.slices]
+
+    def place(self, s: HeadSlice) -> int:
+        """The entry of a slice of one of the target's sites."""
+        return self._entry[id(s)]
+
+    def of_optimizer(self, optimizer: Optimizer, remedy: str) -> list[Tensor | None]:
+        """The tensor that the optimizer steps for each entry: the weight, its float32 copy, None for a frozen weight.
+
+        Raises: RefusedError unless it steps every weight that is trained, and at least one.
+        """
+        for s, p in zip(self.slices, self.parameters):
+            check_plain_rows(s.parameter, p, remedy)
+        tensors = [stepped(optimizer, p) for p in self.parameters]
+        for s, p, tensor in zip(self.slices, self.parameters, tensors):
+            if tensor is None and (p.requires_grad or not any(t is not None for t in tensors)):
+                raise RefusedError(
+                    f"{remedy} acts on steps of {s.parameter}, which this {type(optimizer).__name__} does not hold; "
+                    f"give the optimizer that does{self._unknown_copies(optimizer)}"
+                )
+        return tensors
+
+    def in_full_precision(self, optimizer: Optimizer, remedy: str, does: str) -> list[Tensor | None]:
+        """`of_optimizer`, refused where what the remedy `does` to a weight would be rounded away."""
+        tensors = self.of_optimizer(optimizer, remedy)
+        for s, p in zip(self.slices, tensors):
+            if p is not None and p.dtype in LOW_PRECISION:
+                raise RefusedError(
+                    f"{remedy} {does}, which {p.dtype} weights round away ({s.parameter}); keep float32 weights and "
+                    "use autocast"
+                )
+        return tensors
+
+    def _unknown_copies(self, optimizer: Optimizer) -> str:
+        """A hint where the optimizer steps tensors that may be float32 copies in another form."""
+        shapes = {p.shape for p in self.parameters}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
+            return ""
+        return (
+            ". Float32 copies are known by their shape and values; flattened, sharded or stale ones are not: copy the "
+            "weights over first, or use float32 weights under autocast"
+        )
+
+
+# Remedies that act on optimizer steps, and the sites that they refuse.
+
+
+class StepRemedy(Remedy):
+    """Acts through hooks of the optimizer; a copy of the model is without it. It needs to know which rows of which
+    weights make the heads of a site."""
+
+    on_steps: ClassVar[bool] = True
+    # Why not where q or k is normed, and where a weight is computed from another; "" where nothing speaks against it.
+    if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and the way out
+    if_computed: ClassVar[str] = ""
+
+    stacks = True
+
+    __slots__ = ()
+
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        if self.if_normed[0] and is_normed(site):
+            return Refusal(*self.if_normed)
+        return refuse_computed_weight(site, self.if_computed) if self.if_computed else None
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return self.holds(site) or refuse_unknown_weights(site)
+
+
+def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: str) -> list[AttentionSite]:
+    """The sites that `heads` names; all where it is None.
+
+    Raises: UnknownNameError for a site that the model lacks, InvalidValueError for a head that a site lacks.
+    """
+    if heads is None:
+        return list(sites)
+    known = {site.name: site for site in sites}
+    for name, own in heads:
+        check_known(f"site of {remedy}", name, known)
+        if own and max(own) >= known[name].n_heads:
+            raise InvalidValueError(
+                f"expected heads 0 to {known[name].n_heads - 1} of {where(known[name])} for {remedy}, got {max(own)}"
+            )
+    return [site for site in sites if site.name in dict(heads)]
+
+
+def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
+    """The refusal where the weights that make the heads are not known."""
+    if site.terms:
+        return None
+    return Refusal(
+        f"it is not known which rows of which weights make its heads: {site.why or 'no reason was reported'}",
+        "apply the remedy to a part of the model without this attention; where fully_shard or tensor parallel split "
+        "the model, find the sites before that and give them: apply(..., sites=qkeel.find_sites(model, batch))",
+    )
+
+
+def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | None:
+    """The refusal where the weight that makes the logit is computed from the one that is stored.
+
+    Parametrizations show in the weight's name. DoRA divides by a norm of its weights that no gradient passes, so only
+    the magnitudes that it learns instead show it.
+    """
+    dora = any(
+        submodules_of(module).get("lora_magnitude_vector")
+        and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
+        for name, module in site.module.named_modules()
+    )
+    if not (dora or site.reparametrised):
+        return None
+    return Refusal(f"the weight that makes the logit is computed from another, so {consequence}", "use one of the two")

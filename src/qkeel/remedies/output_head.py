@@ -1,0 +1,212 @@
+"""Remedies on the final logits: z-loss, and a soft cap on the output head."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel import dist
+from qkeel.capture.example import tensors
+from qkeel.errors import RefusedError
+from qkeel.functional.logits import softcap
+from qkeel.functional.norms import wide
+from qkeel.handle import Handle, compose
+from qkeel.nn.decoder import Decoder
+from qkeel.remedies.base import Remedy, Target
+from qkeel.remedies.processes import refuse_late_stage
+
+# The module that makes the final logits of a model.
+
+
+def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
+    """The module called `named`, or the one whose output, as it is, the model returns for the example.
+
+    qkeel's own Decoder needs neither. Of a stage of a pipeline that is not the last, a module that nobody runs.
+
+    Raises:
+        RefusedError: no such module; no example to observe; no module or several whose output is returned.
+    """
+    stage = dist.stage_of(target.model)
+    if stage is not None and not stage[1]:
+        return nn.Identity()  # another stage of the pipeline makes the logits
+    if named:
+        try:
+            return target.model.get_submodule(named)
+        except AttributeError as error:
+            raise RefusedError(
+                f"{remedy}: this model has no module {named!r}; name the one that makes logits"
+            ) from error
+    if isinstance(target.model, Decoder):
+        return target.model.head
+    if not any(target.example):
+        raise RefusedError(
+            f"{remedy} acts on the module that makes the final logits, which one forward pass shows: give an example "
+            f"batch, apply({remedy!r}, model, example=batch), or its name, apply({remedy!r}, model, module='lm_head')"
+        )
+    found = _observed(target)
+    if len(found) != 1:
+        seen = f"several ({', '.join(found)})" if found else "none"
+        raise RefusedError(
+            f"{remedy} acts on the module whose output is the model's floating-point output [... vocabulary] as it is, "
+            f"and this {type(target.model).__name__} has {seen}; name it: apply({remedy!r}, model, module='lm_head')"
+        )
+    return target.model.get_submodule(found[0])
+
+
+def _observed(target: Target) -> list[str]:
+    """Innermost modules whose output tensor is among what the model returns."""
+    made: dict[int, tuple[str, Tensor]] = {}
+
+    def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            made.setdefault(id(output), (name, output))  # inner modules end first
+
+    with ExitStack() as hooks:
+        for name, module in target.model.named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
+        returned = target.returned()
+    parts = tuple(returned.values()) if isinstance(returned, Mapping) else returned
+    outputs = {id(x) for x in tensors(parts) if x.is_floating_point() and x.ndim > 1}
+    return [name for key, (name, _) in made.items() if key in outputs]
+
+
+# The softcap cap · tanh(z / cap) on the logits over the vocabulary.
+
+
+def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """The forward hook, which copies and pickles of the model carry along."""
+    return softcap(output, cap)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinalSoftcap(Remedy):
+    """Bends the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
+
+    `module` names the module that makes them; without it an example shows it.
+    """
+
+    cap: float = 30.0
+    module: str = ""
+
+    name = "final_softcap"
+    line = "bends the logits over the vocabulary with cap·tanh(z/cap)"
+    source = "Gemma 2, arXiv 2408.00118, section 2"
+    rule = "logits over the vocabulary: z ← {cap:g} · tanh(z / {cap:g})"
+    on_attention = False
+
+    def apply(self, target: Target) -> Handle:
+        head = logits_module(target, self.name, self.module)
+        hook = head.register_forward_hook(functools.partial(_capped, self.cap))
+        return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])
+
+
+# The z-loss, coefficient · (ln Z)² per token, added to the loss by its gradient alone.
+
+LossWeight = Literal["loss", "mean"]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ZLoss(Remedy):
+    """Trains on loss + coefficient · Σ_i c_i (ln Z_i)², ln Z_i = logsumexp of token i's final logits.
+
+    The forward pass, and the loss that is logged, stay bit for bit what they were: on its way back the gradient of the
+    final logits z gets 2 · coefficient · c_i · ln Z_i · softmax(z_i) more. c_i is what the cross-entropy of token i
+    counts in the loss: weight="loss" reads it off the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (there
+    g_i = c_i (p_i - e_y), y = argmin g_i), so masked tokens, sums or means, accumulation, token weights and GradScaler
+    all count as they do in the loss. It needs a cross-entropy with one right answer per token; the first backward pass
+    checks that it is one. weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and knows no scales.
+
+    Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322
+    (coefficient 1e-4). The function is `functional.losses.z_loss`.
+    """
+
+    coefficient: float = 1e-4  #: at least 0
+    weight: LossWeight = "loss"
+    module: str = ""  #: name of the module that makes the final logits; "" looks for it
+
+    name, may_be_zero = "z_loss", ("coefficient",)
+    line = "adds coefficient·(ln Z)² of the logits over the vocabulary to the loss, by its gradient"
+    source = "Chowdhery et al. 2022, arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322"
+    rule = "loss + {coefficient:g} · Σ_i c_i · (ln Z_i)², ln Z_i the logsumexp of token i's logits over the vocabulary"
+    on_attention = False
+
+    def apply(self, target: Target) -> Handle:
+        head = logits_module(target, self.name, self.module)
+        hook = head.register_forward_hook(_LossHook(self.coefficient, self.weight))
+        return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])
+
+
+@final
+class _LossHook:
+    """The forward hook. `checked`: a backward pass has shown that the loss is a cross-entropy."""
+
+    def __init__(self, coefficient: float, weight: LossWeight) -> None:
+        self.coefficient, self.weight = coefficient, weight
+        self.checked = weight == "mean"
+
+    def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return output
+        return _AddGradient.apply(output, self)
+
+    def gradient(self, z: Tensor, g: Tensor) -> Tensor:
+        """The gradient of the z-loss, given the logits and the loss's own gradient on them; both [... vocabulary]."""
+        wider = z.to(wide(z.dtype))
+        lse = torch.logsumexp(wider, -1, keepdim=True)
+        p = torch.exp(wider - lse)
+        if self.weight == "mean":
+            counts: float | Tensor = z.shape[-1] / max(1, z.numel())
+        else:
+            counts = self._counts(p, g.to(p.dtype))
+        return (2 * self.coefficient * counts * lse * p).to(g.dtype)
+
+    def _counts(self, p: Tensor, g: Tensor) -> Tensor:
+        """The counts c_i [... 1]; 0 where the token does not count."""
+        right = g.argmin(-1, keepdim=True)
+        others = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
+        pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)
+        counts = torch.where(others > 0, pushed / others.clamp_min(torch.finfo(p.dtype).tiny), 0.0)
+        if not self.checked and bool(torch.isfinite(g).all()) and bool((g != 0).any()):
+            self._check(p, g, right, counts)
+            self.checked = True
+        return counts
+
+    def _check(self, p: Tensor, g: Tensor, right: Tensor, counts: Tensor) -> None:
+        target = torch.zeros_like(p).scatter(-1, right, 1.0)
+        off = (g - counts * (p - target)).abs().amax()
+        if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are off by a few parts in a thousand
+            raise RefusedError(
+                "z_loss weighs each token as the cross-entropy of one right answer does, and the gradient that came "
+                "back to the final logits is not that of one (label smoothing, distillation, a cap behind it, another "
+                "loss); use weight=mean, which counts every token equally and knows nothing of loss scaling"
+            )
+
+
+class _AddGradient(torch.autograd.Function):
+    """The identity, whose backward adds the gradient of the z-loss."""
+
+    @staticmethod
+    def forward(z: Tensor, hook: _LossHook) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.hook = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad leave this out without a word
+            raise RefusedError("a loss with z_loss can be differentiated once; remove the remedy for create_graph=True")
+        (z,), g = ctx.saved_tensors, grad_outputs[0]
+        with torch.no_grad():
+            return g + ctx.hook.gradient(z, g), None

@@ -1,1 +1,0 @@
-"""Remedies where several processes train one model: all of them make the same change, or none does."""

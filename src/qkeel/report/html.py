@@ -1,0 +1,385 @@
+"""HTML of reports: markup, formats of numbers, the page with its charts inline."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qkeel.frames.tables import Markup, join, tag
+
+# Numbers as people write them, and as charts carry them: rounded, and thinned by leaving records out.
+
+MINUS = "\u2212"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number to `digits` significant digits: 25, 11,000, 1.2e5, NaN; a dash for None.
+
+    >>> [number(x, 2) for x in (24.93, 10_832.0, 117_000.0, 0.0312, -3.0, math.nan, None)]
+    ['25', '11,000', '1.2e5', '0.031', '−3', 'NaN', '–']
+    """
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else f"{MINUS}∞"
+    if value == 0:
+        return "0"
+    rounded = float(f"{abs(value):.{digits - 1}e}")
+    sign = MINUS if value < 0 else ""
+    if not 1e-4 <= rounded < 1e5:
+        mantissa, exponent = f"{rounded:.{digits - 1}e}".split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{sign}{mantissa}e{MINUS if int(exponent) < 0 else ''}{abs(int(exponent))}"
+    places = max(0, digits - 1 - math.floor(math.log10(rounded)))
+    text = f"{rounded:,.{places}f}"
+    return sign + (text.rstrip("0").rstrip(".") if "." in text else text)
+
+
+def loss(value: float | None) -> str:
+    """A loss, to three decimals.
+
+    >>> loss(2.82651)
+    '2.827'
+    """
+    if value is None or not math.isfinite(value):
+        return number(value)
+    return f"{value:.3f}".replace("-", MINUS)
+
+
+def signed(value: float, places: int = 3) -> str:
+    """A difference with its sign.
+
+    >>> [signed(x) for x in (0.0012, -0.0591, 0.0)]
+    ['+0.001', '−0.059', '0.000']
+    """
+    if not math.isfinite(value):
+        return number(value)
+    rounded = round(value, places)
+    sign = "+" if rounded > 0 else MINUS if rounded < 0 else ""
+    return f"{sign}{abs(rounded):.{places}f}"
+
+
+def rate(value: float) -> str:
+    """A learning rate, short and exact.
+
+    >>> [rate(x) for x in (0.1, 0.003, 3e-5, 1.0)]
+    ['0.1', '0.003', '3e−5', '1']
+    """
+    text = f"{value:g}"
+    if "e" not in text:
+        return text
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{MINUS if int(exponent) < 0 else ''}{abs(int(exponent))}"
+
+
+def count(n: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> count(1, "seed"), count(1200, "step")
+    ('1 seed', '1,200 steps')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def listing(words: Sequence[str]) -> str:
+    """Words joined as in a sentence.
+
+    >>> listing(["a", "b", "c"])
+    'a, b and c'
+    """
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1] if words else ""
+
+
+MAX_RECORDS = 300  # per run
+
+
+def rounded(value: float | None, digits: int = 5) -> float | int | None:
+    """Returns a number to a few significant digits; None for what JSON cannot hold.
+
+    >>> rounded(3.14159265), rounded(float("nan")), rounded(1e6)
+    (3.1416, None, 1000000)
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def series(values: np.ndarray, digits: int = 4) -> list[float | int | None]:
+    """Returns numbers as JSON has them: rounded, None where there is none."""
+    return [rounded(float(value), digits) for value in values]
+
+
+def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]:
+    """Returns at most `limit` indices: the first, the last, and of each stretch between the one of the largest value.
+
+    >>> thin([0.0, 1.0, 5.0, 2.0, 1.0, 0.0], limit=4)
+    [0, 2, 3, 5]
+    """
+    if len(heights) <= limit:
+        return list(range(len(heights)))
+    edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
+    middle = [max(range(a, b), key=lambda i: _height(heights[i])) for a, b in itertools.pairwise(edges) if b > a]
+    return [0, *middle, len(heights) - 1]
+
+
+def _height(value: float | None) -> float:
+    return -math.inf if value is None else math.inf if math.isnan(value) else value
+
+
+# The tables of a page, whose cells sort by their number, and data for its scripts.
+
+__all__ = [
+    "NOTHING", "Markup", "cell", "columns", "join", "json_script", "measured", "table", "table_row", "tag", "words",
+]  # fmt: skip
+
+
+def json_script(identifier: str, value: object) -> Markup:
+    """Returns data for the page's scripts; no text inside can end the element.
+
+    >>> json_script("d", ["</script>"])
+    '<script type="application/json" id="d">["\\\\u003c/script>"]</script>'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    for character in "<\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(f'<script type="application/json" id="{html.escape(identifier)}">{text}</script>')
+
+
+def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sortable: bool = False) -> Markup:
+    """Returns a table that scrolls inside its own frame."""
+    inner = tag(
+        "table",
+        {"class": "sortable"} if sortable else {},
+        tag("caption", {"class": "hidden"}, caption),
+        tag("thead", {}, tag("tr", {}, *head)),
+        tag("tbody", {}, *body),
+    )
+    return tag("div", {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption}, inner)
+
+
+def columns(*texts: str, kind: str = "num") -> list[Markup]:
+    """Returns the headings of columns: of numbers, or with kind "text" of words."""
+    return [tag("th", {"scope": "col", "class": kind}, text) for text in texts]
+
+
+def table_row(head: str, *cells: Markup) -> Markup:
+    """Returns a row under its heading."""
+    return tag("tr", {}, tag("th", {"scope": "row"}, head), *cells)
+
+
+def words(text: str) -> Markup:
+    """Returns a cell of words."""
+    return tag("td", {"class": "text"}, text)
+
+
+def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
+    """Returns a cell of a number: `key` is what it is sorted by, `small` is written below it."""
+    sort = "inf" if math.isnan(key) else f"{key:g}"
+    attributes = {"class": f"num {kind}".strip(), "data-sort": sort}
+    return tag("td", attributes, text, tag("small", {}, small) if small else "")
+
+
+def measured(value: float, small: str = "") -> Markup:
+    """Returns the cell of a measured number; a dash for NaN: not measured."""
+    return cell("–" if math.isnan(value) else number(value), value, "" if math.isnan(value) else small)
+
+
+NOTHING = cell("–", math.inf)
+
+
+# The skeleton of every page: header with its findings, sections, figures, footer; one file that loads nothing.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence of the first screen. `kind`: lead (what to remember), note, caution (what limits it), or undecided:
+    shown when asked for."""
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a page under its heading; left out where it has no content."""
+
+    name: str
+    title: str
+    content: Markup
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that a page says.
+
+    `data` is what its charts draw with the script `drawing` of report/assets; None: it has no charts. `mark` sets names
+    in findings apart. `verdict` comes before the findings, as markup of its own. `in_place`: a live page replaces its
+    sections one by one, all but the charts; else as a whole.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    meta: str = ""
+    verdict: Markup | None = None
+    findings: Sequence[Finding] = ()
+    data: Mapping[str, object] | None = None
+    drawing: str = ""
+    mark: Callable[[str], str] = str
+    made: str = "Made by qkeel."
+    in_place: bool = False
+
+    def html(self, *, live: str = "") -> str:
+        """Returns the text of the page; `live`: its state, if a server keeps it up to date, see report.live."""
+        head = join(
+            [
+                tag("meta", {"charset": "utf-8"}),
+                tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
+                tag("meta", {"http-equiv": "Content-Security-Policy", "content": LIVE_POLICY if live else POLICY}),
+                tag("meta", {"name": "color-scheme", "content": "light dark"}),
+                tag("title", {}, f"{self.title} · qkeel"),
+                Markup(f"<style>\n{_asset('report.css')}</style>"),
+            ]
+        )
+        scripts = []
+        if self.data is not None:
+            scripts = [json_script("report-data", self.data), *map(_script, ("plot.min.js", "kit.js", self.drawing))]
+        scripts += [_script("page.js"), *([_script("live.js")] if live else [])]
+        main = tag("main", {}, *(self._section(section) for section in self.sections if section.content))
+        body = join([self._header(), main, self._footer()])
+        page = tag("body", {"data-state": live} if live else {}, "\n", body, "\n", join(scripts), "\n")
+        return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
+
+    def _header(self) -> Markup:
+        leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
+        rest = [f for f in self.findings if f.kind not in ("lead", "undecided")]
+        folded = [f for f in self.findings if f.kind == "undecided"]
+        leads = [self.verdict, *leads] if self.verdict else leads
+        both = " columns" if leads and rest else ""
+        return tag(
+            "header",
+            {"data-live": "header"} if self.in_place else {},
+            tag("p", {"class": "brand"}, "qkeel"),
+            tag("h1", {}, self.title),
+            tag("p", {"class": "meta"}, self.meta) if self.meta else "",
+            tag(
+                "div",
+                {"class": f"summary{both}"},
+                tag("div", {}, *leads) if leads else "",
+                finding_list(rest, self.mark),
+            ),
+            details(f"{count(len(folded), 'claim')} not shown", finding_list(folded, self.mark)) if folded else "",
+        )
+
+    def _section(self, section: Section) -> Markup:
+        live = {"data-live": section.name} if self.in_place and section.name != "charts" else {}
+        title = tag("h2", {}, section.title) if section.title else ""
+        return tag("section", {"id": f"section-{section.name}", "class": "part", **live}, title, section.content)
+
+    def _footer(self) -> Markup:
+        script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
+        charts = tag("noscript", {}, script) if self.data is not None else ""
+        return tag("footer", {}, charts, tag("p", {}, f"{self.made} This file loads nothing."))
+
+
+def finding_list(findings: Sequence[Finding], mark: Callable[[str], str] = str) -> Markup:
+    """Returns findings as a list; empty without any."""
+    items = [tag("li", {"class": finding.kind}, mark(finding.text)) for finding in findings]
+    return tag("ul", {"class": "findings"}, *items) if items else Markup("")
+
+
+def empty_note(text: str) -> Markup:
+    """Returns the note of a page that has nothing to show."""
+    return tag("p", {"class": "empty"}, text)
+
+
+def note(text: str) -> Markup:
+    """Returns a note that says how to read what follows it."""
+    return tag("p", {"class": "note"}, text)
+
+
+def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
+    """Returns content that is shown when its title is pressed, or from the start."""
+    return tag("details", {"open": None} if shown else {}, tag("summary", {}, title), content)
+
+
+def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
+    """Returns a list of names, each with a sentence or with several values; empty without any. `code`: field names."""
+    lines: list[Markup] = []
+    for name, value in found.items():
+        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]
+        lines += [tag("dt", {}, tag("code", {}, name) if code else name), tag("dd", {}, join(values, " "))]
+    return tag("dl", {"class": "facts"}, *lines) if lines else Markup("")
+
+
+def command_block(text: str, label: str = "Copy") -> Markup:
+    """Returns a command with a button that copies it."""
+    button = tag("button", {"type": "button", "class": "copy", "hidden": None}, label)
+    return join([tag("pre", {"class": "command-text"}, text), button])
+
+
+def make_again(text: str) -> Markup:
+    """Returns the command that makes the runs of a page; empty without one."""
+    block = tag("div", {}, command_block(text))
+    return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), block) if text else Markup("")
+
+
+ASSETS = Path(__file__).parent / "assets"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+LIVE_POLICY = f"{POLICY}; connect-src 'self'"  # a live page asks the server it came from, and nobody else
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> Markup:
+    return Markup(f"<script>\n{_asset(name)}</script>")
+
+
+_SAVE: Mapping[str, str | None] = {"type": "button", "class": "save", "hidden": None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure. `name` is what the script draws it by; `label` is read to those who cannot see it."""
+
+    name: str
+    title: str
+    caption: str
+    label: str
+
+    def figure(self, note: str = "") -> Markup:
+        """Returns the figure, empty until the script fills it; `note` follows the caption."""
+        saves = [
+            tag("button", {**_SAVE, "data-save": self.name, "data-kind": kind, "title": title}, kind.upper())
+            for kind, title in (("svg", "The figure"), ("png", "The figure"), ("csv", "The numbers of the figure"))
+        ]
+        title = tag("h3", {"id": f"{self.name}-title"}, self.title)
+        frame = {"class": "chart", "id": f"chart-{self.name}", "data-chart": self.name, "data-label": self.label}
+        return tag(
+            "figure",
+            {"class": "figure", "id": self.name, "aria-labelledby": f"{self.name}-title"},
+            tag("div", {"class": "figure-head"}, title, tag("div", {"class": "saves"}, *saves)),
+            choices(self.name),
+            choices(f"{self.name}-view"),
+            tag("div", {"class": "legend", "data-legend": self.name}),
+            tag("div", frame),
+            tag("figcaption", {}, self.caption + note),
+        )
+
+
+def choices(name: str) -> Markup:
+    """Returns the place of the choices of that name."""
+    return tag("div", {"class": "controls", "data-controls": name})

@@ -1,1 +1,0 @@
-"""HTML that is escaped by construction, numbers as people write them, and the frame of every page."""

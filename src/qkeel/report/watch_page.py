@@ -1,0 +1,900 @@
+"""The page of a watched run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Row, drift, growth_exponent
+from qkeel.records import CLASS_FIELDS, Heads, RunDirectory, RunStatus, fold_heads, head_field
+from qkeel.records.run_directory import note_checksums
+from qkeel.report.html import (
+    MAX_RECORDS,
+    MINUS,
+    NOTHING,
+    Chart,
+    Finding,
+    Markup,
+    Page,
+    Section,
+    cell,
+    choices,
+    columns,
+    command_block,
+    count,
+    details,
+    empty_note,
+    facts,
+    join,
+    listing,
+    loss,
+    measured,
+    number,
+    series,
+    table,
+    table_row,
+    tag,
+    thin,
+    words,
+)
+from qkeel.report.study.collect import StudyData, differences, written_times
+from qkeel.report.study.provenance import advice
+
+# The directory of a watched model, read as plain data. Reading changes nothing on disk.
+
+KIND = "watch"
+INTERVENTIONS = ("autopilot", "decision", "refused", "effect")
+LEAST_SAMPLES = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """The head with the largest logit in the last sample."""
+
+    layer: int
+    head: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Watched:
+    """A watched run. `records` [n] and `heads` [n layers heads] are those of the same n steps."""
+
+    path: Path
+    name: str
+    status: RunStatus
+    about: Row
+    env: Row
+    records: Sequence[Row]
+    heads: Heads
+    eval_records: Sequence[Row] = ()
+    eval_heads: Heads
+    alarms: Sequence[Row] = ()
+    interventions: Sequence[Row] = ()  # of an autopilot: its start, decisions, refusals and effects
+    notes: Sequence[Row] = ()
+
+    @property
+    def steps(self) -> list[int]:
+        """The step of each sample."""
+        return [int(record["step"]) for record in self.records]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the attention layers."""
+        return self.heads.layers
+
+    def measured(self) -> list[str]:
+        """The head fields that were ever measured, in the order of the file."""
+        return [name for name, values in self.heads.values.items() if not np.isnan(values).all()]
+
+    def overall(self, name: str) -> np.ndarray:
+        """Returns [n], a number of the whole model: as recorded, else from its heads; NaN where neither is there."""
+        return overall(self.records, self.heads, name)
+
+    @property
+    def acted(self) -> bool:
+        """Returns whether somebody acted on the run while it went on: an autopilot that decided something."""
+        return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
+
+    def leader(self) -> Leader | None:
+        """Returns the head with the largest logit; None if no head was ever measured."""
+        values = self.heads.values.get("max_logit")
+        if values is None or not len(values) or np.isnan(values[-1]).all():
+            return None
+        layer, head = (int(i) for i in np.unravel_index(int(np.nanargmax(values[-1])), values[-1].shape))
+        return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
+
+    def exponent(self) -> float:
+        """Returns the p of max_logit ~ steps^p over the later half of the samples; NaN with few samples."""
+        since = -max(LEAST_SAMPLES, len(self.records) // 2)
+        return growth_exponent(self.steps[since:], self.overall("max_logit")[since:].tolist(), LEAST_SAMPLES)
+
+
+def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
+    """Returns [n]: see Watched.overall."""
+    recorded = np.array([as_number(record.get(name)) for record in records])
+    values = heads.values.get(name)
+    if values is None or not len(values) or not np.isnan(recorded).all():
+        return recorded
+    return fold_heads(name, values.reshape(len(values), -1))
+
+
+def as_number(value: object) -> float:
+    """Returns a recorded number; NaN for null and text."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else float("nan")
+
+
+def is_watched(path: Path) -> bool:
+    """Returns whether a directory was written by a watched model."""
+    directory = RunDirectory(path)
+    if directory.status is RunStatus.MISSING:
+        return False
+    return directory.config().get("kind") == KIND
+
+
+def read_watched(paths: Sequence[Path]) -> list[Watched]:
+    """Reads the runs; those of one name are called by their path, and several also by what differs.
+
+    Raises: RunDirectoryError if a file is damaged.
+    """
+    runs = [_read(path) for path in paths]
+    times = Counter(run.name for run in runs)
+    apart = differences([{**run.about, **run.env} for run in runs]) if len(runs) > 1 else [""]
+    names = [str(run.path) if times[run.name] > 1 else run.name for run in runs]
+    return [dataclasses.replace(r, name=f"{n} ({d})" if d else n) for r, n, d in zip(runs, names, apart, strict=True)]
+
+
+def _read(path: Path) -> Watched:
+    directory = RunDirectory(path)
+    note_checksums(directory)
+    events = directory.events()
+    records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
+    eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"))
+    return Watched(
+        path=path,
+        name=path.resolve().name,
+        status=directory.status,
+        about=directory.config(),
+        env=directory.env() if (path / "env.json").exists() else {},
+        records=records,
+        heads=heads,
+        eval_records=eval_records,
+        eval_heads=eval_heads,
+        alarms=[event for event in events if event.get("event") == "alarm"],
+        interventions=[event for event in events if event.get("event") in INTERVENTIONS],
+        notes=[event for event in events if event.get("event") not in ("alarm", *INTERVENTIONS)],
+    )
+
+
+def _heads(directory: RunDirectory, name: str) -> Heads:
+    if not (directory.path / f"{name}.json").exists():
+        return Heads(steps=np.zeros(0, np.int64), values={})
+    return directory.heads() if name == "heads" else directory.eval_heads()
+
+
+def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:
+    """Records and heads of the steps that both have: a run that was killed may lack the heads of its last step."""
+    if not heads.values:
+        return records, heads
+    row = {int(step): i for i, step in enumerate(heads.steps)}
+    records = [record for record in records if record["step"] in row]
+    rows = [row[record["step"]] for record in records]
+    values = {name: v[rows].astype(np.float64) for name, v in heads.values.items()}
+    return records, Heads(steps=heads.steps[rows], values=values, layers=heads.layers)
+
+
+# The table of token classes on the page of a watched model: norms of a class over another's, attention by pairs.
+
+_INDEX = {"query_competition": "|q| ratio", "key_competition": "|k| ratio"}
+
+
+def class_names(run: Watched) -> list[str]:
+    """Returns the measured numbers that are split by token classes."""
+    return [name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS]
+
+
+def class_tables(runs: Sequence[Watched]) -> Markup:
+    """Returns a table per run of its last sample, by layer: competition index and its change, attention by pairs."""
+    parts = []
+    for run in runs:
+        names = class_names(run)
+        if not names or not run.records:
+            continue
+        pairs = [name for name in names if name.startswith("class_mass/")]
+        shown = [name for name in _INDEX if name in names]
+        head = columns("Layer", kind="text")
+        for name in shown:
+            head += columns(_INDEX[name], "since the start")
+        head += columns(*(f"{name.partition('/')[2].replace('->', ' → ')}, weight" for name in pairs))
+        body = [_line(run, i, shown, pairs) for i in range(len(run.layers))]
+        text = (
+            "Ratio: mean norm of the class with the longest vectors over that of the class with the shortest, mean of "
+            "the heads; next to it the factor by which it changed since the first sample. Weight: what queries of the "
+            "first class give to all keys of the second; in brackets what they would give if all keys counted alike."
+        )
+        title = f"Token classes of {run.name} at step {run.steps[-1]:,}"
+        parts += [tag("p", {}, text), table(title, head, body, sortable=True)]
+    return join(parts)
+
+
+def _line(run: Watched, layer: int, shown: Sequence[str], pairs: Sequence[str]) -> Markup:
+    cells = []
+    for name in shown:
+        course = fold_heads(name, run.heads.values[name][:, layer])
+        for value in (float(course[-1]), drift(course)):
+            cells.append(measured(value))
+    for name in pairs:
+        value = float(fold_heads(name, run.heads.values[name][-1, layer]))
+        uniform = run.heads.values.get(f"class_uniform_mass/{name.partition('/')[2]}")
+        even = "" if uniform is None else f"({number(float(fold_heads(name, uniform[-1, layer])))})"
+        cells.append(measured(value, even))
+    return table_row(run.layers[layer], *cells)
+
+
+# The sentences at the top of a watched run's page. Each is computed from numbers and left out where they lack.
+
+LEVEL = 0.05  # an exponent smaller than this is no growth to speak of
+CLEAR = 1.25  # a factor smaller than this explains nothing
+
+
+def findings(runs: Sequence[Watched]) -> list[Finding]:
+    """Returns the sentences below the verdict: of several runs one verdict for each, of a single one its numbers."""
+    if len(runs) > 1:
+        return [Finding("note", f"{run.name}: {verdict(run).text}") for run in runs]
+    run = runs[0]
+    texts = [_growth(run), _growth_or_angle(run), _entropy(run), _loss(run), _evaluation(run)]
+    found = [Finding("note", text) for text in texts if text]
+    return found + [Finding("caution", text) for text in _cautions(run)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The first sentence of a page and its light: good, large, bad, or none where nothing is known."""
+
+    light: str
+    text: str
+
+
+def verdict(run: Watched) -> Verdict:
+    """Returns whether the run is healthy, in one sentence with its number and its threshold."""
+    if not run.records:
+        return Verdict("none", "Nothing is recorded yet.")
+    values = run.overall("max_logit")
+    known = values[~np.isnan(values)]
+    now = float(known[-1]) if len(known) else math.nan
+    peak = float(known.max()) if len(known) else math.nan
+    span = f"in {count(run.steps[-1], 'step')}" if run.steps[-1] else "at the first step"
+    grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
+    head = run.leader()
+    where = "" if head is None else f" in {head.name}, head {head.head}"
+    if grave and not (run.acted and now <= ALARM_THRESHOLD):
+        first = grave[0]
+        cause = str(first.get("cause") or CAUSE)
+        text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}"
+        if cause != CAUSE or math.isnan(peak):
+            return Verdict("bad", f"{text}: {first.get('meaning')}{place(first)}.")
+        at_most = f"; it was {number(peak)} at most" if peak > 1.05 * now else ""
+        return Verdict("bad", f"{text}. The largest is {number(now)}{where}{at_most}. {_LIMIT}")
+    if math.isnan(peak):
+        return Verdict("none" if not run.alarms else "large", f"No attention logit was measured {span}.")
+    if run.acted and peak > ALARM_THRESHOLD:
+        text = (
+            f"Held: the largest attention logit was {number(peak)}, and is {number(now)} since remedies were applied."
+        )
+        return Verdict("large" if now > ALARM_THRESHOLD else "good", text)
+    if peak > HARMFUL_LOGIT:
+        return Verdict("bad", f"Attention logits are too large: {number(peak)} at most {span}. {_LIMIT}")
+    if peak > ALARM_THRESHOLD:
+        return Verdict("large", f"Attention logits are large: {number(peak)} at most {span}{where}. {_LIMIT}")
+    text = f"Healthy: the largest attention logit {span} is {number(peak)}{where}"
+    return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
+
+
+CAUSE = "attention logits grow too large"  # of alarms that were recorded without one
+_LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
+
+
+def fix(run: Watched) -> list[str]:
+    """Returns what to do about the gravest alarms: a command for the shell where the run was started by one, or a line
+    of code; nothing where nothing is to be done, or is being done already."""
+    grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice" and alarm.get("remedy")]
+    if run.acted or not grave:
+        return []
+    line = str(grave[0]["remedy"])
+    found = _APPLY.search(line)
+    watcher = str(run.env.get("watcher") or "")
+    own, dashes, command = watcher.partition(" -- ")
+    if found is None or not dashes:
+        return [line]
+    return [f"{own} --apply {found[1]} -- {command}", line]
+
+
+_APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer')
+
+
+def place(alarm: object) -> str:
+    """Returns `, h.3.attn head 5`, as far as it is known."""
+    layer, head = (alarm.get(name) if isinstance(alarm, dict) else None for name in ("layer", "head"))
+    return "" if layer is None else f", {layer}" + ("" if head is None else f" head {head}")
+
+
+def movement(run: Watched) -> str:
+    """Returns how the largest logit moves: `grows as step^0.31`; with few samples, where it was at the start."""
+    values = run.overall("max_logit")
+    power = run.exponent()
+    if math.isfinite(power) and abs(power) >= LEVEL:
+        return f"grows as step^{power:.2g}" if power > 0 else f"falls as step^{MINUS}{-power:.2g}"
+    if math.isfinite(power):
+        return "holds its level"
+    return f"was {number(values[0])} at step {run.steps[0]:,}" if len(values) > 1 and np.isfinite(values[0]) else ""
+
+
+def _growth(run: Watched) -> str:
+    """How the largest logit moves, as what a doubling of the training does to it."""
+    values, power = run.overall("max_logit"), run.exponent()
+    if not math.isfinite(power):
+        if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
+            return ""
+        return f"The largest logit was {number(values[0])} at step {run.steps[0]:,} and is {number(values[-1])} now."
+    if abs(power) < LEVEL:
+        return "The largest logit holds its level."
+    grows = "grows" if power > 0 else "falls"
+    return f"The largest logit {grows}: each doubling of the training multiplies it by {2**power:.2g}."
+
+
+def norm_product(run: Watched) -> np.ndarray | None:
+    """Returns [n layers heads], the largest |q| times the largest |k| of each head, or the mean ones, or None."""
+    values = run.heads.values
+    for query, key in (("query_norm_max", "key_norm_max"), ("query_norm", "key_norm")):
+        if query in values and key in values and not np.isnan(values[query] * values[key]).all():
+            return values[query] * values[key]
+    return None
+
+
+def _growth_or_angle(run: Watched) -> str:
+    """The cause of the leading head's growth: longer q and k, or a smaller angle between them."""
+    head, product, cosine = run.leader(), norm_product(run), run.heads.values.get("cos_max")
+    if head is None or product is None or cosine is None:
+        return ""
+    series = [values[:, head.layer, head.head] for values in (run.heads.values["max_logit"], product, cosine)]
+    fine = np.flatnonzero(np.all([np.isfinite(s) & (s > 0) for s in series], axis=0))
+    if len(fine) < 2:
+        return ""
+    logit, norm, angle = (float(s[fine[-1]] / s[fine[0]]) for s in series)
+    if not logit > CLEAR:
+        return ""
+    share = math.log(norm) / math.log(norm * angle) if norm * angle > CLEAR else math.nan
+    cause = ""
+    if math.isfinite(share):
+        cause = "mostly by the norms" if share > 0.75 else "mostly by the angle" if share < 0.25 else "by both"
+        cause = f" It grew {cause}."
+    since = run.steps[int(fine[0])]
+    text = f"Since step {since:,} the logit of {head.name} head {head.head} grew {number(logit, 2)}-fold: "
+    return f"{text}|q|\u2060·\u2060|k| by {number(norm, 2)}, the largest cosine by {number(angle, 2)}.{cause}"
+
+
+def _entropy(run: Watched) -> str:
+    values = run.overall("entropy")
+    if not len(values) or not np.isfinite(values[-1]):
+        return ""
+    text = f"Mean attention entropy is {number(values[-1])} nats"
+    text += f" (it was {number(values[0])})" if len(values) > 1 and np.isfinite(values[0]) else ""
+    heads = run.heads.values.get("entropy")
+    if heads is not None and len(run.layers) > 1 and not np.isnan(heads[-1]).all():
+        means = fold_heads("entropy", heads[-1])
+        low = int(np.nanargmin(means))
+        text += f"; the lowest layer is {run.layers[low]} with {number(means[low])}"
+    return text + "."
+
+
+def _loss(run: Watched) -> str:
+    steps, values = np.array(run.steps), run.overall("train_loss")
+    fine = np.flatnonzero(np.isfinite(values))
+    if len(fine) < 2:
+        return ""
+    start, end = float(values[fine[0]]), float(values[fine[-1]])
+    return (
+        f"Training loss went from {loss(start)} at step {steps[fine[0]]:,} to {loss(end)} at step {steps[fine[-1]]:,}."
+    )
+
+
+def _evaluation(run: Watched) -> str:
+    values = overall(run.eval_records, run.eval_heads, "max_logit")
+    if not np.isfinite(values).any():
+        return ""
+    peak = values[np.isfinite(values)].max()
+    return f"In evaluation mode ({count(len(values), 'sample')}) the largest logit was {number(peak)}."
+
+
+def _cautions(run: Watched) -> list[str]:
+    found = []
+    missed = [one for one in run.about.get("missed") or () if isinstance(one, dict)]
+    if missed:
+        watched = len(run.about.get("sites") or ())
+        others = "; ".join(f"{one.get('module') or 'the model itself'}: {one.get('reason')}" for one in missed)
+        text = f"{watched} of {watched + len(missed)} attentions were watched. Not understood: {others}."
+        found.append(text)
+    if run.status is not RunStatus.DONE and run.records:
+        found.append(f"The run is not finished: the page shows it up to step {run.steps[-1]:,}.")
+    peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan
+    if not run.alarms and peak > ALARM_THRESHOLD:
+        found.append(f"The largest logit reached {number(peak)}, over {number(ALARM_THRESHOLD)}; no alarm is recorded.")
+    if len(run.records) and not math.isfinite(run.exponent()):
+        found.append(f"{count(len(run.records), 'sample')}: too few to say how the logits grow.")
+    notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
+    return found + ([f"Noted while watching: {listing(notes)}."] if notes else [])
+
+
+# The charts of a watched model and their data; assets/watch.js draws them. Records are left out, not averaged.
+
+RUNS = Chart(
+    "runs",
+    "The runs side by side",
+    "Largest attention logit, entropy or training loss of each run. The red line is the alarm line of logits.",
+    "Line chart: the chosen number against step, one line per run.",
+)
+GROWTH = Chart(
+    "growth",
+    "Largest attention logit",
+    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest of the model, with the "
+    "head that leads now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
+    "are samples in evaluation mode; vertical lines are what an autopilot did, with its reasons under the pointer.",
+    "Line chart: largest attention logit against step, one line per layer.",
+)
+MAP = Chart(
+    "map",
+    "Head by head, last sample",
+    "Each cell is one head. Empty cells were not measured, or the layer has fewer heads. "
+    "Where values have both signs, white is zero.",
+    "Heat map: one row per layer, one column per head.",
+)
+ENTROPY = Chart(
+    "entropy",
+    "Attention entropy",
+    "Mean over query rows and heads. Zero means that attention has collapsed: every row attends to a single key. Pale "
+    "band: the mean of the model.",
+    "Line chart: attention entropy against step, one line per layer.",
+)
+NORMS = Chart(
+    "norms",
+    "Length of queries and keys",
+    "Mean L2 norm as they enter the dot product, by layer. Logarithmic axis.",
+    "Two line charts: query norm and key norm against step, one line per layer.",
+)
+ANGLE = Chart(
+    "angle",
+    "Is it the norms or the angle?",
+    "A logit is scale · |q| · |k| · cosine. Each dot is a head in the last sample; the line is the path of the leading "
+    "head. To the right: its norms grew. Upwards: its q and k turned towards each other.",
+    "Scatter plot: largest cosine against norm product, one dot per head, with the course of the leading head.",
+)
+LOSS = Chart(
+    "loss",
+    "Training loss",
+    "The loss of the training batch, as the training loop reported it.",
+    "Line chart: training loss against step.",
+)
+MORE = Chart(
+    "more",
+    "Any other number, by layer",
+    "One line per layer, coloured by depth; a layer's heads are folded as the definitions below say.",
+    "Line chart: the chosen number against step, one line per layer.",
+)
+EXTRA = ("cos_max", "logit_change_rms", "gain_bound")
+
+
+def charts(runs: Sequence[Watched]) -> list[Chart]:
+    """Returns the charts that have data, in reading order."""
+    shown = [run for run in runs if run.records]
+    measured = {name for run in shown for name in run.measured()}
+    present = [
+        (RUNS, len(shown) > 1),
+        (GROWTH, _any(shown, "max_logit")),
+        (MAP, bool(measured)),
+        (ENTROPY, _any(shown, "entropy")),
+        (NORMS, bool({"query_norm", "key_norm"} & measured)),
+        (ANGLE, "cos_max" in measured and any(norm_product(run) is not None for run in shown)),
+        (MORE, any(name in measured for name in EXTRA) or any(map(class_names, shown))),
+        (LOSS, _any(shown, "train_loss")),
+    ]
+    return [chart for chart, wanted in present if wanted]
+
+
+def _any(runs: Sequence[Watched], name: str) -> bool:
+    return any(np.isfinite(run.overall(name)).any() for run in runs)
+
+
+LINES = ("max_logit", "entropy", "query_norm", "key_norm", "cos_max", "logit_change_rms", "gain_bound")
+VALUES = ("max_logit", "entropy", "train_loss", "val_loss", "grad_norm", "lr", "final_hidden_norm")
+MOST_LINES = 120_000  # numbers of all lines of a page: about 600 KB
+MOST_CELLS = 60_000  # numbers of all head maps of a page
+LEAST_RECORDS = 30
+
+
+def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
+    """Returns everything the charts need, as plain JSON values."""
+    shown = [run for run in runs if run.records]
+    width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run))) for run in shown)
+    most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
+    names = {name for run in shown for name in run.heads.values} | set(LINES)
+    fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
+    known = {n: {"meaning": _meaning(n, f.meaning), "unit": f.unit} for n, f in fields.items()}
+    return {
+        "alarm": ALARM_THRESHOLD,
+        "fields": known,
+        "runs": [_run(run, most, MOST_CELLS // len(shown)) for run in shown],
+    }
+
+
+def _meaning(name: str, meaning: str) -> str:
+    of = name.partition("/")[2]
+    return f"{meaning}: {of}" if of else meaning
+
+
+def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
+    rows = np.array(thin(run.overall("max_logit").tolist(), most))
+    head, names = run.leader(), (*class_names(run), *LINES)
+    return {
+        "name": run.name,
+        "status": str(run.status),
+        "step": [run.steps[i] for i in rows],
+        "values": {name: series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
+        "layers": short_names(run.layers),
+        "lines": {name: _lines(run.heads, name, rows) for name in names if name in run.measured()},
+        "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
+        "last": _last_value(run, cells),
+        "alarms": [_alarm_mark(run, alarm) for alarm in run.alarms],
+        "interventions": _intervention_marks(run),
+        "eval": _evaluation_chart(run),
+    }
+
+
+def short_names(layers: Sequence[str]) -> list[str]:
+    """Returns layer names without the words that all share, front and back.
+
+    >>> short_names(["model.layers.0.self_attn", "model.layers.1.self_attn"])
+    ['0', '1']
+    """
+    parts = [name.split(".") for name in layers]
+    if len(parts) < 2:
+        return list(layers)
+    least = min(map(len, parts))
+    front = next((i for i in range(least) if len({p[i] for p in parts}) > 1), least)
+    back = next((i for i in range(least - front) if len({p[-1 - i] for p in parts}) > 1), least - front)
+    short = [".".join(p[front : len(p) - back]) for p in parts]
+    return short if all(short) and len(set(short)) == len(short) else list(layers)
+
+
+def _lines(heads: Heads, name: str, rows: np.ndarray) -> list[list[float | int | None]]:
+    """One line per layer, folded over heads."""
+    return [series(line) for line in fold_heads(name, heads.values[name][rows]).T]
+
+
+def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
+    """The numbers of the leading head in each record, which show whether its norms or its angle grew."""
+    head, product = run.leader(), norm_product(run)
+    if head is None:
+        return {}
+    found = {"max_logit": run.heads.values["max_logit"], "cos_max": run.heads.values.get("cos_max"), "norm": product}
+    return {
+        name: series(values[rows, head.layer, head.head])
+        for name, values in found.items()
+        if values is not None and not np.isnan(values).all()
+    }
+
+
+def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
+    """[layer][head] of each field in the last sample, the fields of LINES first, as many as there is room for."""
+    if not run.records or not run.heads.values:
+        return None
+    measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
+    ordered = [*(n for n in LINES if n in measured), *(n for n in measured if n not in LINES)]
+    size = run.heads.values[ordered[0]][-1].size if ordered else 1
+    fields = {n: [series(line, 3) for line in run.heads.values[n][-1]] for n in ordered[: max(2, cells // size)]}
+    product = norm_product(run)
+    norm = {} if product is None else {"norm": [series(line, 3) for line in product[-1]]}
+    return {"step": run.steps[-1], "fields": fields, **norm} if fields else None
+
+
+def _alarm_mark(run: Watched, alarm: Row) -> dict[str, object]:
+    layer = alarm.get("layer")
+    return {
+        "step": int(alarm["step"]),
+        "severity": str(alarm.get("severity")),
+        "rule": str(alarm.get("rule")),
+        "layer": run.layers.index(layer) if layer in run.layers else None,
+        "head": alarm.get("head"),
+    }
+
+
+def _intervention_marks(run: Watched) -> list[dict[str, object]]:
+    """The decisions of each step that changed anything, with their sentences."""
+    found: dict[int, list[Row]] = {}
+    for event in run.interventions:
+        if event.get("event") == "decision" and event.get("action") != "watch_closer":
+            found.setdefault(int(event["step"]), []).append(event)
+    return [
+        {
+            "step": step,
+            "label": ", ".join(dict.fromkeys(f"{'−' if e.get('release') else ''}{e.get('action')}" for e in own)),
+            "text": "\n".join(str(e.get("text")) for e in own),
+        }
+        for step, own in found.items()
+    ]
+
+
+def _evaluation_chart(run: Watched) -> dict[str, object]:
+    found = {name: overall(run.eval_records, run.eval_heads, name) for name in ("max_logit", "entropy", "val_loss")}
+    every = max(1, len(run.eval_records) // MAX_RECORDS)
+    steps = [int(record["step"]) for record in run.eval_records]
+    return {"step": steps[::every], **{n: series(v[::every]) for n, v in found.items() if np.isfinite(v).any()}}
+
+
+# The page about watched models, as a list of sections: alarms with their remedy, charts, layers, what was watched.
+
+COLUMNS = {
+    "max_logit": "Largest logit",
+    "min_logit": "Smallest logit",
+    "entropy": "Entropy",
+    "entropy_min": "Lowest row entropy",
+    "query_norm": "|q|",
+    "key_norm": "|k|",
+    "cos_max": "Largest cosine",
+    "logit_change_rms": "Logit change",
+    "gain_bound": "Bound by gains",
+}
+_FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
+
+
+def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
+    """Returns the page about watched runs, with what a study says of the remedies if one is given."""
+    present = charts(runs)
+    empty = Markup("") if present else empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
+    return Page(
+        title=heading(runs),
+        meta=_meta(runs),
+        verdict=_verdict(runs),
+        findings=findings(runs),
+        sections=[
+            Section("nothing", "Nothing to draw yet", empty),
+            Section("alarms", "Alarms", _alarms(runs)),
+            Section("advice", "What a study says of the remedies", Markup("") if study is None else advice(study)),
+            Section("interventions", "What the autopilot did", _interventions(runs)),
+            Section("charts", "Charts", _charts(runs, present)),
+            Section("compared", "The runs", _compared(runs)),
+            Section("classes", "Token classes, last sample", class_tables(runs)),
+            Section("layers", "Layer by layer, last sample", _layers(runs)),
+            Section("watched", "What was watched", _facts(runs)),
+            Section("definitions", "Definitions", _definitions(runs)),
+        ],
+        data=chart_data(runs) if present else None,
+        drawing="watch.js",
+        in_place=True,
+    )
+
+
+def heading(runs: Sequence[Watched]) -> str:
+    """Returns what was watched, in a few words."""
+    models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
+    several = f"{count(len(runs), 'watched run')} of " if len(runs) > 1 else ""
+    return f"{several}{listing(models)}" + ("" if several else ", watched")
+
+
+def _meta(runs: Sequence[Watched]) -> str:
+    if len(runs) > 1:
+        return " · ".join(f"{run.name}: {count(len(run.records), 'sample')}" for run in runs)
+    run = runs[0]
+    about = run.about
+    size = about.get("parameters")
+    parts = [
+        count(size, "parameter") if isinstance(size, int) else "",
+        count(len(run.layers or about.get("sites") or ()), "attention layer"),
+        str(about["optimizer"]) if isinstance(about.get("optimizer"), str) else "",
+        count(run.steps[-1], "step") if run.records else "",
+        count(len(run.records), "sample"),
+        f"run {run.name}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _verdict(runs: Sequence[Watched]) -> Markup | None:
+    """The light, its sentence, and what to do with a button that copies it."""
+    if len(runs) > 1:
+        return None
+    found, lines = verdict(runs[0]), fix(runs[0])
+    light = tag("span", {"class": "light", "aria-hidden": "true"})
+    said = tag("p", {"class": f"lead signal signal-{found.light}"}, light, tag("span", {}, found.text))
+    if not lines:
+        return said
+    parts = [tag("div", {"class": "remedy-line"}, command_block(lines[0], "Copy fix"))]
+    if len(lines) > 1:
+        other = tag("code", {}, lines[1])
+        parts.append(tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
+    return join([said, tag("div", {"class": "fix"}, *parts)])
+
+
+def _alarms(runs: Sequence[Watched]) -> Markup:
+    """One card for each cause: since when, what was seen when, and what to do about it, once."""
+    items = []
+    for run in runs:
+        causes: dict[str, list[Row]] = {}
+        for alarm in run.alarms:
+            causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
+        items += [_story(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
+    return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+
+
+_GRAVITY = ("notice", "alarm", "critical")
+
+
+def _story(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
+    gravest = max((str(alarm.get("severity")) for alarm in alarms), key=lambda s: (*_GRAVITY, s).index(s))
+    since = f"since step {alarms[0]['step']:,}" + (f", {name}" if name else "")
+    title = tag("strong", {"class": "severity"}, gravest), f" {cause[0].upper()}{cause[1:]} {since}"
+    seen = tag("ol", {"class": "course"}, *map(_seen, alarms))
+    grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"]
+    advised = dict.fromkeys(str(alarm["remedy"]) for alarm in grave or alarms if alarm.get("remedy"))
+    fixes = [tag("div", {"class": "remedy-line"}, command_block(line)) for line in list(advised)[:1]]
+    if run.acted and cause == CAUSE:
+        fixes = [tag("p", {"class": "source"}, "The autopilot acts on this; what it did is below.")]
+    sources = dict.fromkeys(str(alarm.get("source")) for alarm in alarms if alarm.get("source"))
+    about = tag("ul", {}, *(tag("li", {"class": "source"}, source) for source in sources))
+    more = details("Where the thresholds come from", about) if sources else ""
+    return tag("li", {"class": f"alarm-{gravest}"}, tag("p", {}, *title), seen, *fixes, more)
+
+
+def _seen(alarm: Row) -> Markup:
+    trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
+    return tag("li", {}, f"Step {alarm['step']:,}{place(alarm)}: {alarm.get('meaning')}{trend}.")
+
+
+def _interventions(runs: Sequence[Watched]) -> Markup:
+    """Each decision with its reason, and the effect that was seen; what is alike at several sites stands once."""
+    items = []
+    for run in runs:
+        seen = {(e.get("of_step"), e.get("action"), e.get("site")): e for e in run.interventions if "of_step" in e}
+        alike: dict[object, list[Row]] = {}
+        for event in [e for e in run.interventions if e.get("event") != "effect"]:
+            key = tuple(event.get(name) for name in ("event", "step", "action", "release", "reason"))
+            alike.setdefault(key, []).append(event)
+        for own in alike.values():
+            effects = [seen.get((e["step"], e.get("action"), e.get("site"))) for e in own if not e.get("release")]
+            items.append(_intervention(own, [effect for effect in effects if effect is not None]))
+    return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+
+
+def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
+    first, text = events[0], str(events[0].get("text"))
+    kind = "release" if first.get("release") else str(first.get("action") or first.get("event"))
+    below = [str(effect.get("text")) for effect in effects]
+    if len(events) > 1:
+        start, _, rest = text.partition(": ")
+        when, places = (
+            start.split(", ")[0],
+            [", ".join(str(e.get("text")).partition(": ")[0].split(", ")[1:]) for e in events],
+        )
+        text = f"{when}, {count(len(events), 'site')}: {rest}"
+        went = [f"{e['site']} from {e['before']:.4g} to {e['after']:.4g}" for e in effects]
+        below = [
+            "; ".join(places),
+            *([f"By step {effects[0]['step']:,} the max logit went at {'; '.join(went)}"] if went else []),
+        ]
+    parts = [tag("p", {}, tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
+    return tag("li", {"class": "alarm-notice"}, *parts, *(tag("p", {"class": "source"}, line) for line in below))
+
+
+def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
+    first = [chart.figure() for chart in present if chart is RUNS]  # of all runs; the others are of the chosen one
+    choice = choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
+    return join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
+
+
+def _compared(runs: Sequence[Watched]) -> Markup:
+    if len(runs) < 2:
+        return Markup("")
+    head = columns("Run", kind="text")
+    head += columns("Steps", "Alarms", "First alarm", "Largest logit, last", "… of the run")
+    head += [*columns("Moves", kind="text"), *columns("Entropy, last", "Training loss, last")]
+    return table("The watched runs", head, [_compared_line(run) for run in runs], sortable=True)
+
+
+def _compared_line(run: Watched) -> Markup:
+    logits = run.overall("max_logit")
+    peak = float(np.fmax.reduce(logits, initial=np.nan))
+    return table_row(
+        run.name,
+        cell(f"{run.steps[-1]:,}", run.steps[-1]) if run.records else cell("–", -1),
+        cell(str(len(run.alarms)), len(run.alarms)),
+        cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"]) if run.alarms else NOTHING,
+        _last(logits),
+        cell(number(peak), peak),
+        words(movement(run) if run.records else ""),
+        _last(run.overall("entropy")),
+        _last(run.overall("train_loss")),
+    )
+
+
+def _last(values: np.ndarray) -> Markup:
+    return measured(float(values[-1]) if len(values) else math.nan)
+
+
+def _layers(runs: Sequence[Watched]) -> Markup:
+    """One line per layer of the last sample, of each run."""
+    parts = []
+    for run in runs:
+        if not run.records or not run.layers:
+            continue
+        shown = [n for n in COLUMNS if n in run.heads.values and not np.isnan(run.heads.values[n][-1]).all()]
+        folded = {name: fold_heads(name, run.heads.values[name][-1]) for name in shown}
+        head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
+        body = [_layer(run, i, folded) for i in range(len(run.layers))]
+        inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
+        title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
+        parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))
+    return join(parts)
+
+
+def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
+    cells = []
+    for name, values in folded.items():
+        heads = run.heads.values[name][-1][i]
+        field = head_field(name)
+        fold = "mean" if field is None else field.fold
+        which = ""
+        if fold != "mean" and not np.isnan(heads).all():
+            which = f"head {int(np.nanargmax(heads) if fold == 'max' else np.nanargmin(heads))}"
+        cells.append(measured(float(values[i]), which))
+    return table_row(run.layers[i], *cells)
+
+
+def _facts(runs: Sequence[Watched]) -> Markup:
+    """The facts that each directory records of its run, name by name."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        versions = run.env.get("versions")
+        times = written_times(run.path)
+        recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "missed", "fields")}
+        recorded |= versions if isinstance(versions, dict) else {}
+        for name, value in {
+            **recorded,
+            **times,
+            **{name: run.env.get(name) for name in ("system", "commit", "command")},
+            "directory": str(run.path),
+        }.items():
+            if value is not None and value != "":
+                found.setdefault(name.replace("_", " "), {})[_word(value)] = None
+    return join([facts({name: list(values) for name, values in found.items()}), *(_sites(run) for run in runs)])
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
+    return ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _sites(run: Watched) -> Markup:
+    sites = [site for site in run.about.get("sites") or () if isinstance(site, dict)]
+    if not sites:
+        return Markup("")
+    names = list(dict.fromkeys(key for site in sites for key in site))
+    head = columns(*(name.replace("_", " ") for name in names), kind="text")
+    body = [tag("tr", {}, *(words(_word(site.get(name, ""))) for name in names)) for site in sites]
+    inner = table(f"Attention layers of {run.name}", head, body)
+    return details(f"{run.name}: {count(len(sites), 'attention layer')}", inner)
+
+
+def _definitions(runs: Sequence[Watched]) -> Markup:
+    recorded = dict.fromkeys(name.partition("/")[0] for run in runs for name in run.measured())
+    fields = {name: field for name in recorded if (field := head_field(name)) is not None}
+    found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
+    return facts(found, code=True)

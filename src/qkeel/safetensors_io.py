@@ -1,0 +1,200 @@
+"""Safetensors files read through the memory map, tensor by tensor; pickles are refused, nothing is unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import DataError, RefusedError
+from qkeel.records.disk import read_start, refuse_irregular, refuse_path
+from qkeel.records.files import check_parts
+from qkeel.records.parse import read_header, read_json_file
+
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_AHEAD = 1 << 26  # bytes to have the system read before they are looked at
+
+# Names of the format -> torch. What is not here is listed without numbers.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """The place of a tensor: file, dtype as the file names it, shape, first and last byte (exclusive) in the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def floating(self) -> bool:
+        """Returns whether it holds floating-point numbers that torch can read."""
+        return self.dtype in DTYPES and DTYPES[self.dtype].is_floating_point
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The tensors of a checkpoint in the order they lie on disk, and its config.json (empty if there is none)."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    config: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.end - t.begin for t in self.tensors.values())
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Read the headers of a safetensors file, of a sharded folder, or of a Hugging Face folder.
+
+    Raises: RefusedError for pickles; DataError for what is missing, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; expected a .safetensors file or a folder that holds one")
+    files = _files(path) if path.is_dir() else [path]
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _header(file):
+            if tensor.name in tensors:
+                other = tensors[tensor.name].file.name
+                raise DataError(f"tensor {tensor.name} is both in {other} and {file.name}; scan one file at a time")
+            tensors[tensor.name] = tensor
+    if not tensors:
+        raise DataError(f"{path} holds no tensors; expected the weights of a model")
+    lost = [name for name in _weight_map(path) if name not in tensors] if (path / INDEX).exists() else []
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise DataError(f"{INDEX} names {', '.join(lost[:3])}{more}, which no file of {path} holds; download it again")
+    return Checkpoint(path=path, tensors=tensors, config=_config(path))
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise DataError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download what is missing")
+        return files
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickles = sorted(file for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise _refusal(pickles[0])
+    raise DataError(f"{folder} holds no .safetensors file; expected one, or shards with {INDEX}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor names to file names, from the index of a sharded checkpoint."""
+    weights = _json(folder / INDEX).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+        raise DataError(f"{folder / INDEX} has no weight_map of names to files: it is damaged; download it again")
+    for name in set(weights.values()):
+        refuse_path(name, f"weight_map of {folder / INDEX}", DataError)
+    return weights
+
+
+def _refusal(file: Path) -> RefusedError:
+    return RefusedError(
+        f"{file} is a pickle, and reading a pickle can run any code, so qkeel does not. Convert it where you trust it: "
+        f'from safetensors.torch import save_file; save_file(torch.load("{file.name}", weights_only=True), '
+        '"model.safetensors"), or load the model and call save_pretrained'
+    )
+
+
+def _header(file: Path) -> list[StoredTensor]:
+    """The tensors of one file, by place."""
+    if file.suffix in PICKLES and file.suffix != ".ckpt" and refuse_irregular(file, DataError) is not None:
+        raise _refusal(file)
+    start = read_start(file, 9, DataError)
+    # The length of a sound header may begin as a pickle does (640 is 80 02), but a brace follows it.
+    if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
+        raise _refusal(file)
+    found = read_header(file, DataError).tensors
+    return [
+        StoredTensor(name=name, file=file, dtype=t.dtype, shape=t.shape, begin=t.begin, end=t.end)
+        for name, t in found.items()
+    ]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    value = read_json_file(file, DataError)
+    if not isinstance(value, dict):
+        raise DataError(f"{file} is no JSON object; restore it or scan the weight file by itself")
+    return value
+
+
+def _config(path: Path) -> dict[str, Any]:
+    folder = path if path.is_dir() else path.parent
+    # A qkeel run keeps its weights in last/ and its configuration next to last/.
+    places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
+    file = next((file for file in places if file.exists()), None)
+    return {} if file is None else check_parts(_json(file), "config.json of a checkpoint", str(file), DataError)
+
+
+@final
+class MappedFile:
+    """One file in memory only as far as it is being looked at: `release` gives the pages back."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with open(file, "rb") as stream:
+            # Copy on write: torch refuses read-only memory, and nothing here writes.
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self._asked = 0
+
+    def view(self, tensor: StoredTensor) -> Tensor:
+        """The tensor as a view of the file; valid whatever was released before."""
+        dtype = DTYPES[tensor.dtype]
+        count = math.prod(tensor.shape)
+        if count == 0:
+            return torch.empty(tensor.shape, dtype=dtype)
+        if tensor.begin % dtype.itemsize:  # an old file without padding: copy
+            return torch.frombuffer(bytearray(self._map[tensor.begin : tensor.end]), dtype=dtype).view(tensor.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+
+    def expect(self, begin: int, end: int) -> None:
+        """Have the system start reading [begin, end) bytes, at most `_AHEAD`, and as many after them."""
+        first = max(begin - begin % mmap.PAGESIZE, self._asked)
+        last = min(min(end, begin + _AHEAD) + _AHEAD, len(self._map))
+        if last > first:
+            self._map.madvise(mmap.MADV_WILLNEED, first, last - first)
+            self._asked = last - last % mmap.PAGESIZE
+
+    def release(self, begin: int, end: int) -> None:
+        """Let go of the pages of [begin, end) bytes; they are read from the file if needed again."""
+        first = begin - begin % mmap.PAGESIZE
+        if end > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)

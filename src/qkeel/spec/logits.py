@@ -1,0 +1,436 @@
+"""The slots that act on logits: the scale, soft caps, and the normalizer that makes weights of them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known
+from qkeel.functional import logits as F
+from qkeel.functional.logits import floor_log_temperature, gradient_scale, log_n, softcap
+from qkeel.functional.norms import wide, widest
+from qkeel.spec.slot import Logits, Parameter, ParameterSizes, Params, PosQ, Slot, Visible
+
+# Scale slot: the factor on q·k.
+
+ScaleKind = Literal["inverse_sqrt", "sqrt", "fixed", "gradient_max", "learned", "log_n", "floor_log", "other"]
+
+Factor = Float[Tensor, "*#bht1"]
+
+
+class Scale(Slot):
+    """A factor: a float, or a tensor that broadcasts to [b h t 1]. Never depends on the key."""
+
+    __slots__ = ()
+    kind: ScaleKind = "other"
+
+    @property
+    def follows_position(self) -> bool:
+        """True if it is another one for queries further on, as a factor of log n is."""
+        return self.kind in ("log_n", "floor_log", "other")
+
+    @abc.abstractmethod
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float | Factor:
+        """The factor for queries at pos_q [b|1 t]."""
+
+    def constant(self, head_dim: int) -> float | None:
+        """The factor where it is one number for every query of any model, None where it is learned or moves."""
+        learned = self.parameters(ParameterSizes(n_heads=1, n_kv_heads=1, head_dim=head_dim))
+        if learned or self.follows_position:
+            return None
+        return float(self.factor(torch.zeros(1, 1), head_dim, {}))
+
+    @property
+    def base(self) -> Scale:
+        """The scale without factors of the position."""
+        return self
+
+    def with_base(self, base: Scale) -> Scale:
+        """The same factors of the position on another scale."""
+        return base
+
+    @property
+    def last_position(self) -> int:
+        """The position of the last query of training where the factor grows up to it; 0 for any other scale."""
+        return 0
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        """The same scale with its 1/√d times a number; itself where it has no 1/√d."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InverseSqrt(Scale):
+    """The factor multiplier / √dim; dim is head_dim unless given (Gemma's query_pre_attn_scalar)."""
+
+    dim: int | None = None  #: at least 1; None: head_dim
+    multiplier: float = 1.0  #: finite factor
+    kind = "inverse_sqrt"
+
+    def __post_init__(self) -> None:
+        check(self.dim is None or self.dim > 0, "a dim above 0", self.dim)
+        check(math.isfinite(self.multiplier), "a finite multiplier", self.multiplier)
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
+        return self.multiplier / math.sqrt(self.dim or head_dim)
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        return dataclasses.replace(self, multiplier=self.multiplier * multiplier)
+
+    def formula(self) -> str:
+        return f"{self.multiplier:g}/√{self.dim or 'd'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sqrt(Scale):
+    """√d: what unit-norm q and k need to equal RMS-normed ones under 1/√d."""
+
+    kind = "sqrt"
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
+        return math.sqrt(head_dim)
+
+    def formula(self) -> str:
+        return "√d"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed(Scale):
+    """A constant."""
+
+    value: float  #: the finite factor on q·k
+    kind = "fixed"
+
+    def __post_init__(self) -> None:
+        check(math.isfinite(self.value), "a finite scale", self.value)
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
+        return float(self.value)
+
+    def formula(self) -> str:
+        return f"{self.value:.4g}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMax(Scale):
+    """The scale of cosine attention for `keys` visible keys and heads of any size, see functional.scaling."""
+
+    keys: float
+    kind = "gradient_max"
+
+    def __post_init__(self) -> None:
+        gradient_scale(self.keys, 128)  # checks the number
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
+        return gradient_scale(self.keys, head_dim)
+
+    def formula(self) -> str:
+        return f"λ(d) of most gradient for {self.keys:g} keys"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Learned(Scale):
+    """A learned scale per layer or head; with `log`, its logarithm is stored and may be clamped by `maximum`."""
+
+    init: float  #: the scale at the start, above 0
+    per: Literal["layer", "head"] = "layer"  #: one number for the layer, or one for each head
+    log: bool = False
+    maximum: float | None = None
+    kind = "learned"
+
+    def __post_init__(self) -> None:
+        check(self.init > 0, "an initial scale above 0", self.init)
+        check_known("extent of a learned scale", self.per, ("layer", "head"))
+        if self.maximum is not None and not self.log:
+            raise InvalidValueError("a maximum goes with log=True (Swin V2)")
+        check(self.maximum is None or self.maximum > 0, "a maximum above 0", self.maximum)
+
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
+        value = math.log(self.init) if self.log else self.init
+        return {"logit_scale": Parameter((geometry.n_heads, 1, 1) if self.per == "head" else (), value)}
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
+        scale = params["logit_scale"]
+        if not self.log:
+            return scale
+        return (scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))).exp()
+
+    def formula(self) -> str:
+        name = "g_h" if self.per == "head" else "g"
+        if not self.log:
+            return f"{name} (learned, starts at {self.init:.4g})"
+        top = "" if self.maximum is None else f", at most {self.maximum:g}"
+        return f"exp({name}) (learned, starts at {self.init:.4g}{top})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PositionFactor(Scale):
+    """The scale `inner` times a factor of the query's position."""
+
+    inner: Scale = dataclasses.field(default_factory=InverseSqrt)  #: the scale that the factor multiplies
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Scale):
+            raise InvalidTypeError(f"expected a Scale as inner, got {type(self.inner).__name__}")
+
+    @abc.abstractmethod
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
+        """The factor [b|1 t] for queries at pos_q."""
+
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
+        return self.inner.parameters(geometry)
+
+    @property
+    def base(self) -> Scale:
+        return self.inner.base
+
+    def with_base(self, base: Scale) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_base(base))
+
+    @property
+    def last_position(self) -> int:
+        return self.inner.last_position
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_multiplier(multiplier))
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
+        inner = self.inner.factor(pos_q, head_dim, params)
+        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else widest(pos_q.device)
+        return inner * self.ratio(pos_q, dtype)[:, None, :, None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogN(PositionFactor):
+    """Scale inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, never under `inner`.
+
+    `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
+
+    Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399; where s starts is
+    qkeel's choice: the constant form at the training length.
+    """
+
+    train_length: int  #: tokens, at least 2
+    clip: bool = False
+    learned: Literal["none", "layer", "head"] = "none"
+    kind = "log_n"
+
+    def __post_init__(self) -> None:
+        PositionFactor.__post_init__(self)
+        check(self.train_length >= 2, "a train_length of at least 2", self.train_length)
+        check_known("extent of a learned factor of log n", self.learned, ("none", "layer", "head"))
+        if self.clip and self.learned != "none":
+            raise InvalidValueError(
+                "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; use one"
+            )
+
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
+        needed = self.inner.parameters(geometry)
+        if self.learned == "none":
+            return needed
+        shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
+        return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
+
+    @property
+    def last_position(self) -> int:
+        return self.train_length - 1
+
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
+        return log_n(pos_q + 1, self.train_length, self.clip, dtype)
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
+        factor = PositionFactor.factor(self, pos_q, head_dim, params)
+        if self.learned == "none":
+            return factor
+        return factor * (params["log_n_scale"] * math.log(self.train_length))
+
+    def formula(self) -> str:
+        if self.learned != "none":
+            name = "s_h" if self.learned == "head" else "s"
+            return f"{self.inner.formula()} · {name} · ln n (learned, starts at 1/ln {self.train_length})"
+        ratio = f"ln n/ln {self.train_length}"
+        return f"{self.inner.formula()} · {f'max(1, {ratio})' if self.clip else ratio}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FloorLogTemperature(PositionFactor):
+    """Scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
+
+    alpha: float = 0.1  #: weight of the logarithm
+    floor: int = 8192  #: tokens, at least 1
+    kind = "floor_log"
+
+    def __post_init__(self) -> None:
+        PositionFactor.__post_init__(self)
+        check(self.floor >= 1, "a floor of at least 1", self.floor)
+        check(math.isfinite(self.alpha), "a finite alpha", self.alpha)
+
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
+        return floor_log_temperature(pos_q, self.alpha, self.floor, dtype)
+
+    def formula(self) -> str:
+        return f"{self.inner.formula()} · (1 + {self.alpha:g} ln(1 + ⌊n/{self.floor}⌋))"
+
+
+# Cap slot: what happens to a logit before the normaliser.
+
+CapKind = Literal["none", "softcap", "other"]
+
+
+class Cap(Slot):
+    """A monotone map of logits."""
+
+    __slots__ = ()
+    kind: CapKind = "other"
+    limit: float | None = None  # c where the map is c·tanh(z/c); None where it is the identity, as at c = infinity
+
+    @abc.abstractmethod
+    def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """The capped logits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoCap(Cap):
+    """Logits as they are."""
+
+    kind = "none"
+
+    def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return logits
+
+    def formula(self) -> str:
+        return "z"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Softcap(Cap):
+    """The soft cap: cap · tanh(z / cap)."""
+
+    cap: float
+    kind = "softcap"
+
+    @property
+    def limit(self) -> float | None:  # type: ignore[override]
+        """See Cap."""
+        return self.cap if math.isfinite(self.cap) else None
+
+    def __post_init__(self) -> None:
+        check(self.cap > 0, "a cap above 0", self.cap)
+
+    def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return softcap(logits, self.cap)
+
+    def formula(self) -> str:
+        return f"{self.cap:g}·tanh(z/{self.cap:g})"
+
+
+# Normalizer slot: logits to weights.
+
+NormalizerKind = Literal["softmax", "sink", "sigmoid", "squared_relu", "softpick", "other"]
+
+
+class Normalizer(Slot):
+    """Turns logits [b h t s] into weights; `visible` broadcasts to them, None means all."""
+
+    __slots__ = ()
+    kind: NormalizerKind = "other"
+    softmax_over_keys: bool = False  # are the weights, made to sum to one, those of a plain softmax?
+
+    @abc.abstractmethod
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+        """Weights, 0 where not visible."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Softmax(Normalizer):
+    """Softmax weights exp(z) / Σ exp(z)."""
+
+    kind = "softmax"
+    softmax_over_keys = True
+
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+        return F.softmax(logits, visible)
+
+    def formula(self) -> str:
+        return "softmax(z)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sink(Normalizer):
+    """Weights exp(z) / (exp(s) + Σ exp(z)): s learned per head (gpt-oss), or the constant 0 ("off by one")."""
+
+    learned: bool = True  #: whether s is learned, per head
+    init: float = 0.0  #: s, at the start where it is learned; below +inf
+    kind = "sink"
+    softmax_over_keys = True
+
+    def __post_init__(self) -> None:
+        check(self.init < math.inf, "a sink that is a number below infinity", self.init)
+
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
+        return {"sink": Parameter((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
+
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+        sink = params["sink"] if self.learned else torch.tensor(self.init, device=logits.device)
+        return F.sink_softmax(logits, sink, visible)
+
+    def formula(self) -> str:
+        return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sigmoid(Normalizer):
+    """σ(z + b); b = -ln(training length) is the published start."""
+
+    bias: float  #: b, finite
+    learned: bool = False  #: whether b is learned, per head
+    kind = "sigmoid"
+
+    def __post_init__(self) -> None:
+        check(math.isfinite(self.bias), "a finite bias", self.bias)
+
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
+        return {"logit_bias": Parameter((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
+
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+        bias = params["logit_bias"].to(logits.dtype) if self.learned else self.bias
+        return F.sigmoid(logits, bias, visible)
+
+    def formula(self) -> str:
+        return f"σ(z {self.bias:+.4g})" + (" (bias learned)" if self.learned else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SquaredReLU(Normalizer):
+    """Weights relu(z)² / n."""
+
+    kind = "squared_relu"
+
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+        return F.squared_relu(logits, visible)
+
+    def formula(self) -> str:
+        return "relu(z)²/n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Softpick(Normalizer):
+    """Weights relu(e^z - 1) / Σ|e^z - 1|."""
+
+    eps: float = 1e-8  #: above 0, added to the sum
+    kind = "softpick"
+
+    def __post_init__(self) -> None:
+        check(self.eps > 0, "eps above 0", self.eps)
+
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+        return F.softpick(logits, visible, self.eps)
+
+    def formula(self) -> str:
+        return "relu(e^z - 1)/(Σ|e^z - 1| + ε)"

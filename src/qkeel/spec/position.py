@@ -1,0 +1,322 @@
+"""Positions that are not plain rotations: biases on the logits, ReRoPE, and changes of a position after training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError, RefusedError, check, check_known
+from qkeel.functional.bounds import alibi_slopes, kerple_log, kerple_power
+from qkeel.functional.rope import check_pairs, rope_frequencies, rope_table, rotate
+from qkeel.spec.logits import LogN, Scale
+from qkeel.spec.norm import Norm
+from qkeel.spec.rope import NTK, PI, DynamicNTK, Position, Rope, SlidingWindow, Stretch, YaRN
+from qkeel.spec.slot import HeadTensor, Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries
+
+# Positions that add a number to the logit, by the distance of query and key.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class ALiBi(Position):
+    """Logits z - m_h |i - j|, m_h = 2^(-8h/H) fixed per head. Source: Press et al. 2022, arXiv 2108.12409."""
+
+    kind = "alibi"
+    folds = False
+
+    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+        slopes = alibi_slopes(q.shape[1]).to(q)[:, None, None]
+        return Position.scores(self, q, k, pos_q, pos_k, params) - slopes * _apart(pos_q, pos_k).to(q.dtype)
+
+    def formula(self) -> str:
+        return "ALiBi (- 2^(-8h/H)·|i - j|)"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kerple(Position):
+    """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
+
+    a starts in (0, 1), p in (0, 2), spread evenly over the heads where the source draws them at random.
+    Source: Chi et al. 2022, arXiv 2205.09921.
+    """
+
+    kind: Literal["log", "power"] = "log"  # type: ignore[assignment]
+    folds = False
+
+    def __post_init__(self) -> None:
+        check_known("kind of Kerple", self.kind, ("log", "power"))
+
+    def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
+        n = geometry.n_heads
+        even = tuple((h + 0.5) / n for h in range(n))
+        return {"kerple_a": Parameter((n,), even), "kerple_p": Parameter((n,), tuple(2 * x for x in reversed(even)))}
+
+    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+        a, p = (params[name].to(q.dtype)[:, None, None] for name in ("kerple_a", "kerple_p"))
+        kernel = kerple_log if self.kind == "log" else kerple_power
+        return Position.scores(self, q, k, pos_q, pos_k, params) + kernel(_apart(pos_q, pos_k).to(q.dtype), a, p)
+
+    def formula(self) -> str:
+        return f"KERPLE ({'- p_h ln(1 + a_h|i - j|)' if self.kind == 'log' else '- a_h|i - j|^p_h'})"
+
+
+def _apart(pos_q: Tensor, pos_k: Tensor) -> Tensor:
+    """|i - j| as [b|1 1 t s]."""
+    return (pos_q[:, :, None] - pos_k[:, None, :]).abs()[:, None]
+
+
+# Positions that clip the distance: rotated as usual near the query, by a nearly constant angle far from it.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReRope(Position):
+    """RoPE whose distance r = i - j stops growing at the window w: r where |r| < w, else ±w.
+
+    A score depends on the pair, so keys are kept unrotated (also in a cache), and a score is one of two products:
+    the usual one near the query, far from it that of q rotated to w and k as it is. Best windows: a quarter to a half
+    of the training length. Training with it is published to spoil extrapolation (kexue.fm 9948).
+
+    Source: Su 2023, kexue.fm 9708.
+    """
+
+    window: int  #: w, in tokens
+    base: float = 10_000.0  #: of RoPE's frequencies
+    rotary: float = 1.0  #: share of a head that is rotated
+    kind = "rerope"
+    folds = False
+    rounded = False  # are positions beyond the window whole?
+
+    def __post_init__(self) -> None:
+        check(self.window >= 1, "a window of at least 1 token", self.window)
+        check(self.base > 1, "a RoPE base above 1", self.base)
+        check(0 < self.rotary <= 1, "the rotated share in (0, 1]", self.rotary)
+
+    @property
+    def leak(self) -> float:
+        """The tokens of distance that count as one beyond the window."""
+        return math.inf
+
+    def check(self, head_dim: int) -> None:
+        check_pairs(round(head_dim * self.rotary))
+
+    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+        distance = (pos_q[:, :, None] - pos_k[:, None, :])[:, None]
+        near = self.product(self.near(q, pos_q), self.near(k, pos_k))
+        ahead = self.product(self.far_query(q, pos_q), self.far_key(k, pos_k))
+        behind = self.product(self.far_query(q, pos_q, -1), self.far_key(k, pos_k))
+        return torch.where(distance.abs() < self.window, near, torch.where(distance > 0, ahead, behind))
+
+    def product(self, q: Queries, k: Keys) -> Logits:
+        """The product q·k [b h t s]."""
+        return Position.scores(self, q, k, q, k, {})
+
+    def near(self, x: HeadTensor, pos: PosQ) -> HeadTensor:
+        """Returns q or k rotated as usual: for pairs inside the window."""
+        return self._rotated(x, pos)
+
+    def far_query(self, q: Queries, pos_q: PosQ, side: int = 1) -> Queries:
+        """Returns q as it meets keys at least a window before it (side 1) or behind it (side -1)."""
+        within = math.floor(self.window / self.leak) if self.rounded else self.window / self.leak
+        return self._rotated(q, self._slowed(q, pos_q) + side * (self.window - within))
+
+    def far_key(self, k: Keys, pos_k: PosK) -> Keys:
+        """Returns k as queries outside its window meet it."""
+        return self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
+
+    def _slowed(self, x: HeadTensor, pos: Tensor) -> Tensor:
+        at = pos.to(x.dtype) / self.leak
+        return torch.floor(at) if self.rounded else at
+
+    def _rotated(self, x: Tensor, pos: Tensor) -> Tensor:
+        theta = rope_frequencies(round(x.shape[-1] * self.rotary), self.base)
+        return rotate(x, *rope_table(pos[:, None], theta, x.dtype))
+
+    def formula(self) -> str:
+        return f"ReRoPE(window {self.window}, base {self.base:g})"
+
+
+def rerope(position: Position) -> ReRope | None:
+    """The position as a ReRope; None for any other, also for a subclass of it that states no kind."""
+    return position if isinstance(position, ReRope) and position.kind == "rerope" else None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeakyReRope(ReRope):
+    """ReRoPE whose distance goes on growing beyond the window, `factor` times slower: w + (r - w)/factor.
+
+    Self-Extend is this with whole positions (`rounded`): ⌊i/f⌋ + w - ⌊w/f⌋ for q, ⌊j/f⌋ for k. InvLeaky ReRoPE trains
+    with a factor under 1 (1/16) and tests with plain RoPE.
+
+    Source: Su 2023, kexue.fm 9708, 9728; Self-Extend: Jin et al. 2024, arXiv 2401.01325.
+    """
+
+    factor: float = 16.0
+    rounded: bool = False  # type: ignore[assignment]
+    kind = "rerope"
+
+    def __post_init__(self) -> None:
+        ReRope.__post_init__(self)
+        check(math.isfinite(self.factor) and self.factor > 0, "a factor above 0 for LeakyReRope", self.factor)
+
+    @property
+    def leak(self) -> float:
+        return self.factor
+
+    def formula(self) -> str:
+        name = "Self-Extend" if self.rounded else "Leaky ReRoPE"
+        return f"{name}(window {self.window}, 1/{self.factor:g} beyond, base {self.base:g})"
+
+
+# Methods that change a trained spec for longer contexts: weights stay, positions or the scale do not.
+
+OptionValue = float | int | str | bool
+Options = Mapping[str, OptionValue]
+
+# name -> (what it does, source). "log_n" changes the scale, all others the position.
+METHODS: dict[str, str] = {
+    "none": "as trained",
+    "pi": "position interpolation, θ / factor [arXiv 2306.15595]",
+    "ntk": "NTK-aware, base × factor [kexue.fm 9706: NTK-old]",
+    "ntk_fixed": "NTK with one more step for every pair [kexue.fm 9706]",
+    "ntk_mixed": "between interpolation and NTK-fixed, power=0.625 [kexue.fm 9706]",
+    "dynamic_ntk": "NTK by the present length, from train_length on [transformers]",
+    "abf": "a larger base= and continued training [arXiv 2309.16039]",
+    "yarn": "interpolation of the slow pairs only, logits × (0.1 ln factor + 1)² [arXiv 2309.00071]",
+    "rerope": "distances clipped at window= (half of train_length) [kexue.fm 9708]",
+    "leaky_rerope": "distances beyond window= grow 1/factor as fast [kexue.fm 9708]",
+    "rope": "plain RoPE in place of the clipped one of training (InvLeaky) [kexue.fm 9728]",
+    "window": "only the last window= (train_length) keys are seen [arXiv 2004.05150]",
+    "self_extend": "leaky_rerope at whole positions [arXiv 2401.01325]",
+    "log_n": "logits × max(1, ln n / ln train_length) at test time [kexue.fm 9706]",
+}
+
+
+def position_for(
+    position: Position, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
+) -> Position:
+    """The position in place of a trained one; see AttentionSpec.extrapolate."""
+    check_known("extrapolation method", method, METHODS)
+    sound = math.isfinite(factor) and factor >= 1
+    check(sound, f"a factor of at least 1 (test length / train length) for {method}", factor)
+    if method in ("none", "log_n"):
+        _only(method, options)
+        return position
+    if method == "window":
+        return _seeing(position, train_length, options)
+    if isinstance(position, SlidingWindow):
+        return _beyond_window(position, norm, method, factor, train_length, options)
+    if method == "rope":
+        _only(method, options)
+        return _unclipped(position)
+    if not isinstance(position, Rope) or position.stretch.changes:
+        raise RefusedError(
+            f"{method} changes the rotation of a RoPE that is as trained; this spec has {position.formula()}"
+        )
+    if method == "abf":
+        _only(method, options, "base")
+        return dataclasses.replace(position, base=float(options.get("base", position.base * factor)))
+    if method in ("rerope", "leaky_rerope", "self_extend"):
+        return _clipped(position, method, factor, train_length, options)
+    stretch = _stretch(method, factor, train_length, options)
+    if stretch.magnitude != 1 and position.order == "rotate_then_norm":
+        position = _normed_first(position, norm)
+    return dataclasses.replace(position, stretch=stretch)
+
+
+def _seeing(position: Position, train_length: int | None, options: Options) -> Position:
+    _only("window", options, "window")
+    window = int(options["window"]) if "window" in options else _length("window", train_length)
+    if train_length is not None and window > train_length:
+        raise InvalidValueError(
+            f"expected a window of at most the training length, got {window} of {train_length}: keys further away were "
+            "never seen in training"
+        )
+    inner = position.inner if isinstance(position, SlidingWindow) else position
+    narrow = window if position.reach is None else min(window, position.reach)
+    return SlidingWindow(window=narrow, inner=inner)
+
+
+def _beyond_window(
+    position: SlidingWindow, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
+) -> Position:
+    """A window inside the training length sees no distance that is new, so nothing in it is changed."""
+    inner = position_for(position.inner, norm, method, factor, train_length, options)
+    return position if position.window <= _length(method, train_length) else dataclasses.replace(position, inner=inner)
+
+
+def _unclipped(position: Position) -> Position:
+    if isinstance(position, Rope) and not position.stretch.changes:
+        return position
+    if not isinstance(position, ReRope):
+        raise RefusedError(f"rope undoes the clipping of ReRope and LeakyReRope; this spec has {position.formula()}")
+    return Rope(base=position.base, rotary=position.rotary)
+
+
+def _normed_first(rope: Rope, norm: Norm) -> Rope:
+    """The same scores with the norm before the rotation, so that it does not cancel a factor on cos and sin."""
+    if not norm.commutes_with_rotation:
+        raise RefusedError(
+            f"YaRN's factor on cos and sin would be cancelled by the norm behind the rotation ({norm.formula()}), "
+            "which does not commute with it; use pi, ntk or rerope"
+        )
+    return dataclasses.replace(rope, order="norm_then_rotate")
+
+
+def scale_for(scale: Scale, method: str, train_length: int | None) -> Scale:
+    """The scale in place of a trained one."""
+    if method != "log_n":
+        return scale
+    if isinstance(scale, LogN):
+        raise RefusedError(f"log_n is in this scale already: {scale.formula()}")
+    return LogN(inner=scale, train_length=_length(method, train_length), clip=True)
+
+
+def _stretch(method: str, factor: float, train_length: int | None, options: Options) -> Stretch:
+    if method == "pi":
+        _only(method, options)
+        return PI(factor=factor)
+    if method in ("ntk", "ntk_fixed", "ntk_mixed"):
+        if method == "ntk_mixed":
+            _only(method, options, "power")
+            return NTK(factor=factor, kind="mixed", power=float(options.get("power", 0.625)))
+        _only(method, options)
+        return NTK(factor=factor, kind="old" if method == "ntk" else "fixed")
+    if method == "dynamic_ntk":
+        _only(method, options)
+        return DynamicNTK(train_length=_length(method, train_length))
+    _only(method, options, "ramp", "fast", "slow")
+    return YaRN(factor=factor, train_length=_length(method, train_length), **options)  # type: ignore[arg-type]
+
+
+def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, options: Options) -> Position:
+    _only(method, options, "window", *(() if method == "rerope" else ("leak",)))
+    if rope.pairing != "half":
+        raise RefusedError(f"{method} is written for RoPE of half pairs, and this spec has {rope.formula()}")
+    window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
+    if train_length is not None and window >= train_length:
+        raise InvalidValueError(
+            f"expected a window under the training length, got {window} of {train_length}: distances between them "
+            "were never trained (kexue.fm 9708: accuracy falls to 8 %); a quarter to a half of it is best"
+        )
+    if method == "rerope":
+        return ReRope(window=window, base=rope.base, rotary=rope.rotary)
+    leak, rounded = float(options.get("leak", 2 * factor)), method == "self_extend"
+    return LeakyReRope(window=window, base=rope.base, rotary=rope.rotary, factor=leak, rounded=rounded)
+
+
+def _length(method: str, train_length: int | None) -> int:
+    if train_length is None:
+        raise InvalidValueError(f"{method} needs the training length: spec.extrapolate({method!r}, train_length=512)")
+    return train_length
+
+
+def _only(method: str, options: Options, *known: str) -> None:
+    for name in options:
+        check_known(f"option of {method}", name, known)

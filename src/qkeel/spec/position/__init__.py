@@ -1,1 +1,0 @@
-"""The position slot: one family of positions a file."""
