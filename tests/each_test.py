@@ -27,10 +27,11 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
 # Compile tests run in processes of their own, which do not load this file.
 # Not what the operators are given to refuse.
 KERNELS = ("choose", "compiled_attention", "contract", "encode", "statistics", "torch_kernels")
-CHECKED = ["qkeel.functional", "qkeel.nn.mla", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
+CHECKED = ["qkeel.functional", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
 install_import_hook(CHECKED, "each_test.checked")
 
 import torch  # noqa: E402
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # noqa: E402
 
 # Tests run what users run: the compiled kernels, where there is a compiler. QKEEL_NATIVE=0 in the environment takes
 # torch's path everywhere. Without a compiler qkeel itself takes it after one warning, which has a test of its own.
@@ -64,6 +65,7 @@ def _arithmetic() -> dict[str, object]:
         "oneDNN": torch.backends.mkldnn.enabled,
         "denormal numbers": bool((torch.tensor([1e-39]) * 0.5 > 0).item()),
         "compiled kernels": _compiled_kernels(),
+        "hooks of every optimizer": [len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)],
     }
 
 

@@ -1,4 +1,4 @@
-"""How the arguments of attention functions are read: SDPA, FlexAttention, flash-attn, and functions of other packages."""
+"""How arguments of attention functions are read: SDPA, FlexAttention, flash-attn, functions of other packages."""
 
 from __future__ import annotations
 

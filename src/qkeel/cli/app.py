@@ -11,9 +11,8 @@ from typing import Literal
 from cyclopts import App, CycloptsError, Group, MissingArgumentError
 
 import qkeel
-from qkeel.cli.commands import GROUPS, HELP_ALL, commands, example
+from qkeel.cli.commands import FAILED, GROUPS, HELP_ALL, INTERRUPTED, OK, USAGE, command_line, commands, example
 from qkeel.cli.commands import group as in_help
-from qkeel.cli.console import FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
 
 USAGES = {"watch": "Usage: qkeel watch [OPTIONS] -- COMMAND"}  # where cyclopts' own would mislead

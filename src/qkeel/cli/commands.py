@@ -1,10 +1,26 @@
-"""The commands of `qkeel`, and the text of `qkeel --help`: literal tables, so that it waits for no library."""
+"""The commands of `qkeel`, and the text of `qkeel --help`: literal tables that wait for no library; exit codes."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 import textwrap
 
 from qkeel.lab.studies import STUDIES
+
+# Exit codes, and the command line as it was typed.
+
+OK = 0
+FAILED = 1  # a run failed
+USAGE = 2  # wrong usage or bad input
+COLLAPSED = 3  # with --fail-on-collapse
+INTERRUPTED = 130
+
+
+def command_line() -> str:
+    """The command line as typed, quoted for a shell."""
+    return shlex.join(["qkeel", *sys.argv[1:]])
+
 
 HELP_ALL = "--help-all"  # as --help, with the options that few need
 
@@ -48,7 +64,7 @@ COMMANDS = {
     ),
     "export": ("inspect:export", "Write the records of a run as tables, CSV or Parquet."),
     "convert": (
-        "console:convert",
+        "inspect:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
     "explain": ("report:explain_command", "Print the formula of a preset or a remedy, and its source."),

@@ -1,17 +1,14 @@
-"""What commands print and how they end: lines, tables, exit codes."""
+"""What commands print while runs go on and when they end: bars, lines and tables."""
 
 from __future__ import annotations
 
 import contextlib
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Annotated, Literal, final
+from typing import final
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -22,48 +19,7 @@ from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
 from qkeel.metrics import Row
 from qkeel.records import RunDirectory
-from qkeel.remedies.retrofit import convert as write
 from qkeel.report import html
-
-# Exit codes, and the command line as it was typed.
-
-OK = 0
-FAILED = 1  # a run failed
-USAGE = 2  # wrong usage or bad input
-COLLAPSED = 3  # with --fail-on-collapse
-INTERRUPTED = 130
-
-
-def command_line() -> str:
-    """The command line as typed, quoted for a shell."""
-    return shlex.join(["qkeel", *sys.argv[1:]])
-
-
-# `qkeel convert`: a checkpoint with q/k norms as an architecture that others load.
-
-
-def convert(
-    checkpoint: Path,
-    /,
-    *,
-    to: Literal["qwen3", "olmo2", "gemma3"],
-    out: Path,
-    norm_eps: Annotated[float | None, Parameter(show_default=False)] = None,
-) -> int:
-    """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
-
-    The norms come from qkeel.retrofit(model, "qk_norm", batches) and saved by save_pretrained. Nothing is run or
-    unpickled; what the architecture cannot compute is refused with the reason.
-
-    Args:
-        checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
-        to: The architecture to write.
-        out: The folder to write; it must not exist, or be empty.
-        norm_eps: The eps of the q/k norms, where it is not rms_norm_eps of config.json.
-    """
-    print(write(checkpoint, to, out, norm_eps=norm_eps))
-    return OK
-
 
 # The output while runs go on: a bar with an ETA on a terminal, plain lines elsewhere.
 

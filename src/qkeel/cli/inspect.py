@@ -31,7 +31,7 @@ from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
 from qkeel.autopilot import replay as replayed
-from qkeel.cli.console import FAILED, OK
+from qkeel.cli.commands import FAILED, OK
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
 from qkeel.kernels.choose import KERNELS
@@ -46,6 +46,7 @@ from qkeel.records import RunDirectory, disk
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
 from qkeel.remedies.apply import remedies
+from qkeel.remedies.retrofit import convert as write_converted
 from qkeel.sites import find_sites
 from qkeel.spec import PRESETS, AttentionSpec, ReRope, Rope, Softcap, presets
 from qkeel.spec.call import make_call
@@ -594,3 +595,29 @@ if __name__ == "__main__":
         sys.exit(130)
     except BrokenPipeError:  # `qkeel bench | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# `qkeel convert`: a checkpoint with q/k norms as an architecture that others load.
+
+
+def convert(
+    checkpoint: Path,
+    /,
+    *,
+    to: Literal["qwen3", "olmo2", "gemma3"],
+    out: Path,
+    norm_eps: Annotated[float | None, Parameter(show_default=False)] = None,
+) -> int:
+    """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
+
+    The norms come from qkeel.retrofit(model, "qk_norm", batches) and saved by save_pretrained. Nothing is run or
+    unpickled; what the architecture cannot compute is refused with the reason.
+
+    Args:
+        checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
+        to: The architecture to write.
+        out: The folder to write; it must not exist, or be empty.
+        norm_eps: The eps of the q/k norms, where it is not rms_norm_eps of config.json.
+    """
+    print(write_converted(checkpoint, to, out, norm_eps=norm_eps))
+    return OK

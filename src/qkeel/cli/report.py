@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from qkeel.cli.console import OK
+from qkeel.cli.commands import OK
 from qkeel.report import write
 from qkeel.report.render import WIDTH
 from qkeel.report.render import figures as draw

@@ -20,14 +20,10 @@ import docstring_parser
 from cyclopts import Parameter
 from rich.console import Console
 
-from qkeel.cli.commands import HELP_ALL
+from qkeel.cli.commands import COLLAPSED, FAILED, HELP_ALL, OK, command_line
 from qkeel.cli.console import (
-    COLLAPSED,
-    FAILED,
-    OK,
     RunView,
     StudyView,
-    command_line,
     extrapolated,
     make_console,
     number,

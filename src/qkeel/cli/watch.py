@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 from cyclopts import Parameter
 
 from qkeel.autopilot import policy as known_policy
-from qkeel.cli.console import OK
+from qkeel.cli.commands import OK
 from qkeel.cli.watched_program import (
     EXAMPLE,
     Fix,

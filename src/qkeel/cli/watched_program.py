@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
-from qkeel.cli.console import FAILED, INTERRUPTED, OK, USAGE
+from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
 from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
 from qkeel.handle import Handle, compose
 from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table

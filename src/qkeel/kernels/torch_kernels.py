@@ -348,14 +348,20 @@ def visible(call: AttentionCall) -> BlockMask | None:
 def _block_mask(t: int, s: int, window: int | None, causal: bool, device: torch.device) -> BlockMask:
     back = s - t  # what is read below is compiled in: no length, where there are as many queries as keys
 
-    def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        away = row + back - key
-        if window is None:
-            return away >= 0
-        return (away < window) & (away >= 0 if causal else away > -window)
-
+    # Lambdas: FlexAttention counts the arguments of a mask, which whoever wraps functions to check them would hide.
     with torch.inference_mode(False):  # it is kept, and a later pass may have a gradient
-        return create_block_mask(sees, None, None, t, s, device=device)
+        if window is None:
+            return create_block_mask(lambda b, h, row, key: row + back >= key, None, None, t, s, device=device)
+        return create_block_mask(
+            lambda b, h, row, key: (
+                (row + back - key < window) & (row + back - key >= 0 if causal else row + back - key > -window)
+            ),
+            None,
+            None,
+            t,
+            s,
+            device=device,
+        )
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What `qkeel recommend` says: the law of logits, the region it was measured in, and the configuration it is asked of."""
+"""What `qkeel recommend` says: the law of logits, the region it was measured in, and the configuration asked about."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class FaultGuard:
     failed. Later ones are dropped: it was said that nothing more is measured. Interrupts (KeyboardInterrupt,
     SystemExit) are no faults and pass.
 
-    >>> guard = Guard("the watcher is off: {}")
+    >>> guard = FaultGuard("the watcher is off: {}")
     >>> guard(int, "7")
     7
     """
