@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import Arguments, arguments
-from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
@@ -41,6 +40,7 @@ from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, S
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
+from qkeel.sites.trace import ModelTrace, run_once
 
 REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,

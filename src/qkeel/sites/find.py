@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.capture.trace import SEARCH, ModelTrace, spread, traced
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.heads.norms import spec_gains
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
@@ -24,6 +23,7 @@ from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs, buffers_of, gathered, parameters_of
+from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
 
