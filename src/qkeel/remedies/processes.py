@@ -18,7 +18,7 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite
 from qkeel.patching.modes import running_stage
-from qkeel.patching.optimizers import go_first
+from qkeel.patching.optimizers import go_first, in_real_steps
 from qkeel.remedies.base import Target, where
 from qkeel.remedies.head_weights import innermost
 
@@ -116,7 +116,7 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
                 "stage the model is: the step was not taken. Make every PipelineStage before qkeel.apply"
             )
 
-    passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(refuse)
+    passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(in_real_steps(refuse))
     return compose(map(Handle, (passes.remove, steps.remove)))
 
 
@@ -134,7 +134,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
             if list(hook.hooks_dict_ref() or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
                 hook.remove()
 
-    hook = innermost(optimizer).register_step_pre_hook(before)
+    hook = innermost(optimizer).register_step_pre_hook(in_real_steps(before))
     go_first(hook)  # before any other hook waits for the other processes
 
     def undo() -> None:
