@@ -55,7 +55,12 @@ def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_misuse_is_an_error_on_every_process_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["some_misuses", "a_swapped_weight_stops_all"])
+    run(tmp_path, 2, ["some_misuses", "a_swapped_weight_stops_all", "one_comes_late"])
+
+
+@pytest.mark.timeout(600)
+def test_a_head_that_fully_shard_cuts_is_clipped_as_by_one_process(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["heads_that_fully_shard_cuts"])
 
 
 @pytest.mark.slow

@@ -30,8 +30,9 @@ Act = Callable[[Optimizer], None]
 class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of an optimizer, or of all of them.
 
-    `before` is called as by `before_change`; neither is in a step that only fills the optimizer's state. What they raise reaches the step's caller. In the middle of a step its
-    hooks are being gone through and can't be taken away: `remove()` leaves them, idle, and a later one takes them.
+    `before` is called as by `before_change`; neither is called in a step that only fills the optimizer's state. What
+    they raise reaches the step's caller. In the middle of a step its hooks are being gone through and can't be taken
+    away: `remove()` leaves them, idle, and a later one takes them.
     """
 
     def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:

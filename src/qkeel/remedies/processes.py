@@ -222,10 +222,13 @@ class SharedMaxima:
         return F.pad(top.to(nothing.device), (first, site.n_heads - first - len(top)), value=-torch.inf)
 
     def _place_heads(self, target: Target) -> None:
-        """Find out which heads of each site tensor parallelism has left to this process."""
+        """Find out which heads of each site tensor parallelism has left to this process. What fully_shard has split it
+        gathers for each pass, so a head may be stored in parts."""
+        gathered = dist.fully_sharded(target.model)
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
-                part = dist.shard(s.parameter, target.parameter(s.parameter))
+                p = target.parameter(s.parameter)
+                part = dist.shard(s.parameter, p, gathered.get(id(p), 0))
                 if part is None:
                     continue
                 first, last = part.in_pass[s.axis]
