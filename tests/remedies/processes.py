@@ -26,6 +26,7 @@ from tests.processes.setups import SETUPS
 from tests.processes.watching import Collectives, made, passes
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
+from torch.distributed.algorithms import Join
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -305,6 +306,47 @@ def heads_that_fully_shard_cuts() -> None:
         found = with_cut_heads(remedy, one=False)
         assert farthest(found, CUT_ALONE[remedy]) < 1e-12, remedy
         assert farthest(found, CUT_ALONE["none"]) > 1e-4, f"{remedy} does nothing here"
+
+
+def stages_under_fully_shard() -> None:
+    """Stages of a pipeline that are under fully_shard, each on its own part of a mesh, step as stages alone do."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    axes = init_device_mesh("cpu", (dist.world(), 1), mesh_dim_names=("pp", "dp"))
+    found: list[dict[str, Tensor]] = []
+    for name, sharded in (("none", False), ("qk_clip", False), ("qk_clip", True)):
+        stage, run = pipelined("pipeline")
+        hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
+        sites = qkeel.find_sites(stage, hidden if dist.rank() else wrapped.batch(0)[:2])
+        if sharded:
+            fully_shard(stage, mesh=axes["dp"])
+        optimizer = adamw(stage)
+        handle = qkeel.apply(CALLS[name], stage, optimizer, sites=sites)
+        for number in range(4):
+            run(stage, optimizer, number)
+        handle.remove()
+        found.append(weights(stage))
+    assert farthest(found[0], found[1]) > 1e-5, "qk_clip does nothing here"
+    assert farthest(found[1], found[2]) < 1e-12
+
+
+def inside_join() -> None:
+    """A clip inside torch's Join is refused on every process before a step; lalr, which waits for nobody, acts."""
+    model, optimizer = own("ddp")
+    before = weights(model)
+    handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    refused = pytest.raises(RefusedError, match="a process whose data is over takes no steps")
+    with refused, Join([model]):  # type: ignore[list-item]
+        own_step(model, optimizer)
+    optimizer.zero_grad()
+    assert farthest(before, weights(model)) == 0
+    own_step(model, optimizer)  # outside it is a step as any other
+    handle.remove()
+    with qkeel.apply("lalr", model, optimizer), Join([model]):  # type: ignore[list-item]
+        for _ in range(2 + dist.rank()):
+            own_step(model, optimizer)
+    distributed.barrier()
 
 
 CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
@@ -610,6 +652,8 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     a_swapped_weight_stops_all,
     heads_that_fully_shard_cuts,
     one_comes_late,
+    stages_under_fully_shard,
+    inside_join,
 )
 WITH_FOLDER = (save, go_on)
 

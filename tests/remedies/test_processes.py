@@ -63,6 +63,16 @@ def test_a_head_that_fully_shard_cuts_is_clipped_as_by_one_process(tmp_path: Pat
     run(tmp_path, 2, ["heads_that_fully_shard_cuts"])
 
 
+@pytest.mark.timeout(600)
+def test_stages_of_a_pipeline_under_fully_shard_are_clipped_as_stages_alone(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["stages_under_fully_shard"])
+
+
+@pytest.mark.timeout(600)
+def test_a_clip_inside_join_is_refused_on_every_process(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["inside_join"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_misuse_in_both_ways_to_wrap(tmp_path: Path) -> None:

@@ -100,8 +100,13 @@ class QKClip(StepRemedy):
         check_changes_last(optimizer, self.name, plan.stepped)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
         clip = _Clip(self, target, plan, optimizer)
+
+        def before(*_: object) -> None:
+            replaced.check()
+            clip.shared.check_step()
+
         hooks = [
-            optimizer.register_step_pre_hook(in_real_steps(lambda *_: replaced.check())),
+            optimizer.register_step_pre_hook(in_real_steps(before)),
             optimizer.register_step_post_hook(in_real_steps(clip.after_step)),
         ]
 
