@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -118,8 +119,8 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
 
     To be called by one of these hooks. Then hooks may be put on the optimizer and taken off, which torch does not allow
-    while it goes through them. The hook is one of every optimizer: it keeps none alive and goes when it has been called,
-    because torch's fast paths step aside wherever such a hook is registered.
+    while it goes through them. The hook is one of every optimizer: it keeps none alive and goes when it has been
+    called, because torch's fast paths step aside wherever such a hook is registered.
     """
     waiting, stepping_now = [act], weakref.ref(optimizer)
 
@@ -176,8 +177,10 @@ def filling_state() -> bool:
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:
         return False
-    code = fills.__code__
-    return any(frame.f_code is code for frame in running_frames())
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not fills.__code__:  # no generator: each step comes here
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
