@@ -190,7 +190,7 @@ class SharedMaxima:
                 "qk_clip needs the largest logits of all processes after each step, and inside "
                 "torch.distributed.algorithms.Join a process whose data is over takes no steps: the step was not "
                 "taken. Give every process as many batches, or use a remedy whose steps need no other process, such "
-                "as lalr"
+                "as lalr. torch leaves a model in that mode when the context ends: wrap it again"
             )
 
     def remove(self) -> None:
