@@ -128,9 +128,12 @@ PLOT = Picture(
 
 def run(command: str, folder: Path) -> None:
     """Runs one command line of qkeel in a folder; ends the program where something of it failed."""
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     if done.returncode or FAULT.search(done.stderr):
         sys.exit(f"{done.stderr}\n`{command}` failed (exit code {done.returncode}): no picture was changed")
@@ -275,7 +278,7 @@ def page() -> str:
     """The text of docs/gallery.md."""
     head = (
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` makes this page. "
-        "Pictures follow the scheme of the site, light or dark.\n\n"
+        "Pictures are light or dark, like the page around them.\n\n"
     )
     end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"
     return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end

@@ -236,7 +236,7 @@ def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
     ("name", "place"),
     one_in(
         [
-            ("env.json", "env.json is not whole JSON"),
+            ("env.json", "env.json is not complete JSON"),
             ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
             ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
             ("heads.f32", "heads.f32 has 40 bytes"),
