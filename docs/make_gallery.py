@@ -76,7 +76,7 @@ PAGES = (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
-        rows=(0, 1820),
+        rows=(0, 1560),
     ),
     Picture(
         "autopilot",
