@@ -86,7 +86,7 @@ PAGES = (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
         ),
-        rows=(0, 2730),
+        rows=(0, 2460),
     ),
     Picture(
         "study",
@@ -97,7 +97,7 @@ PAGES = (
             "--seeds 0 1 2 --out runs/lr",
             "qkeel report runs/lr -o study.html",
         ),
-        rows=(0, 1550),
+        rows=(0, 1530),
     ),
     Picture(
         "lengths",

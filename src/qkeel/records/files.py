@@ -343,7 +343,7 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     {'step': 3, 'loss': None}
     >>> check_fields({"loss": 1.0}, "metrics.jsonl", "metrics.jsonl, line 1")
     Traceback (most recent call last):
-    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It was damaged ...
+    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It is damaged ...
 
     Args:
         value: what a parser gave. file: a row of FIELDS. where: the place of the value. error: the class to raise.

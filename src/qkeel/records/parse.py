@@ -72,7 +72,7 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
     {'loss': 1.5}
     >>> parse_json("[1, 2", "a.json")
     Traceback (most recent call last):
-    qkeel.errors.RunDirectoryError: a.json is not complete JSON (line 1, column 6: Expecting ',' delimiter). It was ...
+    qkeel.errors.RunDirectoryError: a.json is not complete JSON (line 1, column 6: Expecting ',' delimiter). It is ...
 
     Raises: `error` for a text that is torn, has a name twice, is nested deeper than 64, or holds a number beyond 64
         bits or text that is not Unicode.

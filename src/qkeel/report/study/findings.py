@@ -511,7 +511,8 @@ def _seeds(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         return [Finding("caution", "One seed: no interval, so no difference is judged.")]
     tests = sum(g.effect is not None for g in gains(rows, study.remedies, study.baseline))
     text = "Differences are paired by seed: mean, then 95 % interval"
-    text += f" (Student's t, by Holm for the {tests} comparisons with {study.baseline} at once)" if tests > 1 else ""
+    if tests > 1:
+        text += f" (Student's t, corrected by Holm's method for {tests} comparisons with {study.baseline})"
     return [Finding("caution", f"{text}; {len(seeds)} seeds.")]
 
 
