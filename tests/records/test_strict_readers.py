@@ -24,7 +24,7 @@ def test_sound_json_is_read_as_python_reads_it() -> None:
     ("text", "reason"),
     [
         (b'{"a": 1', "line 1, column 8"),
-        (b'{"a": 1, "a": 2}', "'a' stands twice"),
+        (b'{"a": 1, "a": 2}', "'a' appears twice"),
         (b"[" * 65 + b"]" * 65, "at most 64"),
         (b"[" * 100_000, "too deep"),
         (str(2**64).encode(), "at most 64 bits"),
