@@ -379,7 +379,7 @@ def a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on() -> Non
         _, monitor, warned = train(late, wrap=fully_shard)
     finally:
         processes.PATIENCE = patience
-    assert ["has not come to the first measured pass" in text for text in warned] == [True], warned
+    assert ["has not reached the first measured pass" in text for text in warned] == [True], warned
     assert monitor.history.steps.tolist() == [*range(1, STEPS)]
     assert all(site.verified for site in monitor.sites)
     monitor.close()

@@ -362,7 +362,7 @@ def no_product_rows(like: Tensor) -> dict[str, Tensor]:
 
 
 def _inverse(norm: Tensor) -> Tensor:
-    """1 / norm, 0 where that is no number: hidden keys may hold anything."""
+    """1 / norm, 0 where that is not a number: hidden keys may hold anything."""
     return torch.where(norm > 0, norm, torch.inf).reciprocal()
 
 

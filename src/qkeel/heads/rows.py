@@ -2,9 +2,9 @@
 
 A probe is the gradient of a random combination of numbers of q or k with respect to the features of a projection. It
 stops there, so that it costs next to nothing however large the weights are. Norms on the path let gradients through as
-if their size were a constant: a norm over all heads together then does not mix them. Heads are told apart by powers of
-two: a backward pass is linear, so what head h adds to the second of two gradients is exactly 2ʰ times what it adds to
-the first.
+if their size were a constant: a norm over all heads together then does not mix them. Powers of two distinguish
+the heads: a backward pass is linear, so what head h adds to the second of two gradients is exactly 2ʰ times what it
+adds to the first.
 """
 
 from __future__ import annotations

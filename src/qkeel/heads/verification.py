@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedCall:
-    """A sighting, and how many operators had run then."""
+    """An observation, and how many operators had run then."""
 
     sighting: CapturedCall
     until: int
@@ -215,7 +215,7 @@ class _Experiment:
         scale = [float(difference(a, b).max()) for a, b in zip(self._base, changed)]
         for (where, words, _, dim), before, after in zip(sides, self._after(wide, zeros, one), afters):
             if dim is not None:
-                # A constant in the place of a query makes one number per key, which is no product.
+                # A constant in the place of a query makes one number per key, which is not a product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
             if self._varies(before, after, scale):
                 yield f"{words}{where} with its input: a part of them comes from other weights"

@@ -541,16 +541,16 @@ def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
 
 def no_logsumexp(call: AttentionCall) -> str:
     """Returns why `attend_with_logsumexp` returns None for a call."""
-    return _no_fused_call(call) or "the operator that torch chooses for this call on a GPU hands out no logsumexp"
+    return _no_fused_call(call) or "the operator that torch chooses for this call on a GPU returns no logsumexp"
 
 
 def _no_fused_call(call: AttentionCall) -> str:
     device = call.q.device.type
     if device not in ("cpu", "cuda"):
-        return f"on {device} torch hands out no logsumexp"
+        return f"on {device} torch returns no logsumexp"
     if call.dropout or not call.whole:
         return (
-            "torch hands out no logsumexp with dropout, a mask, a window, packed sequences, or fewer causal queries "
+            "torch returns no logsumexp with dropout, a mask, a window, packed sequences, or fewer causal queries "
             "than keys"
         )
     if device == "cuda" and torch.compiler.is_compiling():

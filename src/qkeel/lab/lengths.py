@@ -241,7 +241,7 @@ def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]
 
 
 def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
-    """Appends to the run's extrapolation.jsonl what is missing there; a killed one goes on."""
+    """Appends to the run's extrapolation.jsonl what is missing there; a killed one continues."""
     config = resolve(config)
     if not missing(place, contexts):
         return

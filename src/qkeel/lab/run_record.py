@@ -249,7 +249,7 @@ def claim(place: RunDirectory, config: RunConfig) -> None:
     note_checksums(place)
     remove([place.path / "FAILED"])
     if place.status is RunStatus.DONE and (damage := place.damage()):
-        caution(f"{str(damage).rstrip('.')}. The run is made again, as far as it must be.")
+        caution(f"{str(damage).rstrip('.')}. The run is repeated as far as needed.")
         remove([place.path / "DONE"])
 
 
@@ -420,7 +420,7 @@ class RunRecord:
         return found
 
     def _ends(self, numbers: Sequence[float]) -> bool:
-        """True if training cannot go on after a step with these numbers; under a loss scale single steps may fail."""
+        """True if training cannot continue after these numbers; under a loss scale single steps may fail."""
         scale = self.state.loss_scale
         return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
 

@@ -61,7 +61,7 @@ class Forecast:
     """`value` grows like clock^exponent and passes `threshold` at `step`, with 90 % between `low` and `high`.
 
     Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
-    is not, `end` is None and all three hold if the learning rate stays what it is.
+    is not, `end` is None and all three hold if the learning rate stays the same.
     """
 
     threshold: float
@@ -75,7 +75,7 @@ class Forecast:
     def __str__(self) -> str:
         """`passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition; where the interval is so
         wide that its middle says nothing, the step before which it does not."""
-        condition = " if the learning rate stays" if self.end is None else ""
+        condition = " if the learning rate stays the same" if self.end is None else ""
         if not math.isfinite(self.step):
             return f"does not pass {_short(self.threshold)} within this run"
         if self.vague:
@@ -131,13 +131,13 @@ def forecast(
     """The step at which the power law through `values` [n] passes `threshold`; None if it never does or already has.
 
     ln v = a + p ln c by least squares over the records of the last tenfold of c (at least 6); from the last record on,
-    c* = c · (threshold / v)^(1/p). The clock c goes on as planned; with no plan, or one that the last record does not
+    c* = c · (threshold / v)^(1/p). The clock c continues as planned; with no plan, or one that the last record does not
     follow, at the last learning rate. Interval in ln c*, with L = ln(c* / c): from -(0.45 L + 0.1) to
     +(0.55 L + 0.12), never before the last record.
 
     >>> steps = np.arange(100, 1100, 100)
     >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
-    passes 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays
+    passes 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays the same
 
     Args:
         steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.

@@ -34,7 +34,7 @@ _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entrop
 
 @final
 class Recorder:
-    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
+    """Keeps the history of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
 
     `rules` and `about` are asked once, when the first numbers come: some of them need to have seen the model run.
     """
@@ -95,13 +95,13 @@ class Recorder:
         if late and dist.rank() == 0:
             caution(
                 f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of "
-                "its first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch "
+                "its first measured step, so it is not recorded and no alarm checks it. Close this monitor and watch "
                 "again from here on, or begin with a batch that uses all attention"
             )
 
     @property
     def history(self) -> History:
-        """The course of training; of a model that was only seen in evaluation mode, that of its passes."""
+        """The history of training; of a model that was only seen in evaluation mode, that of its passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
         return one.history if one is self.recording else dataclasses.replace(one.history, phase="eval")
 
@@ -114,7 +114,7 @@ class Recorder:
         return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
 
     def load(self, state: State) -> None:
-        """Goes on after these, from the first numbers on."""
+        """Continues after these, from the first numbers on."""
         self._carried = state
 
     def _take_up(self) -> None:
@@ -146,8 +146,8 @@ class Recorder:
             except Exception as error:
                 self.sinks.remove(sink)
                 caution(
-                    f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
-                    "Statistics and training go on"
+                    f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}. "
+                    "Statistics and training continue"
                 )
 
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
@@ -376,8 +376,8 @@ class PendingResults:
         if unknown:
             self._said = True
             caution(
-                "qk_spectral_norm is not measured of heads whose rows no process holds whole: nothing is gathered for "
-                f"a number. Weights are split through heads of {', '.join(unknown)}"
+                "qk_spectral_norm is not measured for heads whose rows no process holds whole: qkeel gathers no "
+                f"weights for one number. Weights are split through heads of {', '.join(unknown)}"
             )
 
     def has(self, phase: Phase) -> bool:

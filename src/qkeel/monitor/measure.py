@@ -282,7 +282,7 @@ class WatchedSites:
         if not seen and (self._seen or self.all) and not self._silent:
             self._silent = True
             caution(
-                f"a pass that was to be measured showed no attention call, though {share(len(self.all), 0)} of "
+                f"a pass to be measured made no attention call, though {share(len(self.all), 0)} of "
                 f"{type(self.model).__name__} are known; nothing is recorded of such passes"
             )
         self._seen = self._seen or seen

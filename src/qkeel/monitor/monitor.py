@@ -240,7 +240,7 @@ def _changed(before: Tensor, now: Tensor) -> bool:
 # The Monitor: measures the attention of a model while it trains.
 
 JOINED = "in a context of torch's Join processes end at different steps"
-_OFF = "qkeel's monitor switched itself off: {}. The model runs on unwatched; what was recorded is kept"
+_OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; what was recorded is kept"
 
 
 @final
@@ -344,7 +344,7 @@ class Monitor(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps done; set it to go on counting where an earlier training stopped."""
+        """The number of optimizer steps done; set it to continue counting where an earlier training stopped."""
         return self._steps.done
 
     @steps.setter
@@ -451,7 +451,7 @@ class Monitor(Handle):
 
     @property
     def history(self) -> History:
-        """The course of the run, for rules and plots; its `phase` says whether it is of training."""
+        """The history of the run, for rules and plots; its `phase` says whether it is of training."""
         self._settle()
         return self._journal.history
 
@@ -465,7 +465,7 @@ class Monitor(Handle):
         )
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
-        """Draws the course of the run by matplotlib and returns the Axes; see `History.plot`."""
+        """Draws the history of the run by matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
     def __repr__(self) -> str:

@@ -534,7 +534,7 @@ class ProcessGroup:
         self._watching = words is not None
         if words is None and again:
             caution(
-                f"another process of this run has not come to the first measured pass within {patience:g} seconds: "
+                f"another process of this run has not reached the first measured pass within {patience:g} seconds: "
                 "this step is not measured, and the next one is if that process watches the model too"
             )
         elif words is None:
@@ -597,7 +597,7 @@ class ProcessGroup:
         words = words_under(self._round(), f"{nothing}|{count}|{print_of}|{place}", LONGEST)
         self._rounds += 1
         if words is None:
-            self.stay_alone("not every process of this run came to the end of its first measured step")
+            self.stay_alone("not every process of this run reached the end of its first measured step")
             return
         if _OFF in words:
             self.over = True

@@ -19,7 +19,7 @@ from qkeel.records import NON_FINITE
 # Alarms and rules: a rule is a condition on records, without state.
 
 HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
-GROWTH = "attention logits grow too large"  # what most alarms are about
+GROWTH = "attention logits have grown too large"  # what most alarms are about
 
 
 class Severity(StrEnum):
@@ -257,7 +257,7 @@ def _soon(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook(Rule):
-    """At the end of the planned schedule the largest logit will be over `threshold`, if it goes on as it does.
+    """At the end of the planned schedule the largest logit will be over `threshold`, if it continues as it does.
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have
@@ -306,7 +306,8 @@ class EntropyCollapse(Rule):
         low = float(means[1, layer])
         if not low < self.threshold:
             return None
-        text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: one key takes all"
+        text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
+        text += "one key takes all the attention"
         was = f"it was {means[0, layer]:.3g} at first"
         return self.alarm(history, text, low, at=RecordPlace("entropy", layer, None), trend=was)
 

@@ -48,7 +48,7 @@ ENVIRONMENT = (
 
 
 class Sink(abc.ABC):
-    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and goes on without
+    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and continues without
     the sink."""
 
     def require(self) -> None:  # noqa: B027 - most sinks need nothing

@@ -124,7 +124,7 @@ def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
 
 @final
 class HiddenNorms:
-    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is in force.
+    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
 
     A block is the innermost element of an nn.ModuleList or nn.Sequential that holds a site. The final hidden state is
     what the first module after the last block gives in the same shape (a final norm), else the last block's output.

@@ -103,7 +103,7 @@ def watch(
     if any(dist.is_flat(wrapper) for one in models.values() for wrapper in dist.wrappers(one)):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
-            "flat pieces of weights that no head can be read from. Move to torch.distributed.fsdp.fully_shard"
+            "flat pieces of weights, from which no head can be read. Move to torch.distributed.fsdp.fully_shard"
         )
     if stats is not True and stats not in get_args(Wanted):
         raise unknown("statistics", str(stats), get_args(Wanted)[1:])

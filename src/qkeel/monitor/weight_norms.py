@@ -524,7 +524,7 @@ class WeightNorms:
         that all heads share counts for each of them.
     qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's way)ᵀ (product on
         the key's way), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
-        where a way is no product of matrices: with a convolution over places in it, or learned keys next to it.
+        where a way is not a product of matrices: with a convolution over places in it, or learned keys next to it.
     query_grad_rms, key_grad_rms [h]: root mean square of the gradient of those rows, as the optimizer gets it.
     grad_over_eps [h]: the smaller of both over the optimizer's eps; near or under 1 Adam's step shrinks (Wortsman et
         al. 2023, arXiv 2309.14322, section 3.4).

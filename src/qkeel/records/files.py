@@ -64,15 +64,15 @@ def read_json(path: Path, sealed: bool = False) -> Any:
     >>> read_json(Path("a.json"))
     {'loss': inf}
 
-    Raises: DamagedFileError for what is no JSON, does not fit its checksum, or, if `sealed`, has none.
+    Raises: DamagedFileError for what is no JSON, does not match its checksum, or, if `sealed`, has none.
     """
     if refuse_irregular(path) is None:
-        raise DamagedFileError(f"{path} is missing; expected a file that can be read. Restore it.")
+        raise DamagedFileError(f"{path} is missing; expected a readable file. Restore it.")
     try:
         return _value(read_regular(path), sealed)
     except ValueError as failure:
         raise DamagedFileError(
-            f"{path} is not whole JSON ({failure}). It was damaged or is of another kind: restore it or make it again."
+            f"{path} is not complete JSON ({failure}). It is damaged or of another kind: restore it or create it again."
         ) from failure
 
 
@@ -132,7 +132,7 @@ def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
 
 
 def _damage(path: Path, number: int, why: ValueError) -> DamagedFileError:
-    return DamagedFileError(f"{path}, line {number} is not whole JSON: the file was damaged ({why})")
+    return DamagedFileError(f"{path}, line {number} is not complete JSON: the file was damaged ({why})")
 
 
 def _value(text: bytes, sealed: bool) -> Any:
@@ -343,7 +343,7 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     {'step': 3, 'loss': None}
     >>> check_fields({"loss": 1.0}, "metrics.jsonl", "metrics.jsonl, line 1")
     Traceback (most recent call last):
-    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It was damaged ...
+    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It is damaged ...
 
     Args:
         value: what a parser gave. file: a row of FIELDS. where: the place of the value. error: the class to raise.
@@ -398,7 +398,7 @@ def _name(value: object) -> str:
 
 
 def _field_damage(error: type[QkeelError], where: str, what: str) -> QkeelError:
-    return error(f"{where} {what}. It was damaged or is of another kind: restore it, or make it again.")
+    return error(f"{where} {what}. It is damaged or of another kind: restore it or create it again.")
 
 
 # The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; in
@@ -470,7 +470,7 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
         sealed: whether heads.json must have a checksum.
         sure: bytes of heads.f32 that are known to have been written.
 
-    Raises: DamagedFileError if a record does not fit its checksum, or heads.json describes another file.
+    Raises: DamagedFileError if a record does not match its checksum, or heads.json describes another file.
     """
     about, path = _description(directory, name, sealed), directory / f"{name}.f32"
     rows = _records(about, path, sure)
@@ -500,7 +500,7 @@ def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
     wrong = [i for i, row in enumerate(rows[: len(sums)]) if zlib.crc32(row.tobytes()) != sums[i]]
     if wrong and wrong[0] < max(written, min(len(rows), len(sums)) - 1):
         raise DamagedFileError(
-            f"{path}, record {wrong[0] + 1} does not fit its checksum in {place.name}: it was damaged. {_MEND}"
+            f"{path}, record {wrong[0] + 1} does not match its checksum in {place.name}: it was damaged. {_MEND}"
         )
     return rows[: wrong[0] if wrong else len(sums)]
 

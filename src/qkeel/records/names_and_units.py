@@ -47,7 +47,7 @@ STEP_FIELDS: dict[str, Field] = {
     "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
     "logit_change": Field("nats", "root mean square change of the logits by the step just done: heads, layers, probe"),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
-    "tokens_per_second": Field("1/s", "training tokens a second since the last line, measuring and saving apart"),
+    "tokens_per_second": Field("1/s", "training tokens a second since the last line, without measuring and saving"),
     "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
 }
 
@@ -163,7 +163,7 @@ TASK_FIELDS: dict[str, Field] = {
     "mix": Field("name", "the mix of data in a multimodal study"),
     "part": Field("name", "the values of a study's axes"),
     "loss_scale": Field("1", "factor on the loss in fp16 training after the step"),
-    "skipped_steps": Field("optimizer steps", "steps left out since a gradient overflowed fp16, over training"),
+    "skipped_steps": Field("optimizer steps", "steps skipped because a gradient overflowed fp16, over training"),
 }
 
 # One row per run in a study's table.csv.

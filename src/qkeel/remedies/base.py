@@ -86,7 +86,7 @@ class Remedy(abc.ABC):
     `may_be_zero` names are at least 0. `rule` is the formula of a remedy that changes no slot of the spec, with the
     options in braces. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
     of the model is without it. `changes_spec` says that it gives sites a new spec, which their calls are run with
-    before it is in force. `on_attention` says that it changes attention, all of it. `stacks`: runs with it may train
+    before it is active. `on_attention` says that it changes attention, all of it. `stacks`: runs with it may train
     as one stack, which neither hooks on a forward pass nor weights computed from others nor random numbers allow.
     """
 

@@ -315,13 +315,15 @@ def heads_of(
         module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
         whole = index is not None and index.shape[0] == heads
         if site.module in module.modules() or (len(apart) > 1 and not whole):
-            return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
+            return refuse_heads(f"the {side} are not the output of a single module: they are made by {made}")
         if index is None or not whole:
             return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
         weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
         if len(apart) > 1 and not all(bool(w.any()) for w in weights):
             # A part of a sum that is zero at first, as in a low-rank adapter: it would be normed to full size.
-            return refuse_heads(f"the {side} are no one module's output, and a part of what makes them is zero: {made}")
+            return refuse_heads(
+                f"the {side} are not the output of a single module, and a part of what makes them is zero: {made}"
+            )
         size, biased = model.get_parameter(own[0].parameter).shape[own[0].axis], any(s.bias is not None for s in own)
         found.append(HeadSource(module=module, name=name, index=index, size=size, biased=biased))
     return found
@@ -569,7 +571,7 @@ class ChangeNorm(ChangeSpec):
         for part, found in plan.items():
             if len(found) > 1 and {heads.index.shape[1] for heads in found} != widths:
                 made, side = ", ".join(sorted(heads.name for heads in found)), "queries" if part == "q" else "keys"
-                return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
+                return refuse_heads(f"the {side} are not the output of a single module: they are made by {made}")
         return plan
 
     def _modules(
@@ -665,7 +667,7 @@ def _check_ran(
     if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
-            "not reach their scores: their weights are used by something else than the module that holds them"
+            "not reach their scores: their weights are used by something other than the module that holds them"
         )
     return trace
 

@@ -307,7 +307,7 @@ class StepRemedy(Remedy):
 
     on_steps: ClassVar[bool] = True
     # Why not where q or k is normed, and where a weight is computed from another; "" where nothing speaks against it.
-    if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and the way out
+    if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and what to do instead
     if_computed: ClassVar[str] = ""
 
     stacks = True

@@ -50,7 +50,7 @@ class OutputGate(Remedy):
                 "use an attention whose output projection is a module that is called",
             )
         if site.description is not None or site.below:
-            return Refusal("its attention was described by hand or runs out of sight", "build it with qkeel.nn")
+            return Refusal("its attention was described by hand or runs unseen", "build it with qkeel.nn")
         return None
 
     def apply(self, target: Target) -> Handle:

@@ -296,7 +296,7 @@ def verdict(run: Watched) -> Verdict:
     return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
 
 
-CAUSE = "attention logits grow too large"  # of alarms that were recorded without one
+CAUSE = "attention logits have grown too large"  # of alarms that were recorded without one
 _LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
 
 
@@ -343,7 +343,7 @@ def _growth(run: Watched) -> str:
             return ""
         return f"The largest logit was {number(values[0])} at step {run.steps[0]:,} and is {number(values[-1])} now."
     if abs(power) < LEVEL:
-        return "The largest logit holds its level."
+        return "The largest logit stays level."
     grows = "grows" if power > 0 else "falls"
     return f"The largest logit {grows}: each doubling of the training multiplies it by {2**power:.2g}."
 
@@ -444,7 +444,7 @@ GROWTH = Chart(
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest of the model, with the "
     "head that leads now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
-    "are samples in evaluation mode; vertical lines are what an autopilot did, with its reasons under the pointer.",
+    "are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for its reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -472,7 +472,7 @@ ANGLE = Chart(
     "Is it the norms or the angle?",
     "A logit is scale · |q| · |k| · cosine. Each dot is a head in the last sample; the line is the path of the leading "
     "head. To the right: its norms grew. Upwards: its q and k turned towards each other.",
-    "Scatter plot: largest cosine against norm product, one dot per head, with the course of the leading head.",
+    "Scatter plot: largest cosine against norm product, one dot per head, with the path of the leading head.",
 )
 LOSS = Chart(
     "loss",

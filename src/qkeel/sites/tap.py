@@ -242,7 +242,7 @@ _LOCAL: dict[str, frozenset[Function] | None] = {
     **dict.fromkeys(FLASH_AND_FLEX, frozenset()),
 }
 
-_OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on unwatched"
+_OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

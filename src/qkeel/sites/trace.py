@@ -726,7 +726,7 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
         )
     hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
     return (
-        f"{looked}Nothing of it was there: there was no product of two activations. {hidden}Inside custom C++, CUDA or "
+        f"{looked}None of these was there: no two activations were multiplied. {hidden}Inside custom C++, CUDA or "
         f"Triton operators nothing can be seen: if attention happens in one, {_BY_HAND}"
     )
 
