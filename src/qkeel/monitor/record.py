@@ -20,7 +20,15 @@ from qkeel.frames.tables import plain_table, tag
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
-from qkeel.records import CLASS_FIELDS, HEAD_FIELDS, VALUE_FIELDS, fold_heads, layer_fields
+from qkeel.records import (
+    CLASS_FIELDS,
+    HEAD_FIELDS,
+    LAYER_FIELDS,
+    VALUE_FIELDS,
+    fold_heads,
+    layer_fields,
+    measured_field,
+)
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
 from qkeel.version import VERSION
@@ -56,13 +64,14 @@ class Sample:
         return f"<Sample of {self.phase} step {self.step:,}: {size}>"
 
     def by_layer(self, name: str) -> np.ndarray:
-        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says; NaN where nothing was measured."""
-        return fold_heads(name, self.heads[name])
+        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, or a number of records.LAYER_FIELDS;
+        NaN where nothing was measured."""
+        return fold_heads(name, self.heads[measured_field(name)])
 
     def overall(self, name: str) -> float:
-        """A head field folded over the whole model, else the value of that name, else NaN."""
-        if name in self.heads:
-            return float(fold_heads(name, self.heads[name].reshape(1, -1))[0])
+        """A head or layer field folded over the whole model, else the value of that name, else NaN."""
+        if (heads := self.heads.get(measured_field(name))) is not None:
+            return float(fold_heads(name, heads.reshape(1, -1))[0])
         return float(self.values.get(name, math.nan))
 
     def head_values(self) -> dict[str, np.ndarray]:
@@ -80,17 +89,19 @@ class Sample:
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
         """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
 
-        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS that say so.
+        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
+            say so.
 
         The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
         """
         if per_layer is None:
             per_layer = layer_fields()
         digits = max(2, len(str(len(self.layers) - 1)))
-        names = [*self.heads, *(n for n in self.values if n in HEAD_FIELDS and n not in self.heads)]
+        names = [*self.heads, *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads)]
+        names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         found = {f"attn/{name}": self.overall(name) for name in names}
         for name in per_layer:
-            if name in self.heads:
+            if measured_field(name) in self.heads:
                 for i, value in enumerate(self.by_layer(name)):
                     found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
         for name, value in self.values.items():
@@ -216,12 +227,14 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
 
 def _columns() -> dict[str, str]:
     """The headings of the fields that the table shows."""
-    return {name: field.column for name, field in {**HEAD_FIELDS, **CLASS_FIELDS}.items() if field.column}
+    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **CLASS_FIELDS}
+    return {name: field.column for name, field in fields.items() if field.column}
 
 
 def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     columns = _columns()
-    shown = [name for name in columns if name in sample.heads and not np.isnan(sample.heads[name]).all()]
+    known = {name: sample.heads.get(measured_field(name)) for name in columns}
+    shown = [name for name, heads in known.items() if heads is not None and not np.isnan(heads).all()]
     folded = {name: sample.by_layer(name) for name in shown}
     head = ["layer"]
     for name in shown:

@@ -32,6 +32,19 @@ class HeadField(Field):
     per_layer: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerField(Field):
+    """A number of each layer that follows from one number of its heads: nothing more is measured or written for it.
+
+    of: that number, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
+    """
+
+    of: str
+    fold: Literal["share_of_sinks", "max", "gap_of_sinks"]
+    column: str = ""
+    per_layer: bool = False
+
+
 # One line of metrics.jsonl, written every `log_every` steps. "Over the probe": the fixed held-out batch.
 STEP_FIELDS: dict[str, Field] = {
     "step": Field("optimizer steps", "steps done when the line was written; 0 is before training"),
@@ -125,6 +138,29 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
     NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
+}
+
+# A head whose sink_share is over this is a sink head: it gives its first key more than 30 % of its weight and acts as a
+# gate. Source: Sun et al. 2026, arXiv 2603.05498.
+SINK_HEAD = 0.3
+
+# Numbers of a layer made of those of its heads; of the whole model, of all heads at once.
+LAYER_FIELDS: dict[str, LayerField] = {
+    "sink_head_ratio": LayerField(
+        "share",
+        "share of the heads whose sink_share is over 0.3",
+        of="sink_share",
+        fold="share_of_sinks",
+        column="sink heads",
+        per_layer=True,
+    ),
+    "sink_head_max": LayerField("share", "largest sink_share of a head", of="sink_share", fold="max"),
+    "sink_head_gap": LayerField(
+        "share",
+        "mean sink_share of the heads over 0.3 minus the mean of the others; not measured where one group is empty",
+        of="sink_share",
+        fold="gap_of_sinks",
+    ),
 }
 
 # The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
@@ -226,22 +262,31 @@ def head_field(name: str) -> HeadField | None:
 
 
 def field_unit(name: str) -> str:
-    """The unit of a number of each head.
+    """The unit of a number of each head or layer.
 
     >>> field_unit("entropy")
     'nats'
     """
-    field = head_field(name)
+    field = LAYER_FIELDS.get(name) or head_field(name)
     return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
 def layer_fields() -> tuple[str, ...]:
-    """The per-head numbers that trackers get for each layer.
+    """The numbers that trackers get for each layer.
 
     >>> "max_logit" in layer_fields()
     True
     """
-    return tuple(name for name, field in HEAD_FIELDS.items() if field.per_layer)
+    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS}.items() if field.per_layer)
+
+
+def measured_field(name: str) -> str:
+    """The number of each head that a number of each layer is made of; the name itself of all others.
+
+    >>> measured_field("sink_head_ratio"), measured_field("entropy")
+    ('sink_share', 'entropy')
+    """
+    return LAYER_FIELDS[name].of if name in LAYER_FIELDS else name
 
 
 def explain_field(name: str) -> str:
@@ -254,6 +299,7 @@ def explain_field(name: str) -> str:
     table: dict[str, Field] = {
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
+        **LAYER_FIELDS,
         **CLASS_FIELDS,
         **VALUE_FIELDS,
         **TASK_FIELDS,
