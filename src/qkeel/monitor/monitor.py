@@ -30,6 +30,7 @@ from qkeel.monitor.measure import (
     Wanted,
     WatchedModels,
     WatchedSites,
+    wanted,
 )
 from qkeel.monitor.members import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_table
@@ -263,7 +264,7 @@ class Monitor(Handle):
         optimizer: Optimizer | None,
         *,
         every: Cadence,
-        stats: Wanted,
+        stats: Wanted | str,
         sinks: Sequence[Sink],
         rules: Sequence[Rule] | None,
         query_mask: Mapping[str, QueryMaskSource],
@@ -275,7 +276,7 @@ class Monitor(Handle):
     ) -> None:
         own = {name: unwrapped(one) for name, one in model.items()}
         whole = own[""] if "" in own else nn.ModuleDict(own)
-        setting = SettingSeen()
+        setting, (main, extras) = SettingSeen(), wanted(stats)
         self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
@@ -296,20 +297,22 @@ class Monitor(Handle):
         self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
         self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
-            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
-            due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
+            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, main)
+            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.rows
             tap = Tap(
                 one,
                 due=due,
                 measure=calls.call,
                 measure_rows=rows,
-                measure_plain=calls.plain,
+                measure_plain=None if "gates" in extras else calls.plain,
                 keeps=True,
                 guard=self._guard,
             )
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
-            numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
+            numbers = StepNumbers(
+                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, extras=extras
+            )
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
         if optimizer is None:

@@ -401,6 +401,33 @@ class AllSinks(Rule):
         return self.alarm(history, text, least, at=RecordPlace("sink_share", layer, None), trend=was)
 
 
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GateShut(Rule):
+    """The gate of a learned sink is shut: its head leaves its keys under `factor` times what the median head does.
+
+    Of runs that are watched with stats="all+gates". Not among the default rules: how often it fires without a reason
+    is not measured yet.
+    """
+
+    factor: float = 0.01
+    source: str = "derived: the output of a head is multiplied by its gate, so a shut one adds nothing"
+    cause: str = "a head's sink takes all of its weight"
+
+    def check(self, history: History) -> Alarm | None:
+        ratios, gates = history.by_layer("gate_min_ratio"), history.series("gate_mean")
+        if ratios is None or gates is None or not len(gates) or np.isnan(ratios[-1]).all():
+            return None
+        layer = int(np.nanargmin(ratios[-1]))
+        if not ratios[-1, layer] < self.factor:
+            return None
+        head = int(np.nanargmin(gates[-1, layer]))
+        value = float(gates[-1, layer, head])
+        text = f"the sink's gate is shut: it leaves {value:.2g} of the weight to the keys"
+        was = trend(history, gates[:, layer, head])
+        return self.alarm(history, text, value, at=RecordPlace("gate_mean", layer, head), trend=was)
+
+
 # Every watched run is checked by these; their numbers are in thresholds.py.
 DEFAULT: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),

@@ -154,9 +154,16 @@ def _product(query: Tensor, key: Tensor) -> Tensor:
     return query * key
 
 
+def _spread(mean: Tensor, square: Tensor) -> Tensor:
+    """The population standard deviation, of a mean and a mean square."""
+    return (square - mean.square()).clamp_min(0).sqrt()
+
+
 # Numbers that are made of merged ones: from which, whether those are only for this, and how.
 MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]]] = {
     "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), ("eps",), _smaller_over_eps),
+    "lse_std": (("lse_mean", "lse_square"), ("lse_square",), _spread),
+    "gate_std": (("gate_mean", "gate_square"), ("gate_square",), _spread),
     "gain_bound": (("query_bound", "key_bound"), ("query_bound", "key_bound"), _product),
 }
 

@@ -559,12 +559,22 @@ def _gap_of_sinks(values: np.ndarray) -> np.ndarray:
     return _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
 
 
+def _median(values: np.ndarray) -> np.ndarray:
+    """The median of the heads that were measured; NaN where none was, or where it is zero."""
+    found = np.full(values.shape[:-1], np.nan)
+    some = ~np.isnan(values).all(-1)
+    found[some] = np.nanmedian(values[some], axis=-1)
+    return np.where(found == 0, np.nan, found)
+
+
 _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
     "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
     "mean": _mean,
     "share_of_sinks": _share_of_sinks,
     "gap_of_sinks": _gap_of_sinks,
+    "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
+    "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
 }
 
 

@@ -40,7 +40,7 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "gap_of_sinks"]
+    fold: Literal["share_of_sinks", "max", "gap_of_sinks", "max_ratio", "min_ratio"]
     column: str = ""
     per_layer: bool = False
 
@@ -138,6 +138,34 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
     NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
+    "lse_mean": HeadField(
+        "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
+    ),
+    "lse_std": HeadField("nats", "standard deviation of that logsumexp over query rows", "mean"),
+    "sink_logit": HeadField("nats", "logit of the head's learned sink", "max"),
+    "gate_mean": HeadField(
+        "share",
+        "weight left to the keys by a sink, sigmoid(logsumexp - sink logit): mean over rows",
+        "mean",
+        column="gate",
+    ),
+    "gate_std": HeadField("share", "standard deviation of the gate over query rows", "mean"),
+    "delta2_spectral_norm": HeadField(
+        "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
+    ),
+    "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of that", "min"),
+    "delta2_singular_entropy": HeadField("nats", "entropy of its squared singular values' shares", "min"),
+    "delta3_spectral_norm": HeadField(
+        "1", "largest singular value of the product of the query's and the key's step", "max"
+    ),
+    "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of that", "min"),
+    "delta3_singular_entropy": HeadField("nats", "entropy of its squared singular values' shares", "min"),
+    "query_update_ratio": HeadField(
+        "1", "root mean square of a step of the head's query weight over that of the weight", "max", column="ΔW_q/W_q"
+    ),
+    "key_update_ratio": HeadField(
+        "1", "root mean square of a step of the head's key weight over that of the weight", "max", column="ΔW_k/W_k"
+    ),
 }
 
 # A head whose sink_share is over this is a sink head: it gives its first key more than 30 % of its weight and acts as a
@@ -160,6 +188,15 @@ LAYER_FIELDS: dict[str, LayerField] = {
         "mean sink_share of the heads over 0.3 minus the mean of the others; not measured where one group is empty",
         of="sink_share",
         fold="gap_of_sinks",
+    ),
+    "gate_max_ratio": LayerField(
+        "1", "largest gate_mean of a head over the median head's", of="gate_mean", fold="max_ratio"
+    ),
+    "gate_min_ratio": LayerField(
+        "1",
+        "smallest gate_mean of a head over the median head's: one shut gate shows here alone",
+        of="gate_mean",
+        fold="min_ratio",
     ),
 }
 

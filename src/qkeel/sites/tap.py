@@ -266,6 +266,9 @@ class Visitor:
     def looking(self, phase: Phase) -> Handle | None:
         """The measured pass begins, in compiled models the extra one; the handle is removed after it."""
 
+    def call(self, name: str, call: Seen, phase: Phase) -> None:
+        """An attention call of a site is measured."""
+
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         """The model's own pass is over; seen: attention was seen in it."""
 
@@ -411,8 +414,10 @@ class Tap(Handle):
             return
         known = self.measure_rows is not None and rows is not None
         stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
+        phase: Phase = "train" if training else "eval"
+        self.visitor.call(name, call, phase)
         if stats is not None:
-            self._stats["train" if training else "eval"].add(name, stats, None)
+            self._stats[phase].add(name, stats, None)
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
@@ -670,6 +675,8 @@ class _ForwardPass:
             self.kept.setdefault(name, call)
         elif self.tap.active and not _has_no_rows(call):
             stats = (measure or self.tap.measure)(call)
+            if part_of is None:
+                self.tap.visitor.call(name, call, self.phase)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
 
