@@ -58,11 +58,12 @@ class Recorder:
         self.sites: tuple[str, ...] = ()
         self._width = 0
         self._late: set[str] = set()  # sites of which it was said that they came too late
+        self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
-    def add(self, step: int, phase: Phase, measured: Measurement) -> None:
-        """One step's numbers."""
+    def add(self, step: int, phase: Phase, measured: Measurement, monitor: Mapping[str, float] | None = None) -> None:
+        """One step's numbers; monitor: what the monitor says of itself, by records.MONITOR_FIELDS."""
         if not self.sites:
             self.sites = tuple(measured.stats)
             self._width = max(len(s.max_logit) for s in measured.stats.values())
@@ -74,7 +75,7 @@ class Recorder:
             self.log = AlarmLog(self._rules())
             self._take_up()
             self._each(lambda sink: sink.open(about))
-        sample = self.sample = self._sample(step, phase, measured)
+        sample = self.sample = self._sample(step, phase, measured, monitor or {})
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
             self._last_evaluated = sample.step
@@ -145,12 +146,13 @@ class Recorder:
                 act(sink)
             except Exception as error:
                 self.sinks.remove(sink)
+                self.dropped += 1
                 caution(
                     f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
                     "Statistics and training go on"
                 )
 
-    def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
+    def _sample(self, step: int, phase: Phase, measured: Measurement, monitor: Mapping[str, float]) -> Sample:
         stats = SiteStats.of(measured.stats)
         numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
         table = HeadTable(self.sites, self._width)
@@ -183,6 +185,7 @@ class Recorder:
             layers=self.sites,
             heads=heads,
             phase=phase,
+            monitor=monitor,
         )
 
 
@@ -331,9 +334,12 @@ class PendingResults:
         self._unread: dict[Phase, list[Stats]] = {"train": [], "eval": []}
         self._said = False
 
-    def add(self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None) -> None:
-        """One more step; unread: what of its statistics nobody has read, None for all that arrive."""
-        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread))
+    def add(
+        self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None, monitor: Mapping[str, float]
+    ) -> None:
+        """One more step; unread: what of its statistics nobody has read, None for all that arrive; monitor: what the
+        monitor of this process says of itself."""
+        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
     @property
     def flagged(self) -> bool:
@@ -358,7 +364,7 @@ class PendingResults:
             if len(waiting) > _UNREAD:
                 waiting[:] = [merged(waiting)]
             if measured.stats:
-                self._journal.add(one.step, one.phase, measured)
+                self._journal.add(one.step, one.phase, measured, one.monitor)
 
     def _say_unknown(self, measured: Measurement) -> None:
         """Says once of which sites a number is not measured since no process holds all rows of a head."""
@@ -398,3 +404,4 @@ class _Coming:
     phase: Phase
     transfer: AsyncGather
     unread: Stats | None
+    monitor: Mapping[str, float]

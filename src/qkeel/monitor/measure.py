@@ -309,6 +309,7 @@ class WatchedSites:
             self.weighed = self.all
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
+        self.errors = 0  # searches that failed
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         """Finds them from the arguments of a pass that is about to begin. Returns whether that pass can be measured.
@@ -373,6 +374,7 @@ class WatchedSites:
             else:
                 error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
         if error is not None:
+            self.errors += 1
             caution(f"the weights behind the heads are unknown, so they are not watched: {error}")
 
 
@@ -448,6 +450,11 @@ class StepNumbers(Visitor):
             self._rows.drop()
         if self._sites.pass_failed():
             self._hidden = None
+
+    @property
+    def errors(self) -> int:
+        """Searches for sites that failed."""
+        return self._sites.errors
 
     def bracket(self, bound: Tensor) -> None:
         self._steps.bounded(bound)
@@ -597,6 +604,19 @@ class WatchedModels:
             return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
         found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
         return merged(found)
+
+    def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
+        """How much of the models these statistics show, by records.MONITOR_FIELDS; calls are counted from the start."""
+        known = [
+            site.name if not name else within(name, site.name) for name, tap in self._taps.items() for site in tap.sites
+        ]
+        return {
+            "sites": len(known),
+            "calls": sum([tap.calls_seen[phase] for tap in self.taps]),
+            "missed": sum([len(tap.sites.missed) for tap in self.taps]),
+            "silent": len(set(known).difference(stats)),
+            "errors": sum([numbers.errors for numbers in self._numbers.values()]),
+        }
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""

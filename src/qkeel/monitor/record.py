@@ -50,6 +50,7 @@ class Sample:
     layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
+    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of itself, by records.MONITOR_FIELDS
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):
@@ -86,6 +87,15 @@ class Sample:
         }
         return {f"{prefix}attn/heads/{name}": values for name, values in known.items() if len(values)}
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The values and, as monitor_NAME, what the monitor says of itself: a line of metrics.
+
+        >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
+        {'step': 0.0, 'monitor_calls': 2.0}
+        """
+        return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
+
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
         """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
 
@@ -109,6 +119,7 @@ class Sample:
             if field in VALUE_FIELDS:
                 place = f"layer_{self.layers.index(layer):0{digits}d}/" if layer in self.layers else ""
                 found[f"hidden/{place}{field}"] = float(value)
+        found |= {f"monitor/{name}": float(value) for name, value in self.monitor.items()}
         prefix = "eval/" if self.phase == "eval" else ""
         return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
 
@@ -184,6 +195,16 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
     return f"{watched} of {watched + len(missed)} attentions watched; not understood: {others}" if missed else ""
 
 
+def monitor_line(sample: Sample) -> str:
+    """What the monitor says of itself; "" where it says nothing.
+
+    >>> monitor_line(Sample(step=0, monitor={"sites": 2, "calls": 4, "missed": 0, "milliseconds": 1.25}))
+    'monitor: 2 sites, 4 calls, 0 missed, 1.25 milliseconds'
+    """
+    said = [f"{_number(float(value))} {name}" for name, value in sample.monitor.items()]
+    return f"monitor: {', '.join(said)}" if said else ""
+
+
 def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
     """Lists the layers, one a line: largest logit and the head that has it, entropy, norms; then the gravest alarms.
 
@@ -202,7 +223,12 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
     return "\n".join(
-        [sample_line(sample, root), *(body if rows else []), *filter(None, [note]), *map(str, _gravest(alarms))]
+        [
+            sample_line(sample, root),
+            *(body if rows else []),
+            *filter(None, [monitor_line(sample), note]),
+            *map(str, _gravest(alarms)),
+        ]
     )
 
 
@@ -221,7 +247,8 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
     head, rows = _rows(sample, root)
     table = [plain_table(head, rows, aligned=True)] if rows else []
     warned = [tag("li", {}, str(alarm)) for alarm in _gravest(alarms)]
-    listed = [*([tag("p", {}, note)] if note else []), *([tag("ul", {}, *warned)] if warned else [])]
+    notes = [tag("p", {}, one) for one in (monitor_line(sample), note) if one]
+    listed = [*notes, *([tag("ul", {}, *warned)] if warned else [])]
     return tag("div", {}, tag("p", {}, sample_line(sample, root)), *table, *listed)
 
 

@@ -222,6 +222,19 @@ VALUE_FIELDS: dict[str, Field] = {
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
 }
 
+# The monitor itself, of each measured step: silence of the monitor is to be seen. Trackers get them as monitor/NAME,
+# metrics.jsonl and steps.csv as monitor_NAME.
+MONITOR_FIELDS: dict[str, Field] = {
+    "sites": Field("attentions", "sites found in the model, or described by hand"),
+    "calls": Field("calls", "attention calls that were measured in the step"),
+    "missed": Field("attentions", "attentions that were seen when sites were searched, but not understood"),
+    "silent": Field("attentions", "sites of which the step showed no call"),
+    "errors": Field(
+        "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"
+    ),
+    "milliseconds": Field("ms", "host time in the monitor's own code since the measured step before; of this process"),
+}
+
 # More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
 # of queries of the one and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
@@ -332,6 +345,10 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
+    if name.startswith("monitor_"):
+        name = name.removeprefix("monitor_")
+        field = lookup("number of the monitor", MONITOR_FIELDS, name)
+        return f"{field.meaning} [{field.unit}]"
     name = name.partition("/")[0]
     table: dict[str, Field] = {
         **EXTRAPOLATION_COLUMNS,

@@ -341,6 +341,7 @@ class Tap(Handle):
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.empty = 0  # passes over an empty batch
+        self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self.guard = FaultGuard(_OFF) if guard is None else guard
@@ -418,6 +419,7 @@ class Tap(Handle):
         self.visitor.call(name, call, phase)
         if stats is not None:
             self._stats[phase].add(name, stats, None)
+            self.calls_seen[phase] += 1
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
@@ -654,6 +656,7 @@ class _ForwardPass:
         if found is None:
             return False
         self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
+        self.tap.calls_seen[self.phase] += 1
         return True
 
     def _foreign(self, sighting: CapturedCall) -> None:
@@ -679,6 +682,7 @@ class _ForwardPass:
                 self.tap.visitor.call(name, call, self.phase)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
+                self.tap.calls_seen[self.phase] += 1
 
 
 class Connection:
