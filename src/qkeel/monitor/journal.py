@@ -14,6 +14,7 @@ from torch import Tensor
 from qkeel import dist
 from qkeel.capture.calls import Block, SiteStats
 from qkeel.errors import AlarmWarning, caution
+from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
@@ -223,6 +224,8 @@ class HeadTable:
         for name, field in HEAD_FIELDS.items():
             x = own.get(name)
             if x is None:
+                if name not in statistics.RECORDED:  # no call of Python's for each number of the weights
+                    continue
                 value = stats.value(name)
                 if value is None:
                     continue
