@@ -63,8 +63,8 @@ class Recorder:
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
-    def add(self, step: int, phase: Phase, measured: Measurement, monitor: Mapping[str, float] | None = None) -> None:
-        """One step's numbers; monitor: what the monitor says of itself, by records.MONITOR_FIELDS."""
+    def add(self, step: int, phase: Phase, measured: Measurement) -> None:
+        """One step's numbers."""
         if not self.sites:
             self.sites = tuple(measured.stats)
             self._width = max(len(s.max_logit) for s in measured.stats.values())
@@ -76,7 +76,7 @@ class Recorder:
             self.log = AlarmLog(self._rules())
             self._take_up()
             self._each(lambda sink: sink.open(about))
-        sample = self.sample = self._sample(step, phase, measured, monitor or {})
+        sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
             self._last_evaluated = sample.step
@@ -153,7 +153,7 @@ class Recorder:
                     "Statistics and training go on"
                 )
 
-    def _sample(self, step: int, phase: Phase, measured: Measurement, monitor: Mapping[str, float]) -> Sample:
+    def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
         stats = SiteStats.of(measured.stats)
         numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
         table = HeadTable(self.sites, self._width)
@@ -186,7 +186,7 @@ class Recorder:
             layers=self.sites,
             heads=heads,
             phase=phase,
-            monitor=monitor,
+            monitor=measured.monitor,
         )
 
 
@@ -367,7 +367,7 @@ class PendingResults:
             if len(waiting) > _UNREAD:
                 waiting[:] = [merged(waiting)]
             if measured.stats:
-                self._journal.add(one.step, one.phase, measured, one.monitor)
+                self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=one.monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
         """Says once of which sites a number is not measured since no process holds all rows of a head."""

@@ -196,10 +196,12 @@ _WEIGHT = "weight of "
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model."""
+    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model; and
+    what the monitor of this process says of itself, by records.MONITOR_FIELDS, which is not sent."""
 
     stats: Mapping[str, LogitStats]
     numbers: GivenNumbers
+    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def form(self) -> GatherForm:
         """The form of the vector: its parts in the order in which they are packed."""
