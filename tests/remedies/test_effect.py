@@ -1,4 +1,4 @@
-"""A remedy whose effect a pass does not show is refused, with what was seen; calls that share a projection are all normed."""
+"""A remedy whose effect a pass does not show is refused; calls that share a projection are all normed."""
 
 from __future__ import annotations
 
