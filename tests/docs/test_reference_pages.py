@@ -38,6 +38,7 @@ FORMULAS = [stem for stem in FORMULAS if "statistics" not in stem]  # their publ
 TABLES = {"Foreign", "ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
 # Functions of qkeel.functional that are no published or derived formula, and those defined in their first sentence.
 PLAIN = {"check_pairs", "repeat_groups", "unrounded", "wide", "widest", "spectral_norm", "gram_spectral_norm"}
+PLAIN |= {"change_rows", "no_change_rows", "reduce_changes"}  # what a change of logits is recorded as
 
 
 def _named() -> set[str]:

@@ -233,7 +233,7 @@ def test_the_hub_without_its_library_says_what_to_install(monkeypatch: pytest.Mo
 
 
 def test_windows_that_come_once_have_each_token_as_input_and_target_once_in_an_order_of_the_seed() -> None:
-    config = DataConfig(context=32, batch=8, windows="once")
+    config = DataConfig(source="topics", context=32, batch=8, windows="once")
     corpus = load(config)
     steps = places(corpus, config) // config.batch
     windows = np.concatenate([batch(corpus, config, 3, step) for step in range(200)])

@@ -297,7 +297,13 @@ def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[
     """The factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
 
     In the steps, not as [q' q][k' -k]ᵀ: that one subtracts numbers of the size of the logits, and a step of 1e-3 is
-    lost in float32. `bounds.logit_frobenius` of both is ‖q' k'ᵀ - q kᵀ‖_F.
+    lost in float32. `logit_frobenius` of both is ‖q' k'ᵀ - q kᵀ‖_F.
+
+    Args:
+        q, k: queries [b h t d] and keys [b g s d] before the step.
+        q_new, k_new: the same after the step.
+
+    Source: the product rule for differences, q'k' - qk = (q' - q)k' + q(k' - k).
     """
     return torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -114,16 +116,23 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
 
     To be called by one of these hooks. Then hooks may be put on the optimizer and taken off, which torch does not allow
-    while it goes through them. The handle is to be removed later, by such a hook or outside of steps.
+    while it goes through them. The hook is one of every optimizer: it keeps none alive and goes when it has been called,
+    because torch's fast paths step aside wherever such a hook is registered.
     """
-    waiting = [act]
+    waiting, stepping_now = [act], weakref.ref(optimizer)
 
     def fire(stepped: Optimizer, *_: object) -> None:
-        if stepped is optimizer and waiting:
-            waiting.pop()(optimizer)
+        if stepped is stepping_now() and waiting:
+            waiting.pop()(stepped)
+            hooks = registered.hooks_dict_ref()
+            # An OrderedDict lets its last item go while it is gone through; any other one goes with the optimizer.
+            if isinstance(hooks, OrderedDict) and next(reversed(hooks), None) == registered.id:
+                registered.remove()
 
     post: Any = torch.compiler.disable(fire)
-    return Handle(register_optimizer_step_post_hook(post).remove)
+    registered = register_optimizer_step_post_hook(post)
+    weakref.finalize(optimizer, registered.remove)
+    return Handle(registered.remove)
 
 
 def when_made(act: Act) -> Handle:

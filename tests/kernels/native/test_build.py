@@ -206,13 +206,13 @@ USE = """
 import warnings
 import torch, qkeel
 from qkeel.kernels import compiled_attention as attention
-from qkeel.kernels.native import norm_rope
+from qkeel.kernels.native import operators
 q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     for _ in range(3):
         out = qkeel.attention(q, q, q, spec=qkeel.preset("nanochat"))
-    print(norm_rope.ready(), attention.ready(), len(told), f"{out.double().sum().item():.4f}")
+    print(operators.norm_rope_ready(), attention.ready(), len(told), f"{out.double().sum().item():.4f}")
 """
 USED = ["attention", "norm_rope"]
 
