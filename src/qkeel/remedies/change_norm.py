@@ -723,7 +723,7 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
                 least, most = operand.extremes()
                 raise RefusedError(
                     f"{remedy.name} at {where(site)}: behind the norm of the projection, vectors of {part} reach the "
-                    f"scores with a mean square of {least:.3g} to {most:.3g}: what the module does to {part} in between "
+                    f"scores with a mean square of {least:.3g} to {most:.3g}: what happens to {part} in between "
                     "(an activation, a gate, pooling) changes their length, so the norm bounds no logit; use softcap"
                 )
 
