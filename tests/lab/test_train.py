@@ -15,8 +15,8 @@ from tests.quick import one_in, quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
+from qkeel.lab.build_run import build_decoder, resolve, threads
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.model import build_decoder, resolve, threads
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.training import train_step

@@ -10,7 +10,8 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.processes.setups import SETUPS
 from tests.processes.watching import Collectives, made, passes
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
+from torch.distributed.algorithms import Join
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -41,6 +43,7 @@ from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
+from qkeel.patching.modes import process_store
 from qkeel.remedies.head_weights import HeadWeights
 from qkeel.remedies.lalr import LALR
 
@@ -273,12 +276,120 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
     return weights(model), sizes
 
 
+CUT = ("qk_clip:threshold=0.02", "qk_clip:threshold=0.02,groups=group", "lalr:tau=0.3+qk_clip:threshold=0.02")
+
+
+def with_cut_heads(remedy: str, one: bool) -> dict[str, Tensor]:
+    """The weights of three heads after six steps; under fully_shard on two processes, one of them is cut."""
+    torch.manual_seed(0)
+    config = DecoderConfig(vocab_size=wrapped.VOCAB, d_model=24, n_layers=2, n_heads=3)
+    model: nn.Module = Decoder(config).double()
+    sites = qkeel.find_sites(model, wrapped.batch(0))
+    if not one:
+        model = wrapped.wrapped(model, "fsdp2", layers="blocks")
+        rows = len(dist.local(model.get_parameter("blocks.0.attention.q_proj.weight")))
+        assert rows % 8, f"{rows} rows are whole heads"
+    optimizer = adamw(model)
+    handle = qkeel.apply(remedy, model, optimizer, sites=sites)
+    for number in range(6):
+        tokens = wrapped.batch(number) if one else wrapped.part("fsdp2", number)
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    return weights(model)
+
+
+def heads_that_fully_shard_cuts() -> None:
+    """A head of which each process stores a part is clipped as by one process: every process computes all of it."""
+    for remedy in CUT:
+        found = with_cut_heads(remedy, one=False)
+        assert farthest(found, CUT_ALONE[remedy]) < 1e-12, remedy
+        assert farthest(found, CUT_ALONE["none"]) > 1e-4, f"{remedy} does nothing here"
+
+
+def stages_under_fully_shard() -> None:
+    """Stages of a pipeline that are under fully_shard, each on its own part of a mesh, step as stages alone do."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    axes = init_device_mesh("cpu", (dist.world(), 1), mesh_dim_names=("pp", "dp"))
+    found: list[dict[str, Tensor]] = []
+    for name, sharded in (("none", False), ("qk_clip", False), ("qk_clip", True)):
+        stage, run = pipelined("pipeline")
+        hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
+        sites = qkeel.find_sites(stage, hidden if dist.rank() else wrapped.batch(0)[:2])
+        if sharded:
+            fully_shard(stage, mesh=axes["dp"])
+        optimizer = adamw(stage)
+        handle = qkeel.apply(CALLS[name], stage, optimizer, sites=sites)
+        for number in range(4):
+            run(stage, optimizer, number)
+        handle.remove()
+        found.append(weights(stage))
+    assert farthest(found[0], found[1]) > 1e-5, "qk_clip does nothing here"
+    assert farthest(found[1], found[2]) < 1e-12
+
+
+def inside_join() -> None:
+    """A clip inside torch's Join is refused on every process before a step; lalr, which waits for nobody, acts."""
+    model, optimizer = own("ddp")
+    before = weights(model)
+    handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    refused = pytest.raises(RefusedError, match="a process whose data is over takes no steps")
+    with refused, Join([model]):  # type: ignore[list-item]
+        own_step(model, optimizer)
+    optimizer.zero_grad()
+    assert farthest(before, weights(model)) == 0
+    handle.remove()
+    model, optimizer = own("ddp")  # torch's Join, left by an error, goes on for the first
+    with qkeel.apply("qk_clip:threshold=0.1", model, optimizer):
+        own_step(model, optimizer)  # outside it is a step as any other
+    with qkeel.apply("lalr", model, optimizer), Join([model]):  # type: ignore[list-item]
+        for _ in range(2 + dist.rank()):
+            own_step(model, optimizer)
+    distributed.barrier()
+
+
+CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
+
+
 Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 
 
 def alone_applies(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    if dist.rank() == on:
-        qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    with waiting(3):
+        if dist.rank() == on:
+            qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+
+
+@contextmanager
+def waiting(seconds: float) -> Iterator[None]:
+    """The process group waits so long."""
+    store = process_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+def one_comes_late() -> None:
+    """A process that comes to apply later than others is waited for, with one warning; the remedy is on both."""
+    model, optimizer = own("ddp")
+    distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr("qkeel.dist.agreement.PATIENCE", 0.3)
+        if dist.rank() == 1:
+            time.sleep(1.5)
+        handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    own_step(model, optimizer)
+    handle.remove()
+    waited = [str(w.message) for w in said if "waits for" in str(w.message)]
+    assert len(waited) == (dist.rank() == 0), waited
+    assert all("qkeel.apply waits for process 1, at most 60 seconds in all" in one for one in waited)
 
 
 def thresholds_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
@@ -541,6 +652,10 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     refused_before_anything,
     a_late_stage_is_refused,
     a_swapped_weight_stops_all,
+    heads_that_fully_shard_cuts,
+    one_comes_late,
+    stages_under_fully_shard,
+    inside_join,
 )
 WITH_FOLDER = (save, go_on)
 
@@ -555,6 +670,8 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     one |= {(setup, "none"): trained("none", setup) for setup in {setup for setup, _ in needed}}
     for setup, name in needed:
         assert farthest(one[setup, name], one[setup, "none"]) > 1e-5, f"{name} does nothing here"
+    if heads_that_fully_shard_cuts.__name__ in cases:
+        CUT_ALONE.update({remedy: with_cut_heads(remedy, one=True) for remedy in ("none", *CUT)})
     store = f"file://{folder / 'store'}"
     distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)

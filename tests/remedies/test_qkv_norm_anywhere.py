@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.capture.trace import seen
 from qkeel.errors import RefusedError
+from qkeel.sites.trace import seen
 
 from .foreign import LAYOUTS, Hand, build, everything, example, hf, jolted, out, values
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.capture.example import arranged
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
 from qkeel.functional.statistics import LogitStats
 from qkeel.patching.modes import FaultGuard

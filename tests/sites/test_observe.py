@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.capture.engine import CaptureMode
+from qkeel.capture.intercept import CaptureMode
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.functional.statistics import LogitStats
 from qkeel.sites import Tap

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qkeel.audit.scan import Scan, ScanProgress, scan
-from qkeel.audit.scan_weights import Geometry
+from qkeel.audit.tensor_heads import Geometry
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats

@@ -24,7 +24,7 @@ from qkeel.audit.explain_experiment import (
     sinks_of,
 )
 from qkeel.audit.explain_responses import Answers, Explanation, NormRecipe, Rotation, SiteRecipe, compress, scale_text
-from qkeel.audit.scan_weights import ConfigMapping, section
+from qkeel.audit.tensor_heads import ConfigMapping, section
 from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import SpecModule

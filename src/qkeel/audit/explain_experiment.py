@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from qkeel.audit import explain_responses
 from qkeel.audit.explain_responses import EPS_FACTORS
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.capture.example import copied
-from qkeel.capture.trace import forward, grouped
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
+from qkeel.sites.trace import forward, grouped
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 

@@ -35,8 +35,8 @@ from qkeel.cli.commands import FAILED, OK
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
 from qkeel.kernels.choose import KERNELS
+from qkeel.lab.build_run import build_decoder, learning_rate, rules
 from qkeel.lab.config import ModelConfig, RunConfig
-from qkeel.lab.model import build_decoder, learning_rate, rules
 from qkeel.metrics import HARMFUL_LOGIT, Status
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.sinks import load

@@ -35,6 +35,7 @@ from qkeel.cli.console import (
 from qkeel.errors import InvalidValueError, QkeelError, check_known
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
+from qkeel.lab.build_run import canonical, resolve
 from qkeel.lab.checkpoint import computed_with
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.execute import (
@@ -48,7 +49,6 @@ from qkeel.lab.execute import (
     run_plan,
 )
 from qkeel.lab.executors import Shard, executor
-from qkeel.lab.model import canonical, resolve
 from qkeel.lab.plan import (
     FOLDER,
     Grid,

@@ -1,5 +1,6 @@
 """The layer over torch.distributed: which processes run this model, what they agree on, how its weights are split."""
 
+from qkeel.dist.sharding import fully_sharded
 from qkeel.dist.sharding import head_axes
 from qkeel.dist.agreement import gather
 from qkeel.dist.agreement import say_failed

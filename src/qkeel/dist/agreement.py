@@ -327,19 +327,25 @@ class Membership:
     def __init__(self, what: str) -> None:
         self._what, self._steps, self._here, self._refused = what, 0, True, -1
         self._head = f"{_ROUND}/left/{_number()}"
+        self._over = False  # the store is gone: there is nobody to tell
 
     def leave(self) -> None:
-        """This process has taken the change back."""
+        """This process has taken the change back; where the process that holds the store has ended, nobody is told."""
         self._here = False
-        store = process_store()
-        store.set(f"{self._head}/{rank()}", str(self._steps))
-        store.compare_set(self._head, "", str(self._steps))
+        try:
+            store = process_store()
+            store.set(f"{self._head}/{rank()}", str(self._steps))
+            store.compare_set(self._head, "", str(self._steps))
+        except (DistError, ValueError):  # ended, or this process has left its group
+            self._over = True
 
     def step(self) -> bool:
         """Called before each step; returns whether that is needed any longer.
 
         Raises: ApartError if not all processes have taken the change back before the same step.
         """
+        if self._over:
+            return False
         store = process_store()
         if self._here and not (store.check([self._head]) and int(store.get(self._head).decode()) <= self._steps):
             self._steps += 1

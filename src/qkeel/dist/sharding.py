@@ -265,7 +265,7 @@ class Shard:
     Args:
         spans: of each dimension.
         in_pass: those of the part that this process computes with in a forward pass. Sharded data parallelism gathers
-            its parts for that, tensor parallelism does not.
+            its parts for that (`gathered` axes), tensor parallelism does not.
         groups: the processes of each axis of its mesh, this one among them.
         over: for each axis whether the parameter is split over it, and not replicated.
     """
@@ -276,8 +276,10 @@ class Shard:
     over: tuple[bool, ...]
 
 
-def shard(name: str, p: Tensor) -> Shard | None:
+def shard(name: str, p: Tensor, gathered: int = 0) -> Shard | None:
     """The part of a parameter that this process holds; None if it holds the whole of it.
+
+    gathered: along how many axes of its mesh, the first ones, fully_shard gathers it for a pass (`fully_sharded`).
 
     Raises: RefusedError if the part is no block of entries.
     """
@@ -304,7 +306,7 @@ def shard(name: str, p: Tensor) -> Shard | None:
     groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return Shard(
         spans=tuple(own),
-        in_pass=tuple(spans(plain)),
+        in_pass=tuple(spans([axis for axis in plain if axis >= gathered])),
         groups=groups,
         over=tuple(axis in {*plain, *strided} for axis in range(mesh.ndim)),
     )

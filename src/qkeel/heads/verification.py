@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.engine import CapturedCall
 from qkeel.capture.example import tensors
+from qkeel.capture.intercept import CapturedCall
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.heads.walk import Contents, Lookup, Operation, Place, Record, Repetition, Values, at_place, memory, place

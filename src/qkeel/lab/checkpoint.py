@@ -21,8 +21,8 @@ from qkeel.autopilot import Autopilot
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.handle import under
 from qkeel.kernels.native import norm_rope_ready
+from qkeel.lab.build_run import build_optimizer, note, put_on, rules, width_ratio
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import build_optimizer, note, put_on, rules, width_ratio
 from qkeel.lab.tasks import counted_bigrams, load_task
 from qkeel.lab.text import Corpus
 from qkeel.metrics import Row

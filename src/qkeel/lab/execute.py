@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, reported
+from qkeel.lab.build_run import check, resolve, threads
 from qkeel.lab.checkpoint import RunState, identity, refuse_mixture
 from qkeel.lab.config import RunConfig
 from qkeel.lab.executors import Job, Outcome, Shard, executor, units_of
 from qkeel.lab.lengths import check_methods, long_rows, missing
-from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.plan import FOLDER, Grid, LongContexts, Plan, PlannedRun, tuned_plan, tuning_plan
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.stack_models import StackSize

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
-from qkeel.lab.model import learning_rate
 from qkeel.options import Json
 from qkeel.records import read_json
 from qkeel.records.parse import read_toml

@@ -21,6 +21,7 @@ from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caut
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats
+from qkeel.lab.build_run import learning_rate
 from qkeel.lab.checkpoint import (
     RunCheckpoint,
     RunProgress,
@@ -34,7 +35,6 @@ from qkeel.lab.checkpoint import (
     speed,
 )
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import learning_rate
 from qkeel.lab.study_record import summarize
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.measure import change_between, frozen

@@ -18,8 +18,8 @@ from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.encode import KINDS, encoded
 from qkeel.kernels.native import operators
 from qkeel.kernels.native.operators import norm_rope, norm_rope_ready
+from qkeel.lab.build_run import not_stacked, resolve
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import not_stacked, resolve
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.decoder import MLP
 from qkeel.ops import run, run_with_rows

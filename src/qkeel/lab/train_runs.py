@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import RunDirectoryError, caution
+from qkeel.lab.build_run import check, resolve, threads
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.run_record import RunRecord, Watcher, claim, mark_failed
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.tasks import load_task

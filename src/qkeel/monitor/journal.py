@@ -19,12 +19,12 @@ from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog, Recording
+from qkeel.monitor.gather import AsyncGather, Flag, Measurement, SiteNumbers, Stats, merged
 from qkeel.monitor.history import History, PlannedRates
-from qkeel.monitor.members import ProcessGroup
+from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
-from qkeel.monitor.transfer import AsyncGather, Flag, Measurement, SiteNumbers, Stats, merged
 from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
 from qkeel.sites.tap import Phase
 

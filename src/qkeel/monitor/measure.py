@@ -35,9 +35,9 @@ from qkeel.kernels.statistics import (
 from qkeel.kernels.triton import available
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.members import ProcessGroup
+from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Row, SiteNumbers, Stats, merged
+from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
-from qkeel.monitor.transfer import WHOLE_MODEL, NumberKey, PartialValue, Row, SiteNumbers, Stats, merged
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree

@@ -20,6 +20,7 @@ from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.monitor.alarms import fitted, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
+from qkeel.monitor.gather import Measurement, Stats, merged, on_host
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import PendingResults, Recorder
 from qkeel.monitor.measure import (
@@ -32,12 +33,11 @@ from qkeel.monitor.measure import (
     WatchedSites,
     wanted,
 )
-from qkeel.monitor.members import Handshake, ProcessGroup
+from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_table
 from qkeel.monitor.rules import Alarm, Rule
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
-from qkeel.monitor.transfer import Measurement, Stats, merged, on_host
 from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, stepping

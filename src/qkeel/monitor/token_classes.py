@@ -18,7 +18,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.monitor.transfer import NumberKey
+from qkeel.monitor.gather import NumberKey
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded
 from qkeel.spec import AttentionCall

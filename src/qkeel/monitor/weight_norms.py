@@ -17,7 +17,7 @@ from qkeel.functional.bounds import interaction_norm, step_spectra
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
-from qkeel.monitor.transfer import NumberKey, PartialValue, Row, SiteNumbers
+from qkeel.monitor.gather import NumberKey, PartialValue, Row, SiteNumbers
 from qkeel.nn.attention import SpecModule
 from qkeel.spec.slot import ParameterSizes, Params
 

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -32,8 +33,9 @@ Act = Callable[[Optimizer], None]
 class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of an optimizer, or of all of them.
 
-    `before` is called as by `before_change`. What they raise reaches the step's caller. In the middle of a step its
-    hooks are being gone through and can't be taken away: `remove()` leaves them, idle, and a later one takes them.
+    `before` is called as by `before_change`; neither is called in a step that only fills the optimizer's state. What
+    they raise reaches the step's caller. In the middle of a step its hooks are being gone through and can't be taken
+    away: `remove()` leaves them, idle, and a later one takes them.
     """
 
     def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:
@@ -41,7 +43,8 @@ class StepHooks(Handle):
         pre: Any
         post: Any
         idle = self._idle_once_removed
-        pre, post = (torch.compiler.disable(hook) for hook in (before_change(idle(before)), idle(after)))
+        own = before_change(idle(before)), idle(after)
+        pre, post = (torch.compiler.disable(in_real_steps(hook)) for hook in own)
         if optimizer is None:
             self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
         else:
@@ -116,8 +119,8 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
 
     To be called by one of these hooks. Then hooks may be put on the optimizer and taken off, which torch does not allow
-    while it goes through them. The hook is one of every optimizer: it keeps none alive and goes when it has been called,
-    because torch's fast paths step aside wherever such a hook is registered.
+    while it goes through them. The hook is one of every optimizer: it keeps none alive, and it goes when it has been
+    called, because fused steps stand aside wherever such a hook is registered.
     """
     waiting, stepping_now = [act], weakref.ref(optimizer)
 
@@ -160,6 +163,29 @@ def stepping() -> bool:
     """True if an optimizer's step is under way in this thread."""
     home = sys.modules[Optimizer.__module__].__file__
     return any(frame.f_code.co_filename == home for frame in running_frames())
+
+
+_FILLS = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+
+
+def filling_state() -> bool:
+    """Returns whether the step under way is none of training: torch.distributed.checkpoint fills the state of an
+    optimizer that has none by a step with gradients of zero and a rate of zero."""
+    if torch.compiler.is_compiling():
+        return False
+    home = sys.modules.get(_FILLS[0])
+    fills = None if home is None else vars(home).get(_FILLS[1])
+    if fills is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not fills.__code__:  # no generator: each step comes here
+        frame = frame.f_back
+    return frame is not None
+
+
+def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook on an optimizer's steps that does nothing in one that only fills its state."""
+    return lambda *args: None if filling_state() else hook(*args)
 
 
 # The weights that a step of torch's Adam or AdamW works on: asked for, or answered otherwise.

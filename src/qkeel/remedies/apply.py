@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import Arguments, arguments
-from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
@@ -41,6 +40,7 @@ from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, S
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
+from qkeel.sites.trace import ModelTrace, run_once
 
 REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,
@@ -159,7 +159,8 @@ def apply(
     """Apply remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
 
     Where several processes train one model, all of them apply the same remedies at the same place of the program, or
-    each raises an error and none is changed; they remove them after the same step.
+    each raises an error and none is changed; they remove them after the same step. A process that comes to `apply`
+    later than others is waited for as long as the process group waits; a warning after 8 seconds says so.
 
     A model that `qkeel.watch` has seen make a pass needs no example: its attention is known, and so is its last batch.
     Any other model of an optimizer's needs none either; then the remedies are applied at the beginning of its next
@@ -355,7 +356,7 @@ def _apply(
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
-    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None, patience=dist.PATIENCE)
+    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
 
     def applied() -> Handle:
         handles = (compose_all(_apply_all(found, target, known, partial=partial)) for target, known in bare)

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.capture.example import Arguments, copied, undisturbed
-from qkeel.capture.trace import ModelTrace, seen
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
+from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
 

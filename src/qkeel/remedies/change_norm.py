@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.example import tensors
-from qkeel.capture.trace import ModelTrace, Operand, seen
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
@@ -38,6 +37,7 @@ from qkeel.remedies.change_spec import (
     refuse_unseen,
 )
 from qkeel.sites.find import is_normed
+from qkeel.sites.trace import ModelTrace, Operand, seen
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, Norm, NormedPart, On, Over

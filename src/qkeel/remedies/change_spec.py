@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HIDES, Layout
-from qkeel.capture.trace import biased, run_once
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -23,6 +22,7 @@ from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
 from qkeel.remedies.head_steps import join
 from qkeel.sites.find import is_normed
+from qkeel.sites.trace import biased, run_once
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
-from qkeel.patching.optimizers import before_change, go_first
+from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
 from qkeel.remedies.fused_adam import AdamPass, refusal
 from qkeel.remedies.head_groups import HeadGroups, WeightNorm, frobenius_norm, views_by_tensor
@@ -349,8 +349,8 @@ class HeadSteps:
         def after(optimizer: Optimizer, *_: object) -> None:
             self._end(found_inf(optimizer))
 
-        first = self._optimizer.register_step_pre_hook(before_change(before))
-        last = self._optimizer.register_step_post_hook(after)
+        first = self._optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
+        last = self._optimizer.register_step_post_hook(in_real_steps(after))
         go_first(last)
         return compose(map(Handle, (self._clear, last.remove, first.remove)))
 

@@ -9,7 +9,6 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
@@ -19,6 +18,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import InstanceForward, put_in_place
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
 from qkeel.remedies.change_spec import add_submodules
+from qkeel.sites.trace import traced
 
 
 @final

@@ -17,8 +17,8 @@ from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite
-from qkeel.patching.modes import running_stage
-from qkeel.patching.optimizers import go_first
+from qkeel.patching.modes import joined, running_stage
+from qkeel.patching.optimizers import go_first, in_real_steps
 from qkeel.remedies.base import Target, where
 from qkeel.remedies.head_weights import innermost
 
@@ -116,7 +116,7 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
                 "stage the model is: the step was not taken. Make every PipelineStage before qkeel.apply"
             )
 
-    passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(refuse)
+    passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(in_real_steps(refuse))
     return compose(map(Handle, (passes.remove, steps.remove)))
 
 
@@ -134,7 +134,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
             if list(hook.hooks_dict_ref() or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
                 hook.remove()
 
-    hook = innermost(optimizer).register_step_pre_hook(before)
+    hook = innermost(optimizer).register_step_pre_hook(in_real_steps(before))
     go_first(hook)  # before any other hook waits for the other processes
 
     def undo() -> None:
@@ -167,6 +167,8 @@ class SharedMaxima:
         self._before = self._behind = 0  # numbers of other layers around this process's in the row of all
         self._over_all: dist.StepMaxima | None = None
         self._late: Handle | None = None
+        self._model = target.model
+        self._around: list[nn.Module] | None = None  # the wrappers of the model, once a step has come
         if dist.world() > 1:
             self._place_heads(target)
             self._meet(target)
@@ -175,6 +177,21 @@ class SharedMaxima:
     def several(self) -> bool:
         """Returns whether other processes run the same layers."""
         return self._over_all is not None
+
+    def check_step(self) -> None:
+        """Raise RefusedError for a step inside torch's Join: a process whose data is over takes none, and the others
+        would wait for its maxima."""
+        if self._over_all is None:
+            return
+        if self._around is None:
+            self._around = dist.wrappers(self._model)
+        if any(map(joined, self._around)):
+            raise RefusedError(
+                "qk_clip needs the largest logits of all processes after each step, and inside "
+                "torch.distributed.algorithms.Join a process whose data is over takes no steps: the step was not "
+                "taken. Give every process as many batches, or use a remedy whose steps need no other process, such "
+                "as lalr. torch leaves a model in that mode when the context ends: wrap it again"
+            )
 
     def remove(self) -> None:
         """No step wants them any longer."""
@@ -222,10 +239,13 @@ class SharedMaxima:
         return F.pad(top.to(nothing.device), (first, site.n_heads - first - len(top)), value=-torch.inf)
 
     def _place_heads(self, target: Target) -> None:
-        """Find out which heads of each site tensor parallelism has left to this process."""
+        """Find out which heads of each site tensor parallelism has left to this process. What fully_shard has split it
+        gathers for each pass, so a head may be stored in parts."""
+        gathered = dist.fully_sharded(target.model)
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
-                part = dist.shard(s.parameter, target.parameter(s.parameter))
+                p = target.parameter(s.parameter)
+                part = dist.shard(s.parameter, p, gathered.get(id(p), 0))
                 if part is None:
                     continue
                 first, last = part.in_pass[s.axis]
@@ -272,6 +292,6 @@ def _fingerprint(target: Target) -> str:
         return ""
     parts = [f"{name}{tuple(p.shape)}" for name, p in target.model.named_parameters()]
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
-        p = target.parameter(name).detach().double()
+        p = dist.local(target.parameter(name)).detach().double()  # all of it: no other process is in its mesh
         parts += [repr(x) for x in torch.stack([p.sum(), p.abs().sum(), p.flatten()[0]]).tolist()]
     return str(zlib.crc32("".join([*parts, repr(dist.stage_of(target.model))]).encode()))

@@ -20,6 +20,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import find_kernel_rows, find_plain_extremes
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
+from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target
 from qkeel.remedies.head_groups import HeadGroups, HeadView, LogitShare, head_views, logit_shares, stacked
 from qkeel.remedies.head_steps import check_changes_last
@@ -99,9 +100,14 @@ class QKClip(StepRemedy):
         check_changes_last(optimizer, self.name, plan.stepped)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
         clip = _Clip(self, target, plan, optimizer)
+
+        def before(*_: object) -> None:
+            replaced.check()
+            clip.shared.check_step()
+
         hooks = [
-            optimizer.register_step_pre_hook(lambda *_: replaced.check()),
-            optimizer.register_step_post_hook(clip.after_step),
+            optimizer.register_step_pre_hook(in_real_steps(before)),
+            optimizer.register_step_post_hook(in_real_steps(clip.after_step)),
         ]
 
         def undo() -> None:

@@ -28,7 +28,7 @@ from qkeel.patching.modes import (
     state_without,
     submodules_of,
 )
-from qkeel.patching.optimizers import before_change, go_first
+from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.head_groups import HeadGroups, factor_per_row, views_by_tensor
 from qkeel.remedies.head_steps import DecayFactors, check_changes_last, head_steps, join
@@ -107,8 +107,8 @@ class FrozenQK(StepRemedy):
             for group in groups.all:
                 group.interpolate(kept[0])
 
-        first = optimizer.register_step_pre_hook(before_change(before))
-        last = optimizer.register_step_post_hook(after)
+        first = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
+        last = optimizer.register_step_post_hook(in_real_steps(after))
         go_first(last)
         return compose(map(Handle, (last.remove, first.remove)))
 
@@ -171,7 +171,7 @@ class QKWeightDecay(StepRemedy):
             for group in groups.all:
                 group.scale(row)
 
-        hook = optimizer.register_step_pre_hook(before_change(before))
+        hook = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
         go_first(hook)  # before lalr and qk_lr read weights: they scale the optimizer's step
         return Handle(hook.remove)
 
@@ -224,8 +224,8 @@ class SpectralCap(StepRemedy):
                     factor = torch.where(torch.as_tensor(infinite).to(p.device) != 0, 1.0, factor)
                 p.detach().mul_(factor.to(p.dtype))
 
-        first = optimizer.register_step_pre_hook(lambda *_: replaced.check())
-        last = optimizer.register_step_post_hook(after)
+        first = optimizer.register_step_pre_hook(in_real_steps(lambda *_: replaced.check()))
+        last = optimizer.register_step_post_hook(in_real_steps(after))
         return compose(map(Handle, (last.remove, first.remove)))
 
     def factors(self, heads: Tensor) -> Tensor:

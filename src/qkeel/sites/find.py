@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.capture.trace import SEARCH, ModelTrace, spread, traced
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.heads.norms import spec_gains
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import Args, Kwargs, buffers_of, gathered, parameters_of
+from qkeel.patching.modes import Args, Kwargs, buffers_of, gathered, parameters_of, submodules_of
+from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
 
@@ -116,17 +116,19 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     missed = (
         dataclasses.replace(one, module=within(name, one.module)) for name, sites in of.items() for one in sites.missed
     )
-    return Sites((_renamed(name, site) for name, sites in of.items() for site in sites), missed)
+    named = ((functools.partial(within, name), sites) for name, sites in of.items())
+    return Sites((_renamed(site, inside) for inside, sites in named for site in sites), missed)
 
 
-def _renamed(model: str, site: AttentionSite) -> AttentionSite:
+def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
+    """A site with other names for its module and its weights."""
+
     def named(parts: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(
             dataclasses.replace(x, parameter=x.parameter and inside(x.parameter), bias=x.bias and inside(x.bias))
             for x in parts
         )
 
-    inside = functools.partial(within, model)
     return dataclasses.replace(
         site,
         name=inside(site.name),
@@ -136,10 +138,42 @@ def _renamed(model: str, site: AttentionSite) -> AttentionSite:
     )
 
 
+# Under which names activation checkpointing and torch.compile keep a module that they wrap.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
+    """The name of a module, or of a weight, whose way there may lead through wrappers since the name was found."""
+    way, mark, ordinal = name.partition("#")
+    module, found = model, []
+
+    def enter() -> bool:
+        nonlocal module
+        inner = next((key for key in _WRAPPED if submodules_of(module).get(key) is not None), None)
+        if inner is not None:
+            found.append(inner)
+            module = module.get_submodule(inner)
+        return inner is not None
+
+    keys = way.split(".") if way else []
+    for key in keys if of_module else keys[:-1]:
+        while key not in submodules_of(module) and enter():
+            pass
+        child = submodules_of(module).get(key)
+        if child is None:
+            return name
+        found.append(key)
+        module = child
+    while enter():
+        pass
+    return ".".join([*found, *(() if of_module else keys[-1:])]) + mark + ordinal
+
+
 def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
     """The sites with the modules that have their names in this model; a stage of a pipeline has some of them.
 
-    Their heads and rows are numbered as in the whole model.
+    Their heads and rows are numbered as in the whole model. Where activation checkpointing or torch.compile has wrapped
+    modules since, the sites get the names that modules and weights have now.
 
     Raises:
         InvalidTypeError: they are no sites.
@@ -149,7 +183,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         raise InvalidTypeError("expected what qkeel.find_sites returned as sites")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     found = []
-    for site in sites:
+    for site in map(functools.partial(_site_now, model), sites):
         module = modules.get(site.name.partition("#")[0])
         if module is None:
             continue
@@ -168,6 +202,15 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
         )
     return Sites(found, sites.missed if isinstance(sites, Sites) else ())
+
+
+def _site_now(model: nn.Module, site: AttentionSite) -> AttentionSite:
+    name = _name_now(model, site.name, of_module=True)
+    weights = [s.parameter for s in (*site.query, *site.key)]
+    if name == site.name and all(_name_now(model, one, of_module=False) == one for one in weights):
+        return site
+    by_weight = _renamed(site, functools.partial(_name_now, model, of_module=False))
+    return dataclasses.replace(by_weight, name=name)
 
 
 # The search for a model's attention sites and the weights that make each head.

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from qkeel.capture.calls import Layout, ScoresCall, Seen, SiteStatistics, SiteStats, find, find_maxima
-from qkeel.capture.engine import CapturedCall, CaptureMode, name_of
 from qkeel.capture.example import Frame, LastPass, copied, tensors, undisturbed
+from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     LOGSUMEXPS,
@@ -26,7 +26,6 @@ from qkeel.capture.readers import (
     returned_rows,
     sdpa_arguments,
 )
-from qkeel.capture.trace import spread
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
@@ -57,6 +56,7 @@ from qkeel.patching.modes import (
     suspended,
     unguarded,
 )
+from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
 

@@ -16,6 +16,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, chec
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.patching.forward import unwrapped
+from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
@@ -159,7 +160,7 @@ def retrofit(
         if fitting.anneal:
             found.advance(0)
             if optimizer is not None:
-                undone.callback(optimizer.register_step_post_hook(lambda *_: found.advance()).remove)
+                undone.callback(optimizer.register_step_post_hook(in_real_steps(lambda *_: found.advance())).remove)
         return found
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, key_heads
-from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.capture.example import Frame, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains

@@ -19,8 +19,7 @@ from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, merge
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.monitor.record import site_facts
-from qkeel.monitor.transfer import (
+from qkeel.monitor.gather import (
     WHOLE_MODEL,
     AsyncGather,
     Flag,
@@ -35,6 +34,7 @@ from qkeel.monitor.transfer import (
     shared,
     word,
 )
+from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import running_stage
 from qkeel.sites.find import within
 

@@ -1,0 +1,102 @@
+"""Sites that were found before activation checkpointing or torch.compile wrapped modules are known again afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn import functional as F
+
+import qkeel
+from qkeel.errors import RefusedError
+from qkeel.heads.site import Sites
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+
+
+def wrap(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)).double()
+
+
+def wrapped(model: nn.Module, what: str) -> nn.Module:
+    for i, block in enumerate(model.blocks):  # type: ignore[union-attr,arg-type]
+        if what == "attention":
+            block.attention = wrap(block.attention)
+        elif what == "projections":
+            block.attention.q_proj = wrap(block.attention.q_proj)
+        elif what == "twice":
+            block.attention = wrap(block.attention)
+            model.blocks[i] = wrap(block)  # type: ignore[index,operator]
+        elif what == "compiled":
+            model.blocks[i] = torch.compile(wrap(block), backend="eager")  # type: ignore[index,operator]
+        elif what == "block":
+            model.blocks[i] = wrap(block)  # type: ignore[index,operator]
+    return model
+
+
+def trained(what: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]:
+    """The weights after three steps under two remedies, what was measured at each site, and how many heads."""
+    model = decoder()
+    sites = qkeel.find_sites(model, batch(0))
+    model = wrapped(model, what)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    qkeel.apply("lalr:tau=0.1+qk_clip:threshold=0.2", model, optimizer, sites=sites)
+    monitor = qkeel.watch(model, optimizer, every=1, rules=[], sites=sites)
+    for step in range(3):
+        F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).roll(-1, 1).flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = [stats.tensors() for stats in monitor.read("train").values()]
+    sample = monitor.sample
+    assert sample is not None
+    assert sample.heads["query_weight_norm"].shape == (2, 4)
+    monitor.close()
+    names = ("_checkpoint_wrapped_module.", "_orig_mod.")
+    weights = {n.replace(names[0], "").replace(names[1], ""): p.detach() for n, p in model.named_parameters()}
+    return weights, seen, len(monitor.sites)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
+@pytest.mark.parametrize("what", ["block", "attention", "projections", "twice", "compiled"])
+def test_sites_are_known_again_after_modules_were_wrapped(what: str) -> None:
+    plain, before, _ = trained("nothing")
+    weights, seen, sites = trained(what)
+    assert sites == 2
+    for name, weight in plain.items():
+        assert torch.equal(weights[name], weight), name
+    assert len(seen) == len(before) == 2
+    for mine, other in zip(seen, before, strict=True):
+        for name, value in other.items():
+            assert torch.equal(mine[name], value), name
+
+
+def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds() -> None:
+    model = decoder()
+    early = qkeel.find_sites(model, batch(0))
+    model = wrapped(model, "twice")
+    late = qkeel.find_sites(model, batch(0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for sites in (early, late):
+        with qkeel.watch(model, optimizer, rules=[], sites=sites) as monitor:
+            assert [site.name for site in monitor.sites] == [site.name for site in late]
+            assert [s.parameter for site in monitor.sites for s in site.query] == [
+                s.parameter for site in late for s in site.query
+            ]
+
+
+def test_a_site_that_is_in_no_wrapper_either_is_refused() -> None:
+    model = decoder()
+    sites = Sites(dataclasses.replace(s, name=f"other.{s.name}") for s in qkeel.find_sites(model, batch(0)))
+    model = wrapped(model, "block")
+    with pytest.raises(RefusedError, match="has a module of its name"):
+        qkeel.watch(model, torch.optim.AdamW(model.parameters()), sites=sites)
