@@ -128,6 +128,8 @@ def unguarded(act: Callable[..., T], *args: object) -> T:
 # nn.Module's public methods list them, or set one at a time; they neither keep the order of what is put back nor
 # identify hooks.
 
+# Under which names activation checkpointing and torch.compile keep a module that they wrap.
+WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod")
 TABLES = ("_parameters", "_modules", "_buffers")
 _STATE = "__getstate__"
 _HOOKS = (

@@ -44,7 +44,7 @@ class StepHooks(Handle):
         post: Any
         idle = self._idle_once_removed
         own = before_change(idle(before)), idle(after)
-        pre, post = (torch.compiler.disable(in_real_steps(hook)) for hook in own)
+        pre, post = (torch.compiler.disable(hook) for hook in own)
         if optimizer is None:
             self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
         else:
@@ -67,7 +67,7 @@ class StepHooks(Handle):
         _move(self._hooks[1], last=True)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
-        return lambda optimizer, *_: act(optimizer) if self.active else None
+        return lambda optimizer, *_: act(optimizer) if self.active and not filling_state() else None
 
 
 def go_first(hook: RemovableHandle) -> None:

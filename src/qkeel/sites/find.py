@@ -22,7 +22,7 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Site
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import Args, Kwargs, buffers_of, gathered, parameters_of, submodules_of
+from qkeel.patching.modes import WRAPPED_AS, Args, Kwargs, buffers_of, gathered, parameters_of, submodules_of
 from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
@@ -138,10 +138,6 @@ def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite
     )
 
 
-# Under which names activation checkpointing and torch.compile keep a module that they wrap.
-_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
-
-
 def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
     """The name of a module, or of a weight, whose way there may lead through wrappers since the name was found."""
     way, mark, ordinal = name.partition("#")
@@ -149,7 +145,7 @@ def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
 
     def enter() -> bool:
         nonlocal module
-        inner = next((key for key in _WRAPPED if submodules_of(module).get(key) is not None), None)
+        inner = next((key for key in WRAPPED_AS if submodules_of(module).get(key) is not None), None)
         if inner is not None:
             found.append(inner)
             module = module.get_submodule(inner)
