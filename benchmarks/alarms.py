@@ -21,8 +21,8 @@ from typing import final
 import numpy as np
 
 from benchmarks.measure import Bench
+from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.model import learning_rate
 from qkeel.metrics import collapsed
 from qkeel.monitor import (
     DEFAULT,

@@ -9,9 +9,9 @@ import dataclasses
 import itertools
 
 from benchmarks.measure import Bench, Case, Cases
+from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import resolve
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.training import TrainingBackend, train_step
 

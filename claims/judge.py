@@ -1,10 +1,11 @@
-"""The verdict of each claim on the results of its study, and the page that tells them."""
+"""The verdict of each claim on the results of its study, and the page that reports them."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +18,11 @@ from qkeel.metrics import common_level, exact_interval, largest_stable_lr, lr_se
 Results = Mapping[str, Mapping[str, Any]]  # by study: command, identity, rows
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "research" / "claims.md"
-ERROR = 0.05  # share of the page's verdicts that may be wrong in the mean
+ERROR = 0.05  # share of the page's verdicts that may be wrong on average
 # Four looks at growing numbers of seeds is the most that a row of this page had before this rule; the fifth, at twice
 # the seeds, is the last. Rows that had fewer are treated alike.
 LOOKS = 5
+VERDICTS = ("reproduced", "contradicted", "undecided")
 Effect = Literal["larger", "against", "inside", "not larger", "undecided", "not run yet"]
 
 
@@ -142,31 +144,72 @@ def counted(judged: Sequence[Judged]) -> str:
 
 
 def page(results: Results) -> str:
-    """The text of research/claims.md: the claims and what was found, where it comes from, and earlier findings."""
+    """The text of research/claims.md: a chart, the claims, what no row judges; then procedure, sources and hashes."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
-    lines = [counted([place[id(claim)] for claim in CLAIMS]), ""]
-    for heading, claims in SECTIONS.items():
-        lines += [
-            f"## {heading}",
-            "",
-            "| claim | source | verdict | effect (interval) | margin | study |",
-            "|---|---|---|---|---|---|",
-        ]
-        for one in (place[id(claim)] for claim in claims):
-            claim = one.claim
-            lines.append(
-                f"| {claim.text} | {claim.source} | {one.verdict} | {one.figures} | {_margin(claim)} | {claim.study} |"
-            )
-        lines.append("")
-    found = "\n".join(_about(study, results.get(study)) for study in STUDIES)
     spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
     fewer = ", ".join(f"{about.seeds} in `{name}`" for name, about in STUDIES.items() if about.seeds != SEEDS)
     read = {"seeds": SEEDS, "fewer": fewer, "minutes": round(spent / 60), "studies": len(STUDIES), "looks": LOOKS}
-    head = _text("head.md").format(**read, **CORPORA, margins="\n".join(_margins()), levels=_levels(judged))
-    published = _published(place)
-    tail = [_text(name) for name in ("no_row.md", "changes.md", "earlier.md")]
-    return "\n".join([head, *lines, *published, "## Where the results come from", "", found, "", *tail])
+    parts = [
+        _text("head.md").format(counted=counted([place[id(claim)] for claim in CLAIMS]), chart=_chart(place)),
+        *(_claims(heading, [place[id(claim)] for claim in claims]) for heading, claims in SECTIONS.items()),
+        _published(place),
+        _text("no_row.md"),
+        _text("earlier.md"),
+        _text("method.md").format(**read, margins="\n".join(_margins()), levels=_levels(judged)),
+        _text("changes.md"),
+        _sources(),
+        _origin(results),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def verdicts(claims: Sequence[Claim], place: Mapping[int, Judged]) -> dict[str, int]:
+    """How many of these claims have each verdict."""
+    found = collections.Counter(place[id(claim)].verdict.strip("*") for claim in claims)
+    return {name: found[name] for name in VERDICTS}
+
+
+def short(source: str) -> str:
+    """A citation without its title: `Wortsman et al. 2023`."""
+    own, _, other = source.partition("; ")
+    year = re.search(r"\d{4}$", own)
+    if not year:
+        return own if not other else f"{own}; {short(other.partition(': ')[2] or other)}"
+    who = own.partition(",")[0]
+    return f"{who} {year[0]}"
+
+
+def _chart(place: Mapping[int, Judged]) -> str:
+    """A bar for each verdict of each section, one block for each claim: GitHub draws no styles."""
+    lines = [f"| | {' | '.join(VERDICTS)} |", "|---|---|---|---|"]
+    for heading, claims in SECTIONS.items():
+        bars = (f"{'█' * n} {n}" for n in verdicts(claims, place).values())
+        lines.append(f"| {heading} | {' | '.join(bars)} |")
+    return "\n".join(lines)
+
+
+def _claims(heading: str, judged: Sequence[Judged]) -> str:
+    lines = [f"## {heading}", "", "| claim | source | verdict | effect (interval) | margin | study |"]
+    lines.append("|---|---|---|---|---|---|")
+    for one in judged:
+        cells = (one.claim.text, short(one.claim.source), one.verdict, one.figures, _margin(one.claim), one.claim.study)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _sources() -> str:
+    """The full citations, by their short forms."""
+    cited = {claim.source.rpartition("; the norm: ")[2] for claim in EVERY} - {"our own question"}
+    return "\n".join(["## Sources", "", *(f"- {source}." for source in sorted(cited, key=str.lower))])
+
+
+def _origin(results: Results) -> str:
+    """The machine and versions of each study, and the texts by their hashes."""
+    texts = f"The texts are pinned by SHA-256, and the runner refuses others: `{CORPORA['stdlib']}`"
+    texts += f" and, for translation, `{CORPORA['topics']}`."
+    found = [_about(study, results.get(study)) for study in STUDIES]
+    return "\n".join(["## Where the results come from", "", *found, "", texts])
 
 
 def _text(name: str) -> str:
@@ -197,7 +240,7 @@ def _levels(judged: Sequence[Judged]) -> str:
     return f"{100 * level:.3g} %, and the subset means of a row reach it at {', '.join(parts)}"
 
 
-def _published(place: Mapping[int, Judged]) -> list[str]:
+def _published(place: Mapping[int, Judged]) -> str:
     """The table of 32 rows, cell by cell against its published direction."""
     columns = [[place[id(claim)] for claim in claims] for claims in PUBLISHED.values()]
     lines = [
@@ -216,7 +259,7 @@ def _published(place: Mapping[int, Judged]) -> list[str]:
         other = repeated.claim.text.rpartition(": ")[2]
         cells = (plain.claim.text, _measured(plain), plain.verdict, other, _measured(repeated), repeated.verdict)
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    return "\n".join(lines)
 
 
 def _measured(one: Judged) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import learning_rate
+from qkeel.lab.build_run import learning_rate
 from qkeel.records import RunDirectory
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import re
 from collections.abc import Mapping, Sequence
 
 from claims.claim import Claim
-from claims.judge import HERE, LOOKS, Judged, Results, counted, judge
+from claims.judge import HERE, LOOKS, VERDICTS, Judged, Results, counted, judge, short, verdicts
 from claims.studies import SEEDS, STUDIES
 from claims.table import CLAIMS, SECTIONS
 
 SITE = HERE.parent / "docs" / "what-we-found.md"
-VERDICTS = ("reproduced", "contradicted", "undecided")
 
 
 def site_page(results: Results) -> str:
@@ -37,16 +34,11 @@ def site_page(results: Results) -> str:
     )
 
 
-def _counts(claims: Sequence[Claim], place: Mapping[int, Judged]) -> dict[str, int]:
-    found = collections.Counter(place[id(claim)].verdict.strip("*") for claim in claims)
-    return {name: found[name] for name in VERDICTS}
-
-
 def _chart(place: Mapping[int, Judged]) -> str:
     """A bar for each section, its parts as wide as their verdicts are many; the numbers stand in the parts."""
     rows = []
     for heading, claims in SECTIONS.items():
-        parts = "".join(_part(name, n) for name, n in _counts(claims, place).items() if n)
+        parts = "".join(_part(name, n) for name, n in verdicts(claims, place).items() if n)
         rows.append(f'<tr><th scope="row">{heading}</th><td><div class="verdicts">{parts}</div></td></tr>')
     legend = " ".join(f'<span class="verdict-key {name}">{name}</span>' for name in VERDICTS)
     return "\n".join(
@@ -59,20 +51,10 @@ def _part(name: str, n: int) -> str:
 
 
 def _table(heading: str, claims: Sequence[Claim], place: Mapping[int, Judged]) -> str:
-    counts = ", ".join(f"{n} {name}" for name, n in _counts(claims, place).items() if n)
+    counts = ", ".join(f"{n} {name}" for name, n in verdicts(claims, place).items() if n)
     rows = [f"<details><summary>{heading}: {counts}</summary>", "", "| claim | source | verdict | effect |"]
     rows.append("|---|---|---|---|")
     for one in (place[id(claim)] for claim in claims):
         effect = one.figures.rpartition(",")[0]
         rows.append(f"| {one.claim.text} | {short(one.claim.source)} | {one.verdict} | {effect} |")
     return "\n".join([*rows, "", "</details>"])
-
-
-def short(source: str) -> str:
-    """A citation without its title: `Wortsman et al. 2023`."""
-    own, _, other = source.partition("; ")
-    year = re.search(r"\d{4}$", own)
-    if not year:
-        return own if not other else f"{own}; {short(other.partition(': ')[2] or other)}"
-    who = own.partition(",")[0]
-    return f"{who} {year[0]}"

@@ -76,7 +76,7 @@ PAGES = (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
-        rows=(0, 1820),
+        rows=(0, 1560),
     ),
     Picture(
         "autopilot",
@@ -86,7 +86,7 @@ PAGES = (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
         ),
-        rows=(0, 2730),
+        rows=(0, 2460),
     ),
     Picture(
         "study",
@@ -97,7 +97,7 @@ PAGES = (
             "--seeds 0 1 2 --out runs/lr",
             "qkeel report runs/lr -o study.html",
         ),
-        rows=(0, 1550),
+        rows=(0, 1530),
     ),
     Picture(
         "lengths",
@@ -128,9 +128,12 @@ PLOT = Picture(
 
 def run(command: str, folder: Path) -> None:
     """Runs one command line of qkeel in a folder; ends the program where something of it failed."""
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     if done.returncode or FAULT.search(done.stderr):
         sys.exit(f"{done.stderr}\n`{command}` failed (exit code {done.returncode}): no picture was changed")
@@ -275,7 +278,7 @@ def page() -> str:
     """The text of docs/gallery.md."""
     head = (
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` makes this page. "
-        "Pictures follow the scheme of the site, light or dark.\n\n"
+        "Pictures are light or dark, like the page around them.\n\n"
     )
     end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"
     return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end

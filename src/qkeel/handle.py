@@ -31,13 +31,13 @@ class Handle:
         self._load = load
 
     def __repr__(self) -> str:
-        """Short: what kind of change, and whether it is in force."""
+        """Short: what kind of change, and whether it is active."""
         of = f" of {self.about}" if self.about else ""
         return f"<{type(self).__name__}{of}: {'active, remove() undoes it' if self.active else 'removed'}>"
 
     @property
     def active(self) -> bool:
-        """Returns whether the change is still in force."""
+        """Returns whether the change is still active."""
         return self._undo is not None
 
     def remove(self) -> None:

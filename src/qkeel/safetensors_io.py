@@ -151,7 +151,7 @@ def _header(file: Path) -> list[StoredTensor]:
 def _json(file: Path) -> dict[str, Any]:
     value = read_json_file(file, DataError)
     if not isinstance(value, dict):
-        raise DataError(f"{file} is no JSON object; restore it or scan the weight file by itself")
+        raise DataError(f"{file} is not a JSON object; restore it or scan the weight file by itself")
     return value
 
 

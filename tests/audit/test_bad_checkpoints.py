@@ -93,8 +93,8 @@ def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     for text, expected in (
-        ("{", "not whole JSON"),
-        ("[]", "no JSON object"),
+        ("{", "not complete JSON"),
+        ("[]", "not a JSON object"),
         ("{}", "weight_map"),
         (json.dumps({"weight_map": {"a": 1}}), "weight_map"),
         (json.dumps({"weight_map": {**index["weight_map"], "lamp": "model-9.safetensors"}}), r"lacks model-9"),

@@ -124,8 +124,8 @@ def test_a_norm_that_does_nothing_is_told() -> None:
     assert site.idle == ("q_norm (RMSNorm) is never called", "k_norm (RMSNorm) is never called")
     (site,) = by_hand("thrown away").sites
     assert site.idle == (
-        "q_norm (RMSNorm) is called on q, and its result is thrown away",
-        "k_norm (RMSNorm) is called on k, and its result is thrown away",
+        "q_norm (RMSNorm) is called on q, and its result is not used",
+        "k_norm (RMSNorm) is called on k, and its result is not used",
     )
     assert not site.query.acts
     assert by_hand("norm then rope").sites[0].idle == ()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from audit.models import CONFIGS, projections, save
 from qkeel.audit import Geometry, Scan, as_json, table
 from qkeel.audit.scan import scan
-from qkeel.audit.scan_weights import Unknown
+from qkeel.audit.tensor_heads import Unknown
 
 
 def _matrix(values: tuple[float, ...]) -> torch.Tensor:
@@ -197,8 +197,8 @@ def test_quantised_weights_are_listed_not_measured(tmp_path: Path) -> None:
 
 
 def test_own_models_are_known(tmp_path: Path) -> None:
+    from qkeel.lab.build_run import build_decoder
     from qkeel.lab.config import ModelConfig
-    from qkeel.lab.model import build_decoder
 
     for block, attention in (("mha", "qwen3"), ("mla", "baseline")):
         config = ModelConfig(d_model=32, n_layers=2, n_heads=4, block=block, attention=attention)

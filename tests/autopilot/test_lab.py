@@ -9,8 +9,8 @@ import pytest
 
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.lab import run
+from qkeel.lab.build_run import canonical
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import canonical
 from qkeel.lab.run_record import Watcher
 from qkeel.lab.stack_models import why_not_stacked
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import qkeel
 from qkeel.autopilot import Action, Decision, Policy, Records
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.transfer import AsyncGather
+from qkeel.monitor.gather import AsyncGather
 
 ACTING = (Action.CLIP, Action.RATES)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from claims.__main__ import columns, configured, joined, main, whole_seeds
 from claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
-from claims.judge import HERE, PAGE, counted, differences, judge, page
+from claims.judge import HERE, PAGE, counted, differences, judge, page, short
 from claims.measures import MEASURES
-from claims.site_page import SITE, short, site_page
+from claims.site_page import SITE, site_page
 from claims.studies import CORPORA, STUDIES
 from claims.table import CLAIMS, EVERY
 

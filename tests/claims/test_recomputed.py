@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from claims.claim import Cell, Claim
-from claims.judge import ERROR, HERE, LOOKS, PAGE, judge
+from claims.judge import ERROR, HERE, LOOKS, PAGE, judge, short
 from claims.table import CLAIMS, EVERY
 
 from qkeel.records import read_json
@@ -107,6 +107,8 @@ def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do() -
 def test_the_page_has_the_verdicts_and_the_tally() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for one in JUDGED[: len(CLAIMS)]:
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| {one.claim.text} | {one.claim.source} |")]
+        (line,) = [
+            line for line in text.splitlines() if line.startswith(f"| {one.claim.text} | {short(one.claim.source)} |")
+        ]
         assert line.split(" | ")[2] == one.verdict
         assert f"{len(one.differences)} seeds" in line

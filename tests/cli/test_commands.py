@@ -353,9 +353,9 @@ def test_directories_that_cannot_be_used_are_one_line_and_exit_code_2(tmp_path: 
         out = ["--out", str(tmp_path / "file" / "x")]
         assert "Choose a writable directory" in refused([*command, *TINY, *out], capsys)
     (place / "config.json").write_text("{")
-    assert "is not whole JSON" in refused(["run", *TINY, "--out", str(place)], capsys)
+    assert "is not complete JSON" in refused(["run", *TINY, "--out", str(place)], capsys)
     (tmp_path / "bad.toml").write_text("steps = ")
-    assert "is not TOML" in refused(["config", "--recipe", str(tmp_path / "bad.toml")], capsys)
+    assert "is not valid TOML" in refused(["config", "--recipe", str(tmp_path / "bad.toml")], capsys)
     with locked(tmp_path / "s" / "lock", "held"):
         assert "in use by another study" in refused(["study", "lr", *TINY, "--out", str(tmp_path / "s")], capsys)
 

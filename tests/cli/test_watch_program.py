@@ -129,7 +129,7 @@ WRONG = [
     (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
     (["--", "/nowhere/python", "s.py"], "expected this interpreter"),
-    (["--", "python", "nope.py"], "nope.py is missing; expected a file that can be read"),
+    (["--", "python", "nope.py"], "nope.py is missing; expected a readable file"),
     (["--", "python", "."], "cannot use .: expected a regular file, got a directory"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python finds"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),

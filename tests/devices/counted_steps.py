@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
-from qkeel.capture import trace
 from qkeel.functional.statistics import KernelRows
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels import statistics
@@ -30,7 +29,7 @@ from qkeel.kernels.triton import available
 from qkeel.monitor import measure
 from qkeel.monitor.weight_norms import GainBounds, WeightNorms
 from qkeel.patching.modes import flash_on_cpu
-from qkeel.sites import find, tap
+from qkeel.sites import find, tap, trace
 from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)

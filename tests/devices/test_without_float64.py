@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkeel.lab import RunConfig
-from qkeel.lab.model import resolve
+from qkeel.lab.build_run import resolve
 from qkeel.lab.studies import STUDIES
 from qkeel.remedies import REMEDIES
 

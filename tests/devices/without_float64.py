@@ -17,14 +17,14 @@ from tests.remedies.foreign import hf, out
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.capture import trace
 from qkeel.functional import norms
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run, run_plan
-from qkeel.lab import model as build_model
+from qkeel.lab import build_run as build_model
 from qkeel.lab.studies import STUDIES, find_study
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES
 from qkeel.report import write
+from qkeel.sites import trace
 
 faults: list[str] = []  # what was warned of
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,24 @@ def test_pages_have_no_words_of_the_dialect() -> None:
 def test_the_help_of_commands_has_no_words_of_the_dialect() -> None:
     text = loaded("made_pages").command_pages()["commands"]
     wrong = [f"“{found[0]}”; {better}" for pattern, better in dialect() for found in pattern.finditer(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _strings(source: str) -> Iterator[str]:
+    """The docstrings and messages of a module, without code in backticks."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield re.sub(r"`[^`\n]*`", " ", node.value)
+
+
+def test_docstrings_and_messages_have_no_words_of_the_dialect() -> None:
+    wrong, rules = [], dialect()
+    for module in sorted((ROOT / "src").rglob("*.py")):
+        for text in _strings(module.read_text(encoding="utf-8")):
+            for pattern, better in rules:
+                for found in pattern.finditer(text):
+                    around = " ".join(text[max(0, found.start() - 40) : found.end() + 30].split())
+                    wrong.append(f"{module.relative_to(ROOT)}: “{found[0]}” in “{around}”; {better}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.model import resolve
 from qkeel.metrics import distance, divergence_rate
 from qkeel.records import read_json
 from qkeel.report.study.collect import chaos_floors, collect

@@ -16,9 +16,9 @@ import torch
 from qkeel import reference
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
+from qkeel.lab.build_run import layers
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.lengths import Range, changed, cosine_ranges, measure, missing, outside, stretched, trained_on
-from qkeel.lab.model import layers
 from qkeel.lab.plan import Method
 from qkeel.lab.studies.grids import CONTEXTS, EXTRAPOLATION_BASE, EXTRAPOLATION_GRID, by_position, continued
 from qkeel.lab.text import Corpus, long_texts

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.build_run import layers, resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.model import layers, resolve
 from qkeel.lab.training import TrainingBackend, set_rate, train_step
 from qkeel.spec import InverseSqrt
 

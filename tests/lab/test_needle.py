@@ -15,9 +15,9 @@ import torch
 from qkeel import reference
 from qkeel.errors import InvalidValueError
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run_plan
+from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.lengths import retrieved
-from qkeel.lab.model import resolve
 from qkeel.lab.studies.grids import EXTRAPOLATION_BASE
 from qkeel.lab.text import VALUES, Needles, ask, batch, insert_needles, load, long_texts
 from qkeel.lab.training import TrainingBackend, train_step

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from qkeel.lab.build_run import Muon, build_decoder, build_optimizer
 from qkeel.lab.config import ModelConfig, OptimConfig
-from qkeel.lab.model import Muon, build_decoder, build_optimizer
 
 
 def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:

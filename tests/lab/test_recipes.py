@@ -17,8 +17,8 @@ from qkeel.cli.run import configure, view
 from qkeel.errors import DataError, InvalidValueError, UnknownNameError
 from qkeel.functional.logits import deepnorm
 from qkeel.lab import DataConfig, ModelConfig, RunConfig, Watcher, run
+from qkeel.lab.build_run import build_decoder
 from qkeel.lab.checkpoint import RunState, flops_per_token, peak, speed
-from qkeel.lab.model import build_decoder
 from qkeel.lab.text import load
 from qkeel.lab.training import TrainingBackend, train_step
 from qkeel.nn import Decoder

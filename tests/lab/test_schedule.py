@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.model import learning_rate
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])

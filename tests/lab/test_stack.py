@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, OptimConfig, RunConfig, Watcher, make_plan, run, run_plan
+from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.model import resolve
 from qkeel.lab.stack_arithmetic import CompiledArithmetic, StackedArithmetic, choose_arithmetic, split, why_not_compiled
 from qkeel.lab.stack_models import plan_stacks, stack_models
 from qkeel.lab.train_runs import train_runs

@@ -15,8 +15,8 @@ from tests.quick import one_in, quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
+from qkeel.lab.build_run import build_decoder, resolve, threads
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.model import build_decoder, resolve, threads
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.training import train_step
@@ -145,7 +145,7 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
         if record["step"] == 4:
             (tmp_path / "r").rename(tmp_path / "away")
 
-    with pytest.raises(RunDirectoryError, match=r"cannot (make|append to|write) .*/r/.*(is not there|No such file)"):
+    with pytest.raises(RunDirectoryError, match=r"cannot (make|append to|write) .*/r/.*(does not exist|No such file)"):
         run(config, tmp_path / "r", watcher=Watcher(on_record=move))
     assert steps == [0, 2, 4]
     assert not (tmp_path / "r").exists()
@@ -236,7 +236,7 @@ def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
     ("name", "place"),
     one_in(
         [
-            ("env.json", "env.json is not whole JSON"),
+            ("env.json", "env.json is not complete JSON"),
             ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
             ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
             ("heads.f32", "heads.f32 has 40 bytes"),
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Make, tmp_path: Path) ->
             run(tiny(remedy=remedy), tmp_path / place, watcher=crash_after(6))
     for file in ("last/state.safetensors", "metrics.jsonl", "heads.f32", "heads.crc32"):
         (tmp_path / "b" / file).write_bytes((tmp_path / "a" / file).read_bytes())
-    with pytest.raises(RunDirectoryError, match=r"not a whole checkpoint of this run \(other tensors: .*q_norm"):
+    with pytest.raises(RunDirectoryError, match=r"not a complete checkpoint of this run \(other tensors: .*q_norm"):
         run(tiny(remedy="qk_norm"), tmp_path / "b")
 
 

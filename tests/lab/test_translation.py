@@ -10,8 +10,8 @@ import torch
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab import DataConfig, ModelConfig, run
+from qkeel.lab.build_run import check, resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.model import check, resolve
 from qkeel.lab.studies.grids import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
 from qkeel.lab.text import CLAUSE, WORD, load, translated

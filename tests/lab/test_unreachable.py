@@ -44,7 +44,7 @@ def test_an_address_at_which_nobody_answers_is_one_line(
     monkeypatch.setitem(sys.modules, "ray", ray)
     address = f"tcp://{nobody}" if name == "dask" else nobody
     for act in (lambda e: e.capacity(), lambda e: list(e.outcomes([UNIT], 1, tmp_path))):
-        with pytest.raises(RefusedError, match=f"cannot be reached: nobody answers at {address}") as caught:
+        with pytest.raises(RefusedError, match=f"cannot be reached: nothing answers at {address}") as caught:
             act(executor(f"{name}:address={address}"))
         assert "\n" not in str(caught.value)
 

@@ -11,8 +11,8 @@ from tests.quick import one_in
 
 from qkeel.errors import DataError, ShapeError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run, run_plan
+from qkeel.lab.build_run import check, resolve
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
-from qkeel.lab.model import check, resolve
 from qkeel.lab.tasks import VisionTask
 from qkeel.nn import DecoderConfig, ViT
 

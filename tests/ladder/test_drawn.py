@@ -9,7 +9,7 @@ import pytest
 from ladder import drawn
 from ladder.rows import read
 
-from qkeel.lab.model import check, resolve
+from qkeel.lab.build_run import check, resolve
 from qkeel.records import read_json
 
 

@@ -57,6 +57,7 @@ def without_times(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "cpu_seconds"} for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_stops_goes_on_to_the_same_rows_and_never_runs_a_run_twice(
     small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def test_it_stops_goes_on_to_the_same_rows_and_never_runs_a_run_twice(
     assert all(abs(row["logits"][-1] / row["logits"][0] - 1) < 1 for row in frozen)
 
 
+@pytest.mark.slow
 def test_a_rung_is_predicted_once_and_only_from_whole_rungs_below(small: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0\.13M is not finished"):
         run.climb(["1M"], tmp_path / "a", tmp_path, After(math.inf))

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qkeel import watch
 from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.functional.statistics import TENSORS, LogitStats
-from qkeel.monitor import members
+from qkeel.monitor import processes
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
 
@@ -171,11 +171,11 @@ def faults_on_both_at_once() -> None:
 
 
 def a_process_that_is_not_watched_makes_nobody_wait() -> None:
-    patience, members.PATIENCE = members.PATIENCE, 1.0
+    patience, processes.PATIENCE = processes.PATIENCE, 1.0
     try:
         model, monitor, warned = train(lambda m, o: watch(m, o) if dist.get_rank() == 0 else None)
     finally:
-        members.PATIENCE = patience
+        processes.PATIENCE = patience
     assert same(state(model), unwatched())
     if dist.get_rank() == 0:
         assert monitor.active
@@ -251,9 +251,8 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
     """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
     from torch.distributed.fsdp import fully_shard
 
-    from qkeel.capture import trace
     from qkeel.monitor.token_classes import PassTokens
-    from qkeel.sites import find
+    from qkeel.sites import find, trace
 
     for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (trace._Reading, "_note")):
         original = vars(home)[name]
@@ -357,11 +356,11 @@ def ends_of_unequal_length_under_join_are_recorded_alone() -> None:
 def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    patience, members.PATIENCE = members.PATIENCE, 1.0
+    patience, processes.PATIENCE = processes.PATIENCE, 1.0
     try:
         _model, monitor, warned = train(lambda m, o: watch(m, o) if dist.get_rank() == 0 else None, wrap=fully_shard)
     finally:
-        members.PATIENCE = patience
+        processes.PATIENCE = patience
     if dist.get_rank() == 0:
         assert not monitor.active
         assert "expected every process of this run to watch" in warned[-1]
@@ -375,12 +374,12 @@ def a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on() -> Non
             time.sleep(2)
         return watch(model, optimizer)
 
-    patience, members.PATIENCE = members.PATIENCE, 0.5
+    patience, processes.PATIENCE = processes.PATIENCE, 0.5
     try:
         _, monitor, warned = train(late, wrap=fully_shard)
     finally:
-        members.PATIENCE = patience
-    assert ["has not come to the first measured pass" in text for text in warned] == [True], warned
+        processes.PATIENCE = patience
+    assert ["has not reached the first measured pass" in text for text in warned] == [True], warned
     assert monitor.history.steps.tolist() == [*range(1, STEPS)]
     assert all(site.verified for site in monitor.sites)
     monitor.close()

@@ -139,4 +139,4 @@ def test_attention_to_one_of_many_keys_still_raises_it(stats: Any) -> None:
         warnings.simplefilter("ignore")
         monitor = qkeel.watch(model, stats=stats)
         model(batch(0, 2, 64))
-    assert any("one key takes all" in str(alarm) for alarm in monitor.alarms)
+    assert any("one key takes all the attention" in str(alarm) for alarm in monitor.alarms)

@@ -49,9 +49,9 @@ OTHERWISE = {
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
     "capture.products:Tags.put.<locals>.forget": "called by Python when a tensor dies, which drops its faults",
-    "capture.trace:_same_calls": "of a shorter example; the whole one, searched where that fails, needs none",
-    "capture.trace:_same_calls.<locals>.note": "as the one before",
-    "capture.trace:_is_plain": "as the one before",
+    "sites.trace:_same_calls": "of a shorter example; the whole one, searched where that fails, needs none",
+    "sites.trace:_same_calls.<locals>.note": "as the one before",
+    "sites.trace:_is_plain": "as the one before",
     "heads.site:AttentionSite.verified": "as the one before",
     "heads.rows:layout_of": "inside a script, which replaces the message: the warning is there without it",
     "heads.rows:_walk": "inside a script, as the one before",
@@ -59,7 +59,7 @@ OTHERWISE = {
     "monitor.monitor:Monitor._finish": "the end itself: an interrupt in it leaves it half done",
     "sites.tap:Tap._detach": "the end itself, as the one before",
     "capture.calls:_modified.<locals>.at": "torch traces it once in a process",
-    "capture.foreign:_flash_homes": "kept while no module is loaded: an earlier setting has called it",
+    "capture.readers:_flash_homes": "kept while no module is loaded: an earlier setting has called it",
 }
 # What no setting here reaches, by the beginning of its name.
 UNREACHED = {
@@ -110,9 +110,9 @@ UNREACHED = {
     "sites.named_models:_renamed": "sites that are given of several models",
     "capture.example:first_row": "of norms whose heads a shorter example has shown",
     "capture.example:_of_tokens": "needs another device than the CPU",
-    "capture.trace:": "remedies and errors ask for it",
+    "sites.trace:": "remedies and errors ask for it",
     "capture.bracket:": "abstract, or kernels that run on GPUs only",
-    "capture.engine:": "as the one before",
+    "capture.intercept:": "as the one before",
     "capture.foreign:": "as the one before",
     "capture.modules:": "as the one before",
     "capture.readers:": "as the one before",

@@ -14,9 +14,9 @@ import qkeel
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError
 from qkeel.functional.statistics import LogitStats
 from qkeel.monitor import Layout, Sample
-from qkeel.monitor.members import Members, RankInfo
+from qkeel.monitor.gather import Measurement, PartialValue
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.transfer import Measurement, PartialValue
+from qkeel.monitor.processes import Members, RankInfo
 from qkeel.report import write
 
 

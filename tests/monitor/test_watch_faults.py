@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from qkeel import watch
 from qkeel.errors import QkeelWarning
 from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink
+from qkeel.monitor.gather import AsyncGather
 from qkeel.monitor.journal import Recorder
 from qkeel.monitor.measure import CallStatistics
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.transfer import AsyncGather
 from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import Attention
 from qkeel.sites.tap import Tap

@@ -209,7 +209,7 @@ def test_the_gain_of_the_rotated_part_must_go_on_before_the_rotation() -> None:
 
 
 REFUSED: dict[str, tuple[Norm, str]] = {
-    "layer norm": (LayerNorm(), "LayerNorm takes the mean off"),
+    "layer norm": (LayerNorm(), "LayerNorm subtracts the mean"),
     "a gain per head": (RMSNorm(gain="head"), "rotated key, which is cached once for all heads"),
     "a gain per head and dimension": (RMSNorm(gain="head_dim"), "rotated key, which is cached once for all heads"),
     "a bias": (RMSNorm(gain="dim", bias=True), "a bias after the norm"),
@@ -265,7 +265,7 @@ def test_an_up_projection_that_is_no_plain_matrix_is_refused() -> None:
 
 def test_a_rotation_that_follows_the_length_is_refused_with_the_reason() -> None:
     spec = AttentionSpec(position=Rope(stretch=DynamicNTK(factor=2.0, train_length=4)))
-    with pytest.raises(RefusedError, match="every key turns again"):
+    with pytest.raises(RefusedError, match="every key is rotated again"):
         make(spec).new_cache()
 
 

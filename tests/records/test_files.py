@@ -55,9 +55,9 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
     for write in (write_json, append_line):
-        with pytest.raises(RunDirectoryError, match=r"the directory .*gone is not there \(any more\)"):
+        with pytest.raises(RunDirectoryError, match=r"the directory .*gone does not exist \(any more\)"):
             write(tmp_path / "gone" / "x.json", {})
-    with pytest.raises(RunDirectoryError, match=r"cannot make .*last: the directory .*gone is not there"):
+    with pytest.raises(RunDirectoryError, match=r"cannot make .*last: the directory .*gone does not exist"):
         make_directory(tmp_path / "gone" / "last", parents=False)
     assert list(tmp_path.iterdir()) == []
     make_directory(tmp_path / "new" / "last")
@@ -95,7 +95,7 @@ def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> No
     with pytest.raises(RunDirectoryError, match="is missing"):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('{"a": 1,\n "b"')
-    with pytest.raises(RunDirectoryError, match=r"not whole JSON \(line 2"):
+    with pytest.raises(RunDirectoryError, match=r"not complete JSON \(line 2"):
         read_json(tmp_path / "x.json")
     (tmp_path / "y.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RunDirectoryError, match="can't decode byte 0xff"):

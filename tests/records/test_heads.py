@@ -68,7 +68,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     for file, at in ((path, 52 + 9), (sums, 4)):
         whole = file.read_bytes()
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(DamagedFileError, match=r"heads\.f32, record 2 does not fit its checksum in heads\.crc32"):
+        with pytest.raises(DamagedFileError, match=r"heads\.f32, record 2 does not match its checksum in heads\.crc32"):
             read_heads(tmp_path)
         file.write_bytes(whole)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")

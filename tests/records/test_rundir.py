@@ -97,7 +97,7 @@ def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
         assert "metrics.jsonl has" in run.damage()
     (tmp_path / "metrics.jsonl").write_bytes(lines)
     (tmp_path / "DONE").write_text("")
-    assert "DONE is not whole JSON" in run.damage()
+    assert "DONE is not complete JSON" in run.damage()
 
 
 def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(tmp_path: Path) -> None:

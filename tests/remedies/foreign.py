@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 
 VOCAB, D, H, T = 40, 32, 4, 7
 SMALL: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import apply, find_sites
-from qkeel.capture.trace import ModelTrace
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies.apply import REMEDIES
+from qkeel.sites.trace import ModelTrace
 
 SEARCH, MORE = 2, 2
 

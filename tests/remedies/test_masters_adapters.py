@@ -178,7 +178,7 @@ def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(family:
 def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
     model = adapted("llama", "q_proj", "k_proj")
     optimizer = torch.optim.AdamW(trained(model))
-    with pytest.raises(RefusedError, match=r"q_proj.base_layer.weight, which is frozen, .*say frozen=scale"):
+    with pytest.raises(RefusedError, match=r"q_proj.base_layer.weight, which is frozen, .*set frozen=scale"):
         qkeel.apply("qk_clip", model, optimizer, example=batch())
     with pytest.raises(UnknownNameError, match="Did you mean 'scale'"):
         qkeel.apply("qk_clip:frozen=scales", model, optimizer, example=batch())

@@ -107,7 +107,7 @@ def test_heads_concatenated_from_two_modules_are_refused() -> None:
             q, k = (torch.cat([parts(y[n]), parts(y[f"more_{n}"])], -1) for n in "qk")
             return q @ k.mT / 4
 
-    with pytest.raises(RefusedError, match="the queries are no one module's output: they are made by more_q, q"):
+    with pytest.raises(RefusedError, match="not the output of a single module: they are made by more_q, q"):
         qkeel.apply("qk_norm", Concatenated(""), example=torch.randn(2, T, M))
 
 
@@ -119,7 +119,7 @@ def test_a_bias_that_is_added_after_the_product_with_its_weight_is_refused() -> 
             late = {n: F.linear(x, m.weight) + m.bias for n, m in (("q", self.q), ("k", self.k))}
             return {**Attention.made(self, x), **late}
 
-    with pytest.raises(RefusedError, match="their weights are used by something else"):
+    with pytest.raises(RefusedError, match="their weights are used by something other"):
         qkeel.apply("qk_norm", Later("plain"), example=torch.randn(2, T, M))
 
 

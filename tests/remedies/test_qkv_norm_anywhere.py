@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.capture.trace import seen
 from qkeel.errors import RefusedError
+from qkeel.sites.trace import seen
 
 from .foreign import LAYOUTS, Hand, build, everything, example, hf, jolted, out, values
 
@@ -91,7 +91,7 @@ def test_it_trains_and_comes_off_without_a_trace(name: str, how: str) -> None:
 @pytest.mark.parametrize(("name", "remedy", "message"), [
     ("neox", "qkv_norm", "expected a block x"),  # parallel residual
     ("bert", "qkv_norm", "expected a block x"),  # post-norm
-    ("deepseek", "qkv_norm:drop_pre_norm=false", "the keys are no one module's output"),
+    ("deepseek", "qkv_norm:drop_pre_norm=false", "the keys are not the output of a single module"),
     ("qwen3", "qkv_norm", "q and k are normed already"),
 ])  # fmt: skip
 def test_what_has_no_norm_before_or_no_values_of_its_own_is_refused_and_left_alone(

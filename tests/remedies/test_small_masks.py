@@ -45,7 +45,7 @@ def test_a_hidden_pair_stays_hidden_where_its_logit_has_grown_over_the_mask(how:
 
 
 class Stable(Windows):
-    """Scores less the largest of their row, then `after`."""
+    """Scores the largest score of each row is subtracted, then `after`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
@@ -75,7 +75,7 @@ def test_a_cap_bends_the_logits_from_which_the_largest_of_their_row_is_subtracte
 
 
 def test_scores_to_which_something_is_added_after_that_subtraction_are_refused() -> None:
-    with pytest.raises(RefusedError, match="less the largest of their row"):
+    with pytest.raises(RefusedError, match="the largest score of each row is subtracted"):
         qkeel.apply("softcap:cap=3", Stable("biased later"), example=torch.randn(B, T, H * D))
 
 
@@ -83,7 +83,7 @@ def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hide
     model, x = Windows(""), torch.randn(B, T, H * D)
     with torch.no_grad():
         model.qkv.weight.mul_(400)
-    with pytest.raises(RefusedError, match="a logit that no mask hides is"):
+    with pytest.raises(RefusedError, match="an unmasked logit is"):
         qkeel.apply("softcap:cap=3", model, example=x)
 
     class Filled(Windows):

@@ -101,7 +101,7 @@ def test_a_damaged_file_is_told_on_the_page(tmp_path: Path):
     with serve(run) as server:
         status, page = get(server)
     assert status == 200
-    assert "heads.json is not whole JSON (it has no checksum" in page
+    assert "heads.json is not complete JSON (it has no checksum" in page
 
 
 def test_a_study_has_a_live_page_too(tmp_path: Path):

@@ -52,7 +52,7 @@ def test_the_rest_is_folded_and_no_verdict_is_drawn_from_it(tmp_path: Path) -> N
     assert not re.search(r"better|worse|equal|undecided|Holm", counts)
     ranking = html[html.index('id="section-ranking"') : html.index('id="section-remedies"')]
     told, folded = ranking.split("<details>")
-    assert "secondary: each has a 95 % interval of its own, corrected for nothing" in text_of(told)
+    assert "secondary: each has a 95 % interval of its own, uncorrected" in text_of(told)
     assert folded.count("<table") == 1
     grey = re.findall(r'<td class="[^"]*faint[^"]*"[^>]*>([+−0-9.]+)', folded)
     assert len(grey) == 3 * (len(REMEDIES) - 1) - 1

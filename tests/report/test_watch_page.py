@@ -88,7 +88,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_a_plain_sentence_and_one_fix_t
     run = make_watch(tmp_path / "run")
     found = verdict(read_watched([run])[0])
     assert found.light == "bad"
-    assert found.text.startswith("Attention logits grow too large since step 200. The largest is ")
+    assert found.text.startswith("Attention logits have grown too large since step 200. The largest is ")
     assert found.text.endswith("Above 1,000 training suffers.")
     html = page(run, tmp_path)
     header = html[html.index("<header") : html.index("</header>")]
@@ -246,14 +246,14 @@ def test_a_watched_model_has_a_page_with_the_study_that_advises_on_it(tmp_path: 
 def test_damaged_files_are_named(tmp_path: Path):
     run = make_watch(tmp_path / "run", SMALL)
     (run / "heads.json").write_text("{}")
-    with pytest.raises(RunDirectoryError, match=r"heads.json is not whole JSON \(it has no checksum"):
+    with pytest.raises(RunDirectoryError, match=r"heads.json is not complete JSON \(it has no checksum"):
         qkeel.report.write(run, tmp_path / "r.html")
     other = make_watch(tmp_path / "other", SMALL)
     lines = (other / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (other / "metrics.jsonl").write_bytes(
         b"".join([*lines[:4], lines[4].replace(b'"lr": 0.0003', b'"lr": 0.0004'), *lines[5:]])
     )
-    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 .*does not fit its checksum"):
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 .*does not match its checksum"):
         qkeel.report.write(other, tmp_path / "r.html")
 
 

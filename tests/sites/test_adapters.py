@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
-from qkeel.capture.engine import CaptureMode  # noqa: E402
+from qkeel.capture.intercept import CaptureMode  # noqa: E402
 from qkeel.sites import AttentionSite, HeadSlice  # noqa: E402
 
 # peft asks transformers by a name that is on its way out.

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
 from qkeel.capture.calls import statistics  # noqa: E402
-from qkeel.capture.engine import CaptureMode  # noqa: E402
+from qkeel.capture.intercept import CaptureMode  # noqa: E402
 from qkeel.functional.statistics import LogitStats  # noqa: E402
 
 pytestmark = [

@@ -75,7 +75,7 @@ def test_after_an_example_that_fails_the_model_is_as_it_was() -> None:
 
 def test_a_model_without_attention_is_refused_with_what_was_tried() -> None:
     with pytest.raises(
-        RefusedError, match=r"saw no attention.*flex_attention.*there was no product of two activations.*by hand"
+        RefusedError, match=r"saw no attention.*flex_attention.*no two activations were multiplied.*by hand"
     ):
         find_sites(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
 

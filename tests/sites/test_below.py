@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
 
 pytestmark = [

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.capture.example import arranged
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
 from qkeel.functional.statistics import LogitStats
 from qkeel.patching.modes import FaultGuard
@@ -182,7 +182,7 @@ class ReformerLike(nn.Module):
 
 def test_a_reformer_like_attention_is_refused_with_the_way_out_and_then_described() -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), ReformerLike()), torch.randn(B, T, 16)
-    with pytest.raises(RefusedError, match=r"(?s)no product of two activations.*describe\(model, .*Reading"):
+    with pytest.raises(RefusedError, match=r"(?s)no two activations were multiplied.*describe\(model, .*Reading"):
         find_sites(model, x)
     site = describe(
         model,

@@ -20,7 +20,7 @@ from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
 from qkeel.sites.tap import BracketMode
 from qkeel.spec import AttentionCall

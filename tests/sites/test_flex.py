@@ -22,7 +22,7 @@ from qkeel import apply, find_sites
 from qkeel.capture import calls as logit_statistics
 from qkeel.capture import readers as foreign_functions
 from qkeel.capture.calls import maxima, statistics
-from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics as kernel
 from qkeel.sites.tap import BracketMode

@@ -94,10 +94,10 @@ def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
     (missed,) = sites.missed
     _, operation, words = WAYS[name]
     assert (missed.module, missed.operation) == ("odd", operation)
-    assert missed.reason == f"its scores are followed no further than {words}"
+    assert missed.reason == f"its scores could not be followed beyond {words}"
     assert sites.share == "1 of 2 attentions"
     assert sites._repr_html_().count("<tr>") == 2  # the names of the columns, and the site
-    assert "<p>not understood: odd: its scores are" in sites._repr_html_()
+    assert "<p>not understood: odd: its scores could not" in sites._repr_html_()
 
 
 MIXTURES: dict[str, Between] = {
@@ -204,7 +204,7 @@ def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_pat
         for _ in range(3):
             m(x()).sum().backward()
             optimizer.step()
-        line = "1 of 2 attentions watched; not understood: odd: its scores are followed no further than relu"
+        line = "1 of 2 attentions watched; not understood: odd: its scores could not be followed beyond relu"
         assert monitor.table().splitlines()[-1] == line
         assert f"<p>{line}</p>" in monitor._repr_html_()
         assert [missed.module for missed in monitor.missed] == ["odd"]
@@ -268,7 +268,7 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
     messages = sorted(str(warning.message).split(",")[0] for warning in said)
     assert messages == [
         "Sometimes is measured up to step 0 of 3: no training pass with attention was seen",
-        "a pass that was to be measured showed no attention call",
+        "a pass to be measured made no attention call",
         "qk_clip saw no attention call in training mode between two steps of the optimizer",
     ]
 

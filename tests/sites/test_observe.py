@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.capture.engine import CaptureMode
+from qkeel.capture.intercept import CaptureMode
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.functional.statistics import LogitStats
 from qkeel.sites import Tap
@@ -332,7 +332,7 @@ def test_an_example_that_fails_is_reported_as_such() -> None:
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    with pytest.raises(RefusedError, match="there was no product of two activations"):
+    with pytest.raises(RefusedError, match="no two activations were multiplied"):
         find_sites(nn.Linear(2, 2), torch.ones(1, 2))
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
-from qkeel.capture import trace
 from qkeel.heads import verification
 from qkeel.heads.rows import features_used
 from qkeel.heads.walk import names_of, walk
+from qkeel.sites import trace
 
 H, D, M, T = 4, 8, 16, 6
 

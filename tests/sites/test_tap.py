@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import preset
-from qkeel.capture import engine as intercept
+from qkeel.capture import intercept
 from qkeel.functional.statistics import TENSORS, LogitStats, merge
 from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache

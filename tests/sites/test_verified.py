@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from qkeel import apply, find_sites
-from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.nn import Attention
 from qkeel.sites import AttentionSite, HeadSlice, QKProduct
+from qkeel.sites.trace import traced
 
 H, D, M = 4, 8, 32
 Scores = Callable[..., Tensor]

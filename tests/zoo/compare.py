@@ -14,7 +14,7 @@ from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
 from qkeel.capture.calls import Layout, cat_heads, statistics
-from qkeel.capture.engine import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.sites.find import find_sites
 
 

@@ -4,7 +4,7 @@ from qkeel.audit.check import check
 from qkeel.audit.explain import explain_model
 from qkeel.audit.explain_responses import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.scan import Scan, SiteReport, TensorReport, as_json, scan, table
-from qkeel.audit.scan_weights import Geometry, Unknown
+from qkeel.audit.tensor_heads import Geometry, Unknown
 
 __all__ = [
     "Explanation",

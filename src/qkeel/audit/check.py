@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qkeel.audit.scan import Scan, ScanProgress, scan
-from qkeel.audit.scan_weights import Geometry
+from qkeel.audit.tensor_heads import Geometry
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.functional.statistics import LogitStats
@@ -69,7 +69,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
     sites = find_sites(inner, *args, **kwargs)
-    guard = FaultGuard("this look at attention failed: {}")
+    guard = FaultGuard("looking at attention failed: {}")
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
         inner(*copied(args), **copied(kwargs))

@@ -24,7 +24,7 @@ from qkeel.audit.explain_experiment import (
     sinks_of,
 )
 from qkeel.audit.explain_responses import Answers, Explanation, NormRecipe, Rotation, SiteRecipe, compress, scale_text
-from qkeel.audit.scan_weights import ConfigMapping, section
+from qkeel.audit.tensor_heads import ConfigMapping, section
 from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import SpecModule
@@ -261,11 +261,11 @@ def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
     said = config.get("sliding_window")
     if recipe.window is None or config.get("use_sliding_window") is False:
         used = recipe.window is not None
-        return f"config says no sliding window, {recipe.window} keys back are seen" if used else ""
+        return f"config says no sliding window, but a query sees {recipe.window} keys back" if used else ""
     if said is None:
-        return f"config.sliding_window is none, {recipe.window} keys back are seen"
+        return f"config.sliding_window is none, but a query sees {recipe.window} keys back"
     near = isinstance(said, int) and abs(said - recipe.window) <= 1
-    return "" if near else f"config.sliding_window is {said}, {recipe.window} keys back are seen"
+    return "" if near else f"config.sliding_window is {said}, but a query sees {recipe.window} keys back"
 
 
 def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -363,7 +363,7 @@ def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
         return recipe(
             query=NormRecipe(kind="unknown", why="q was not seen"),
             key=NormRecipe(kind="unknown", why="k was not seen"),
-            unknown=(site.why or "q and k of this attention could not be read off",),
+            unknown=(site.why or "q and k of this attention could not be read",),
         )
     base = experiment.base[name]
     visible, window = seen(base.visible)

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from qkeel.audit import explain_responses
 from qkeel.audit.explain_responses import EPS_FACTORS
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.capture.example import copied
-from qkeel.capture.trace import forward, grouped
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
+from qkeel.sites.trace import forward, grouped
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -334,7 +334,7 @@ def idle_norms(controlled: ControlledModel, scopes: Sequence[Scope], base: Obser
         for name, (leaf, side) in tried.items():
             if name in after and torch.equal(after[name].q, base[name].q) and torch.equal(after[name].k, base[name].k):
                 kind = type(leaf.module).__name__
-                found[name].append(f"{leaf.name} ({kind}) is called on {side}, and its result is thrown away")
+                found[name].append(f"{leaf.name} ({kind}) is called on {side}, and its result is not used")
     return {name: tuple(texts) for name, texts in found.items()}
 
 
@@ -420,9 +420,9 @@ def seen(visible: Tensor) -> tuple[str, int | None]:
         return f"keys less than {reach} away on both sides", reach
     own = v.any(0)
     if torch.equal(v, own[None, :].expand_as(v)):
-        return "every key that is no padding", None
+        return "every key that is not padding", None
     if torch.equal(v, own[None, :] & (distance >= 0)):
-        return "keys up to its own that are no padding", None
+        return "keys up to its own that are not padding", None
     return "another pattern of keys", None
 
 

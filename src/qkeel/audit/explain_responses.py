@@ -292,7 +292,7 @@ class SiteRecipe:
     window: int | None = None  #: tokens of a sliding window, the query's own included; None without
     bias: bool = False  #: whether something is added to scale · q·k
     idle: tuple[str, ...] = ()  #: norms in the module that change nothing, in words
-    unknown: tuple[str, ...] = ()  #: what could not be read off, in words
+    unknown: tuple[str, ...] = ()  #: what could not be read, in words
 
     @property
     def total_scale(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.audit.scan_weights import FUSED, SEPARATE, Geometry, SitePlan, Slice, Unknown, read_geometry, recognise
+from qkeel.audit.tensor_heads import FUSED, SEPARATE, Geometry, SitePlan, Slice, Unknown, read_geometry, recognise
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 from qkeel.safetensors_io import Checkpoint, MappedFile, StoredTensor, open_checkpoint

@@ -234,10 +234,10 @@ _COMPILED = {
 
 @final
 class RemedyManager:
-    """Keeps in force what it is asked for, by one handle for each remedy and optimizer.
+    """Keeps active what it is asked for, by one handle for each remedy and optimizer.
 
     A change of the heads takes the old handle off and puts a new one on with what it remembered. Where that is refused
-    what was in force is put back, so nothing is half applied.
+    what was active is restored, so nothing is half applied.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class RemedyManager:
             self.norm = None
 
     def state(self) -> State:
-        """Returns what the remedies in force remember, by their numbers in the order of `handles`, and the norm."""
+        """Returns what the active remedies remember, by their numbers in the order of `handles`, and the norm."""
         parts = {str(i): handle for i, (handle, _) in enumerate(self.handles.values())}
         parts |= {} if self.norm is None else {"norm": self.norm[1]}
         return {f"{i}.{name}": value for i, handle in parts.items() for name, value in handle.state().items()}

@@ -39,7 +39,7 @@ from qkeel.sites.find import find_sites
 
 
 def state(pilot: Autopilot) -> State:
-    """The state of an autopilot: its records, its decisions, and what the remedies in force remember."""
+    """The state of an autopilot: its records, its decisions, and what the active remedies remember."""
     found: State = {f"monitor/{name}": value for name, value in pilot.monitor.state().items()}
     about: Row = {"policy": pilot.named, "begun": pilot.deliberation is not None}
     if (coming := pilot.next_sample(lag=0)) is not None:
@@ -70,7 +70,7 @@ def load(pilot: Autopilot, state: State) -> None:
     """Takes such a state up, before the first step.
 
     Raises: InvalidValueError if it is none or of another policy, or the training has begun; RefusedError if remedies
-    were in force and the sites are not known.
+    were active and the sites are not known.
     """
     if pilot.deliberation is not None:
         raise InvalidValueError(
@@ -106,7 +106,7 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
     assert actuator is not None
     try:
         for _, _, why in actuator.set_norm(about["norm"]):
-            raise RefusedError(f"the norm that was in force cannot be put back: {why}")
+            raise RefusedError(f"the norm that was active cannot be restored: {why}")
         if actuator.norm is not None:
             actuator.norm[1].load(under("remedy/norm.", state))
         for i, ((spec, number), heads) in enumerate(about["handles"]):
@@ -120,8 +120,8 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
 # The Autopilot: asks the policy after each measured step, and sees to what it decides.
 
 _OFF = (
-    "the autopilot failed and changes nothing further: {}. What it has put on stays in force until remove(); training "
-    "goes on"
+    "the autopilot failed and changes nothing further: {}. What it has applied stays active until remove(); training "
+    "continues"
 )
 
 
@@ -129,7 +129,7 @@ _OFF = (
 class Autopilot(Handle):
     """Watches a training run and does what its policy decides; made by `qkeel.autopilot`.
 
-    `remove()` undoes everything and stops watching. `close()` stops watching and takes off what acts on steps, but
+    `remove()` undoes everything and stops watching. `close()` stops watching and removes what acts on steps, but
     leaves a norm in the model, which was trained with it. `events` are what it did, as in the journal of the run.
     `state_dict()` and `load_state_dict()` carry it over a checkpoint: give what they return to the checkpoint's file
     and load it before the first step.
@@ -174,10 +174,10 @@ class Autopilot(Handle):
         return self.state()
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on where `state_dict()` was taken; to be called before the first step. Where a norm was in force it is
-        put in again, with gains for the model's own state dict to overwrite: load that, and the optimizer's, after it.
+        """Continues where `state_dict()` was taken; to be called before the first step. Where a norm was active it is
+        added again, with gains for the model's own state dict to overwrite: load that, and the optimizer's, after it.
 
-        Raises: InvalidValueError if it is no such state, or of another policy; RefusedError if remedies were in force
+        Raises: InvalidValueError if it is no such state, or of another policy; RefusedError if remedies were active
         and the sites are not known: then the autopilot needs an example.
         """
         self.load(state)
@@ -185,7 +185,7 @@ class Autopilot(Handle):
     def close(self, *, complete: bool = True) -> None:
         """Stops watching, as `Monitor.close` does; `complete` says whether training ended as planned."""
         if complete:
-            self.monitor.training_over()  # while what it has put on is in force
+            self.monitor.training_over()  # while what it has put on is active
         self._end()
         if self.actuator is not None:
             self.actuator.remove(norm=False)
@@ -226,7 +226,7 @@ class Autopilot(Handle):
             return list(find_sites(self.monitor.model, *args, **kwargs))
         except RefusedError as error:
             raise RefusedError(
-                "expected an example, to put back what was in force before the first step: give the autopilot or the "
+                "expected an example, to restore what was active before the first step: give the autopilot or the "
                 "callback example=batch, with a batch as the model takes it"
             ) from error
 
@@ -355,7 +355,7 @@ def autopilot(
         sinks: where records and events go; see `qkeel.watch`.
         every: at which steps the run is measured before anything is wrong.
         query_mask: which query rows count; see `qkeel.watch`.
-        example: a batch as the model takes it: for a calibrated norm, and to resume with remedies in force.
+        example: a batch as the model takes it: for a calibrated norm, and to resume with active remedies.
 
     Returns: the Autopilot: `events`, `decisions`, `state_dict()`, `load_state_dict()`, `close()`; a context manager,
     and `remove()` undoes all.

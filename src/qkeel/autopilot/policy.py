@@ -18,7 +18,7 @@ from qkeel.monitor.history import Forecast, History, clock, forecast
 from qkeel.monitor.rules import Alarm, Approach, Ceiling, EntropyCollapse, Growth, Outlook, Rule, Severity
 from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
 
-# The interface of a policy, records in, decisions out; and what decisions say and have put in force.
+# The interface of a policy, records in, decisions out; and what decisions say and have put active.
 
 
 @final
@@ -189,7 +189,7 @@ Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
 
 
 def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Held:
-    """Returns what is in force after these decisions: by (remedy, site) the action and its heads, empty for all.
+    """Returns what is active after these decisions: by (remedy, site) the action and its heads, empty for all.
 
     A decision that was refused at its step changes nothing. A norm takes the place of what acts on steps.
 
@@ -219,7 +219,7 @@ FLOOR, FACTOR = thresholds.OUTLOOK_FLOOR, thresholds.OUTLOOK_FACTOR
 
 
 def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[np.ndarray, "layers heads"]:
-    """The largest logit of each head at the end of the run, if it goes on in proportion to the sum of learning rates.
+    """The largest logit of each head at the end of the run, if it continues in proportion to the sum of learning rates.
 
     z_end = z + faster · (z - z_s) (c_end - c) / (c - c_s), from record s = `since` on; the rule "outlook" of each head.
     Where no schedule is known, or the run does not follow it, the end is at four times the clock so far. NaN where a
@@ -286,7 +286,7 @@ class Ladder(Policy):
     records running, so they push on, or the site's entropy is under 0.05 nats all the same. *Norm*, of the whole model
     and only with `allow_new_parameters`: under lalr for 2 · `patience` records, and a logit of the site is over three
     times the threshold, or its entropy is under 0.05. Then a lower rate, with `ask_for_rate`. What a site refuses is
-    left out; where nothing is left that is said once.
+    left out; where nothing is left that is reported once.
 
     Released is, the last first: lalr where over the last `calm` records the site stayed under half of the threshold and
     would end under it if it grew 1/tau times as fast; qk_clip of heads for which the same holds at the speed they have;
@@ -346,9 +346,9 @@ class _Step:
             Action.WATCH: "a record every few steps; nothing else changes",
             Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
             Action.RATES: f"steps of the site's q and k weights {self.ladder.tau:g} times as large or smaller",
-            Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr come off for it",
+            Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed for it",
             Action.RATE: "the logits grow in proportion to the learning rate",
-            Action.NONE: "nothing: the run goes on as it is",
+            Action.NONE: "nothing: the run continues unchanged",
         }[action]
         return Decision(
             step=self.records.step,
@@ -373,7 +373,7 @@ class _Step:
             return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
         if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
             return []
-        return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is in force")]
+        return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is active")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
         """The heads that an alarm is about; at a site that is held already, alarm or not, those over the threshold."""
@@ -402,7 +402,7 @@ class _Step:
         return found
 
     def more(self) -> list[Decision]:
-        """The next action at each site that the one in force does not hold."""
+        """The next action at each site that the one active does not hold."""
         found = []
         for i in [] if self.normed else self.sites:
             last, why = None, ""
@@ -471,7 +471,7 @@ class _Step:
         return found
 
     def off(self, spec: str, site: str | None, action: Action, heads: tuple[int, ...], why: str) -> Decision:
-        """The release of what is in force."""
+        """The release of what is active."""
         return Decision(
             step=self.records.step,
             action=action,
@@ -508,7 +508,7 @@ class _Step:
         return int((self.history.steps > max(steps, default=-1)).sum())
 
     def _held(self, action: Action, i: int) -> tuple[int, ...] | None:
-        """The heads that an action is in force for at a site; None where it is not, () for all."""
+        """The heads for which an action is active at a site; None where it is not, () for all."""
         found = self.held.get((self.specs[action], self.records.sites[i].name))
         return None if found is None else found[1]
 
@@ -532,8 +532,8 @@ def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
         raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(named).__name__}")
     if not parameters and isinstance(found, Ladder) and found.allow_new_parameters:
         raise InvalidValueError(
-            "expected a policy without allow_new_parameters here, whose checkpoints do not hold parameters that come "
-            "while it trains; it is for a training loop of your own, with qkeel.autopilot(model, optimizer, "
+            "expected a policy without allow_new_parameters here, whose checkpoints cannot hold parameters that are "
+            "added during training; use it in your own training loop, with qkeel.autopilot(model, optimizer, "
             "example=batch)"
         )
     return found

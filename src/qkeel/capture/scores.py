@@ -50,7 +50,7 @@ def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor,
         if tag.uncapped is not None or tag.before_tanh is not None:
             lost.append("a part of it is capped before it is added")
     parts = [_part(p, factors[0], out) for p in one.parts]
-    # What was mixed from these very products is no product besides them.
+    # What was mixed from these very products is not a product besides them.
     known = {(id(a), id(b)) for a, b in (p.operands for p in one.parts)}
     ratio = factors[1] * other.scale / one.scale if one.scale else factors[1]
     for p in other.parts:
@@ -541,7 +541,7 @@ class LostScores:
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
             words = _WORDS.get(tag.operation, tag.operation)
-            self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores are followed no further than {words}")
+            self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores could not be followed beyond {words}")
         for part in tensors((out,)):
             if weights:
                 self._tags.put(part, Weights())

@@ -173,7 +173,8 @@ class EagerAttentionTracer:
             return added(tag, more, factors_of(name, bool(args) and args[0] is x, kwargs), out, frame)
         if self._names is None or more is not None or tag.table or not depends_on_input(other, tag, out):
             return None
-        new = dataclasses.replace(tag, lost=(*tag.lost, "what is added to it depends on the input and is no product"))
+        why = "what is added to it depends on the input and is not a product"
+        new = dataclasses.replace(tag, lost=(*tag.lost, why))
         return new if name.startswith(("sub", "rsub", "isub")) else hidden_by_sum(new, other, out)
 
     def _joined(self, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
@@ -241,7 +242,7 @@ class EagerAttentionTracer:
         elif found.added is not None:
             tag = hidden_by_sum(tag, found.added, out)
             if self._names is not None and not tag.table and depends_on_input(found.added, tag, out):
-                tag = dataclasses.replace(tag, lost=("what is added to it depends on the input and is no product",))
+                tag = dataclasses.replace(tag, lost=("what is added to it depends on the input and is not a product",))
         self.tags.put(out, tag)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What commands print while runs go on and when they end: bars, lines and tables."""
+"""What commands print while runs continue and when they end: bars, lines and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkeel.metrics import Row
 from qkeel.records import RunDirectory
 from qkeel.report import html
 
-# The output while runs go on: a bar with an ETA on a terminal, plain lines elsewhere.
+# The output while runs continue: a bar with an ETA on a terminal, plain lines elsewhere.
 
 POLL_SECONDS = 0.5
 

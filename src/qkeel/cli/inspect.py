@@ -35,8 +35,8 @@ from qkeel.cli.commands import FAILED, OK
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
 from qkeel.kernels.choose import KERNELS
+from qkeel.lab.build_run import build_decoder, learning_rate, rules
 from qkeel.lab.config import ModelConfig, RunConfig
-from qkeel.lab.model import build_decoder, learning_rate, rules
 from qkeel.metrics import HARMFUL_LOGIT, Status
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.sinks import load
@@ -319,7 +319,7 @@ def bench(
         finally:
             process.kill()  # does nothing to a process that has ended
     if code:
-        text = f"error: the process that measures ended with exit code {code}; its last words are above"
+        text = f"error: the process that measures ended with exit code {code}; its last output is above"
         print(text, file=sys.stderr)
     return FAILED if code else OK
 
@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--end-with-input", action="store_true", help="end when the standard input is at its end")
+    parser.add_argument("--end-with-input", action="store_true", help="end when standard input ends")
     args = parser.parse_args()
     if args.end_with_input:
         threading.Thread(target=_end_with_input, daemon=True).start()

@@ -35,6 +35,7 @@ from qkeel.cli.console import (
 from qkeel.errors import InvalidValueError, QkeelError, check_known
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
+from qkeel.lab.build_run import canonical, resolve
 from qkeel.lab.checkpoint import computed_with
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.execute import (
@@ -48,7 +49,6 @@ from qkeel.lab.execute import (
     run_plan,
 )
 from qkeel.lab.executors import Shard, executor
-from qkeel.lab.model import canonical, resolve
 from qkeel.lab.plan import (
     FOLDER,
     Grid,
@@ -145,7 +145,7 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
     )
     if not several:
         return made
-    more = Parameter(help=f"{line} Several values stand side by side.{shown}", negative_iterable=())
+    more = Parameter(help=f"{line} Several values are run side by side.{shown}", negative_iterable=())
     return Parameter.combine(made, more, Parameter(consume_multiple=True))
 
 
@@ -216,7 +216,7 @@ def run(
     """Train once, recording the logits of every head; the same command resumes it after an interruption.
 
     Args:
-        recipe: TOML file of settings; flags go over it.
+        recipe: TOML file of settings; flags override it.
         out: Directory of the run [default: runs/RUN_ID].
         json_: Print the result as JSON, everything else to stderr.
         fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
@@ -251,7 +251,7 @@ def print_config(
     """Print the configuration that a recipe and flags make, as a TOML recipe.
 
     Args:
-        recipe: TOML file of settings; flags go over it.
+        recipe: TOML file of settings; flags override it.
     """
     print(as_toml(configure(flags, recipe, starting(flags))[0]))
     return OK
@@ -284,13 +284,13 @@ class HowFlags:
     """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; of a cluster all
     it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
-    """Where the runs are done: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
+    """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ in seed, steps and rates only as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Annotated[bool, _SWITCH] = False
-    """Only say what would be run, and for about how long."""
+    """Only report what would be run, and for about how long."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
     """The remedy that the report compares the others with, like qk_norm [default: none]."""
     fail_on_collapse: Annotated[bool, _SWITCH] = False
@@ -333,7 +333,7 @@ def study_command(name: str) -> Callable[..., int]:
 
     Args:
         out: Directory of the study.
-        recipe: TOML file of settings, a table [study] for the options of the study; flags go over it.
+        recipe: TOML file of settings, a table [study] for the options of the study; flags override it.
     """
     return command
 
@@ -547,7 +547,7 @@ def recommend(
     and which setting is outside.
 
     Args:
-        source: A recipe, a config.json of transformers or its folder, or the directory of a run; flags go over it.
+        source: A recipe, a config.json of transformers or its folder, or the directory of a run; flags override it.
         json_: Print everything as JSON.
     """
     base, unknown = read_configuration(source) if source else (starting(flags), ())

@@ -131,7 +131,7 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
     """The error of a command line of which qkeel's own part is not understood: `command` is what was left of it."""
     first = command[0]
     if not first.startswith("-"):
-        return InvalidValueError(f"expected -- before the command, so that its options are its own: {EXAMPLE}")
+        return InvalidValueError(f"expected -- before the command, so that qkeel leaves its options alone: {EXAMPLE}")
     options = [
         f"--{name.replace('_', '-')}"
         for name in (*When.__dataclass_fields__, *list(inspect.signature(watch).parameters)[2:])

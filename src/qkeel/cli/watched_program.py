@@ -1,4 +1,4 @@
-"""A training script run as it stands: which of its models are watched, and what is printed."""
+"""A training script run unchanged: which of its models are watched, and what is printed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from qkeel.report import write
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What is said to do about an alarm: the command that was typed, and what is being done already."""
+    """What to do about an alarm: the command that was typed, and what is being done already."""
 
     own: Sequence[str]  # words of `qkeel watch ...` before --
     command: Sequence[str]  # the words after it

@@ -173,7 +173,7 @@ def words_of_all(what: str, word: str, *, patience: float | None = None) -> list
     silent = [other for other, said in enumerate(words) if said is None]
     if silent:
         raise ApartError(
-            f"{what} was called on some processes of this run only: {_processes(silent)} did not come to it within "
+            f"{what} was called on some processes of this run only: {_processes(silent)} did not reach it within "
             f"{_limit(patience):g} seconds. Every process must call it; where they reach it at very different times, "
             "let them wait for each other first with torch.distributed.barrier()"
         )

@@ -208,7 +208,7 @@ class Layout:
         if len(heads) > 1:
             raise RefusedError(
                 "the weights of this model's attentions are split over more than one axis of its mesh, so which heads "
-                "this process has is unknown. Say it: qkeel.watch(..., layout=Layout.of_mesh(mesh, heads=...)), Layout "
+                "this process has is unknown. State it: qkeel.watch(..., layout=Layout.of_mesh(mesh, heads=...)), Layout "
                 "from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))

@@ -95,7 +95,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
 
     For n similarities s of density ∝ (1 - s²)^((d-3)/2), cosines of random vectors of head_dim numbers, or, where that
     is None, N(0, 1). Σ p_i² is taken as M(2λ)/(n M(λ)²), M the moment-generating function of s: a mean over all rows
-    of numerator and denominator apart. The mean of λ (1 - Σ p_i²) over drawn rows goes on growing beyond this λ.
+    of numerator and denominator apart. The mean of λ (1 - Σ p_i²) over drawn rows continues to grow beyond this λ.
 
     Args:
         n: keys that a query sees, above 1; for a decoder half of the training length.

@@ -74,7 +74,7 @@ def norms(start: Node, names: dict[int, str]) -> list[Norm] | None:
 
 
 def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
-    """The inputs of a node that is no norm; None where the walk ends."""
+    """The inputs of a node that is not a norm; None where the walk ends."""
     node, inputs = at.node, _inputs(at.node)
     name = node.name()
     if name.startswith(MOVES):

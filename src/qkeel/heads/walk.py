@@ -543,7 +543,7 @@ def _mixes(node: Node) -> bool:
 
 def _is_beside(node: Node, start: Node, stops: set[Node], projections: Collection[Node]) -> bool:
     """True if every projection behind a sum or mean is reached without it too, as where x is divided by a norm that is
-    written out. A sum that all of x passes through is no norm's: a rotation by 2 × 2 matrices, or pooling."""
+    written out. A sum that all of x passes through is not a norm's: a rotation by 2 × 2 matrices, or pooling."""
     return _reached(node, None, stops, projections) <= _reached(start, node, stops, projections)
 
 

@@ -220,7 +220,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
-        """Start watching; a training that is resumed goes on counting where it was."""
+        """Start watching; a training that is resumed continues counting where it was."""
         self.close(complete=False)  # of a training that was stopped by an error
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]

@@ -32,8 +32,8 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     calls `self(batch)`, several children are fine: then it is watched as a whole.
 
     With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`); its state is in
-    Lightning's checkpoints. From one taken within an epoch Lightning itself goes on with the first batches of the epoch
-    again, unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
+    Lightning's checkpoints. When training resumes within an epoch, Lightning repeats the first batches of that epoch
+    unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
 
     For every, sinks, rules and query_mask see `qkeel.watch`; by default every 50th step is measured, every 5th of the
     first 20 and while logits are changing. Each layer has a series of its own besides those of the model. module: its

@@ -23,7 +23,7 @@ from qkeel.records import HEAD_FIELDS, fresh_directory
 
 class CSVSink(Sink):
     """Writes steps.csv, heads.csv and alarms.csv into a folder, those of passes in evaluation mode with eval_ before
-    their names; whatever is on disk stays, as with a run directory. The files can be read while training goes on.
+    their names; whatever is on disk stays, as with a run directory. The files can be read while training continues.
     """
 
     kind: TableFormat = "csv"
@@ -49,7 +49,7 @@ class CSVSink(Sink):
         """One row of steps and one row of each head."""
         before = "eval_" if sample.phase == "eval" else ""
         step = np.array([sample.step])
-        self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.values.items()}))
+        self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}))
         heads = {name: values[None] for name, values in sample.heads.items()}
         self._append(f"{before}heads", heads_frame(step, sample.layers, heads))
 
@@ -129,7 +129,7 @@ STEP = "qkeel/step"
 _WANDB_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
 _MANY = 100  # samples
 _LATE = (
-    f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest "
+    f"{_MANY} samples wait for the owner of the active W&B run to log: one is sent with each of its logs, the rest "
     "when watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
 )
 
@@ -306,7 +306,7 @@ class TrackioSink(Sink):
             self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
 
     def write(self, sample: Sample) -> None:
-        """One log call; the owner of a joined run goes on counting its own."""
+        """One log call; the owner of a joined run continues counting its own."""
         owners = vars(self._run).get("_next_step")
         heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
         self._run.log({**sample.summaries(), **heads}, step=sample.step)

@@ -83,7 +83,7 @@ class SampleQueue(Sink):
 
 
 class WatchedTraining:
-    """The options of a callback, and the monitor and autopilot of the training that goes on.
+    """The options of a callback, and the monitor and autopilot of the training that continues.
 
     For every, sinks, rules and query_mask see `qkeel.watch`. autopilot: true, or its policy.
     """

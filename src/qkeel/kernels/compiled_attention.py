@@ -95,7 +95,7 @@ def _of_tensors(call: AttentionCall) -> str | None:
 
 
 def _of_library() -> str | None:
-    return None if ready() else "the compiled attention is switched off, or cannot be used here and now"
+    return None if ready() else "the compiled attention is switched off, or cannot be used here"
 
 
 def _of_gradient(call: AttentionCall) -> str | None:
@@ -166,7 +166,7 @@ class Decode(Kernel):
     def supports(self, call: AttentionCall) -> Refusal | None:
         reason = _decode_refuses_tensors(call) or _decode_refuses_spec(call)
         if reason is None and not decode_ready():
-            reason = "the compiled kernel for decoding is switched off, or cannot be used here and now"
+            reason = "the compiled kernel for decoding is switched off, or cannot be used here"
         return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
 
     def __call__(self, call: AttentionCall) -> Outputs:

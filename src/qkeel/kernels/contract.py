@@ -24,7 +24,7 @@ from qkeel.spec.slot import Keys, Logits, Outputs, PerRow, Queries, Values
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why something cannot be done exactly, and the way out."""
+    """The reason why something cannot be done exactly, and what to do instead."""
 
     reason: str
     way_out: str

@@ -372,6 +372,22 @@ def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
 
 
 @torch.no_grad()
+def row_logsumexp(call: AttentionCall) -> PerRow:
+    """ln Σ exp(logit after the cap) over the keys of each row, a sink left out, in nats; -inf where it sees no key."""
+    q, k = call.encoded()
+    parts, cap = [], call.spec.cap
+    for rows, keys in _blocks(call):
+        z, seen = _logits(call, q, k, rows, keys)
+        if not z.shape[-1]:
+            parts.append(z.new_full(z.shape[:-1], -torch.inf))
+            continue
+        z = seen.lower_(z if cap.kind == "none" else seen.blank_(cap.apply(z)))
+        none = seen.counts(z.shape[2], z.device) == 0
+        parts.append(z.logsumexp(-1).masked_fill(none, -torch.inf))
+    return torch.cat(parts, 2)
+
+
+@torch.no_grad()
 def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     """A kernel's statistics per head: max_logit, capped_max_logit, entropy, entropy_min, n_queries of `logit_stats`.
 
@@ -541,16 +557,16 @@ def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
 
 def no_logsumexp(call: AttentionCall) -> str:
     """Returns why `attend_with_logsumexp` returns None for a call."""
-    return _no_fused_call(call) or "the operator that torch chooses for this call on a GPU hands out no logsumexp"
+    return _no_fused_call(call) or "the operator that torch chooses for this call on a GPU returns no logsumexp"
 
 
 def _no_fused_call(call: AttentionCall) -> str:
     device = call.q.device.type
     if device not in ("cpu", "cuda"):
-        return f"on {device} torch hands out no logsumexp"
+        return f"on {device} torch returns no logsumexp"
     if call.dropout or not call.whole:
         return (
-            "torch hands out no logsumexp with dropout, a mask, a window, packed sequences, or fewer causal queries "
+            "torch returns no logsumexp with dropout, a mask, a window, packed sequences, or fewer causal queries "
             "than keys"
         )
     if device == "cuda" and torch.compiler.is_compiling():

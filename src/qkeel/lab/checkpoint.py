@@ -21,8 +21,8 @@ from qkeel.autopilot import Autopilot
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.handle import under
 from qkeel.kernels.native import norm_rope_ready
+from qkeel.lab.build_run import build_optimizer, note, put_on, rules, width_ratio
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import build_optimizer, note, put_on, rules, width_ratio
 from qkeel.lab.tasks import counted_bigrams, load_task
 from qkeel.lab.text import Corpus
 from qkeel.metrics import Row
@@ -75,7 +75,7 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
     if unlike:
         said = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
         raise RunDirectoryError(
-            f"{path} was computed otherwise ({said}), and runs that round differently or read another text are not "
+            f"{path} was computed differently ({said}), and runs that round differently or read another text are not "
             "mixed. Restore what was there (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
             "directory; nothing was changed."
         )
@@ -248,7 +248,7 @@ def speed(tokens: int, seconds: float, flops: float, limit: float | None) -> dic
     return {"tokens_per_second": rate, "mfu": share}
 
 
-# A run in memory, apart from its files: what it learns, its model, its optimizer and the remedy in force.
+# A run in memory, apart from its files: what it learns, its model, its optimizer and the remedy active.
 
 
 @final
@@ -395,7 +395,7 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
         _set_random_state(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
-            f"{directory.checkpoint} is not a whole checkpoint of this run ({error}). It was not written by this "
+            f"{directory.checkpoint} is not a complete checkpoint of this run ({error}). It was not written by this "
             f"version of qkeel; delete {directory.path} to run again, or restore the file."
         ) from error
 
@@ -408,7 +408,7 @@ def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
     known.update(_BLANK.encode())
     known.update(memoryview(data)[at + len(_BLANK) :])
     if known.hexdigest() != digest:
-        raise ValueError("it does not fit its digest")
+        raise ValueError("it does not match its digest")
 
 
 def _digits(data: bytes | bytearray, digest: str) -> int:

@@ -42,7 +42,7 @@ class ModelConfig:
     mlp_ratio: float = 4.0
     """Hidden units of the feed-forward branch as a multiple of d_model."""
     norm_order: Literal["pre", "post", "swin", "peri", "none"] = "pre"
-    """Where the norms of a block stand, if it has any."""
+    """Where the norms of a block are, if it has any."""
     tied: bool = False
     """Whether the head shares the embedding's weights."""
     deepnorm: bool = False
@@ -90,14 +90,14 @@ class DataConfig:
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
     """Next tokens of text, of text and images in one sequence, the class of an image, or text in a second language."""
     windows: Literal["drawn", "once"] = "drawn"
-    """Text: whether the windows of training are drawn independently, so that some text comes again, or each once."""
+    """Text: whether the windows of training are drawn independently, so that text may repeat, or each is used once."""
     needle: float = 0.0
     """Share of training sequences with needles: tokens over the text that hold a key and a value, and questions for
     the value of a key."""
     pairs: int = 1000
-    """Translation: texts of the training part that there is a translation of."""
+    """Translation: how many texts of the training part have a translation."""
     needle_keys: int = 4
-    """Needles of a text, one for each key; without needles of no meaning."""
+    """Needles of a text, one for each key; ignored without needles."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -133,7 +133,7 @@ class ImagesConfig:
     image_variance: float = 1.0
     """Multimodal: variance of image embeddings before training; that of text is 1."""
     image_first: float = 0.5
-    """Multimodal: share of the images that stand before their caption."""
+    """Multimodal: share of the images that come before their caption."""
     canvas: int = 4
     """Multimodal: most images side by side on one canvas."""
 
@@ -168,13 +168,13 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Weight decay of matrices, decoupled (SGD: coupled); gains have none."""
     decay: Literal["coupled", "independent"] = "coupled"
-    """Whether the weight decay of a step is times the rate of the step, or times the rate's share of its peak."""
+    """Whether a step's weight decay is multiplied by its rate, or by the rate's share of its peak."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     warmup: float = 0.1
     """Share of the steps in which the rate rises linearly."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
-    """Course of the rate after the warm-up; wsd holds it, then falls linearly over the last fifth."""
+    """Schedule of the rate after the warm-up; wsd holds it, then falls linearly over the last fifth."""
     final: float = 0.05
     """Rate at the end as a share of the peak (cosine, wsd)."""
     z_loss: float = 0.0
@@ -228,9 +228,9 @@ class RunConfig:
     eval_every: int = 0
     """Steps between evaluations, a multiple of log_every; 0 only before and after training."""
     eval_sequences: int = 256
-    """Held-out sequences that val_loss is the mean over."""
+    """Held-out sequences over which val_loss is averaged."""
     probe_sequences: int = 4
-    """Held-out sequences that attention statistics are taken on."""
+    """Held-out sequences on which attention statistics are measured."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps; auto takes cuda where there is one, else the CPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -241,7 +241,7 @@ class RunConfig:
     threads: int = 1
     """CPU threads; they change the order of sums, hence the last digits."""
     nudge: int = 0
-    """Float32 steps that one weight is moved by before training, to see how far two runs part."""
+    """Float32 steps by which one weight is moved before training, to see how far two runs move apart."""
 
     def __post_init__(self) -> None:
         settle(self)

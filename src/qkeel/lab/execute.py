@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, reported
+from qkeel.lab.build_run import check, resolve, threads
 from qkeel.lab.checkpoint import RunState, identity, refuse_mixture
 from qkeel.lab.config import RunConfig
 from qkeel.lab.executors import Job, Outcome, Shard, executor, units_of
 from qkeel.lab.lengths import check_methods, long_rows, missing
-from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.plan import FOLDER, Grid, LongContexts, Plan, PlannedRun, tuned_plan, tuning_plan
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.stack_models import StackSize
@@ -83,7 +83,7 @@ def _seconds_per_step(config: RunConfig) -> float:
         return (time.perf_counter() - start) / _TIMED
 
 
-# A study: a plan executed in one directory, which it goes on with, extends, or refuses.
+# A study: a plan executed in one directory, which it continues with, extends, or refuses.
 
 
 @final
@@ -253,7 +253,7 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
 
 
 def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
-    """Does what is left of the plan, yielding each outcome as it comes; closed, it stops what goes on."""
+    """Does what is left of the plan, yielding each outcome as it comes; closed, it stops what is still running."""
     place = executor(execution.executor)
     if not (jobs := _jobs(plan, out, execution)):
         return
@@ -287,7 +287,7 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
         return joined_study(out, read_study(out), new)
     if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):
         raise RunDirectoryError(
-            f"{out} is not empty and holds no study.json, so it is no study's directory. "
+            f"{out} is not empty and holds no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."
         )
     return {**new, "runs": in_order(new["runs"], new["remedies"], list(new["base"]))}
@@ -313,7 +313,7 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     """Merges directories of the same study, made on several machines, into a new one; the sources stay as they are.
 
     A run that is in several of them is taken where it is done, else where it is furthest. Unfinished runs come along:
-    the study's own command with `out` goes on with them. `out` appears whole or not at all.
+    the study's own command with `out` continues with them. `out` appears whole or not at all.
 
     >>> from qkeel.lab import RunConfig, study
     >>> base = RunConfig(steps=1, eval_sequences=1)
@@ -388,7 +388,7 @@ def _check_same_results(one: RunDirectory, other: RunDirectory) -> None:
     if unlike:
         raise RunDirectoryError(
             f"{one.path} and {other.path} are the same run with different results, first of all {unlike[0]}: machines, "
-            "versions or kernels differed, so the two are no parts of one study. Leave one of the directories out; "
+            "versions or kernels differed, so they are not parts of one study. Leave one of the directories out; "
             "nothing was changed."
         )
 

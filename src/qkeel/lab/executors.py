@@ -123,7 +123,7 @@ def units_of(jobs: Sequence[Job], workers: int, stack: StackSize) -> list[list[J
 def work_here(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
     """Does the units on this machine, yielding the outcomes of each as it ends. Closing the iterator stops the workers.
 
-    With one worker everything happens in this process and joblib is not needed. When a worker is killed, for want of
+    With one worker everything happens in this process and joblib is not needed. When a worker is killed, for lack of
     memory for instance, the jobs that are left are done one by one.
     """
     if workers == 1 or len(units) <= 1:
@@ -168,8 +168,8 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
             raise
         except Exception as error:  # `work` raises none, so it is joblib's: a worker was killed
             raise _WorkerDied(
-                f"its worker process died ({type(error).__name__}), perhaps for want of memory; run the same command "
-                "again to go on, with fewer workers if memory is short"
+                f"its worker process died ({type(error).__name__}), perhaps for lack of memory; run the same command "
+                "again to continue, with fewer workers if memory is short"
             ) from error
         finally:
             results.close()
@@ -264,11 +264,12 @@ def died(unit: Unit, error: BaseException) -> list[Outcome]:
     """The outcomes of a unit whose process ended without a result."""
     if _FULL in str(error):
         why = (
-            "no space is left on a disk of the cluster or of --out: free some, then run the same command again to go on"
+            "no space is left on a disk of the cluster or of --out: free some, then run the same command again to "
+            "continue"
         )
         return [Outcome(job.directory, why) for job in unit]
     said = " ".join(str(error).split())[-300:]
-    reason = f"its process on the cluster died ({type(error).__name__}: {said}); run the same command again to go on"
+    reason = f"its process on the cluster died ({type(error).__name__}: {said}); run the same command again to continue"
     return [Outcome(job.directory, reason) for job in unit]
 
 
@@ -281,7 +282,7 @@ def check_reached(what: str, address: str) -> None:
     try:
         socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=REACH_WAIT).close()
     except (OSError, OverflowError) as error:
-        raise unreached(what, f"nobody answers at {address} ({error})") from error
+        raise unreached(what, f"nothing answers at {address} ({error})") from error
 
 
 def unreached(what: str, why: str) -> RefusedError:
@@ -411,7 +412,7 @@ class Slurm:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ray:
-    """Tasks of a Ray cluster. A task whose machine is lost is begun once more, and goes on from its checkpoint.
+    """Tasks of a Ray cluster. A task whose machine is lost is begun once more, and continues from its checkpoint.
 
     address: of the cluster, "auto" for that of this machine; empty: RAY_ADDRESS, or Ray starts one here.
     cpus, gpus: what a task reserves.

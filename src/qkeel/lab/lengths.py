@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from qkeel.errors import DamagedFileError, RefusedError, caution
 from qkeel.functional.bounds import dilution_bound
 from qkeel.functional.norms import widest
+from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
 from qkeel.lab.config import RunConfig, with_values
-from qkeel.lab.model import autocast, layers, resolve, threads
 from qkeel.lab.plan import LongContexts, Method
 from qkeel.lab.run_record import measuring
 from qkeel.lab.text import Needles, ask, batch, long_texts
@@ -241,7 +241,7 @@ def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]
 
 
 def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
-    """Appends to the run's extrapolation.jsonl what is missing there; a killed one goes on."""
+    """Appends to the run's extrapolation.jsonl what is missing there; a killed one continues."""
     config = resolve(config)
     if not missing(place, contexts):
         return

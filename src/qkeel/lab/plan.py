@@ -418,7 +418,7 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
         if run.config.run_id not in losses:
             raise RunDirectoryError(
                 f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} is not done, "
-                "so no rate can be chosen: it failed, or another shard is to do it. Start this command again then"
+                "so no rate can be chosen: it failed, or another shard is to do it. Run this command again afterwards"
             )
         by_rate = found.setdefault((run.role, run.name), {})
         by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
-from qkeel.lab.model import learning_rate
 from qkeel.options import Json
 from qkeel.records import read_json
 from qkeel.records.parse import read_toml
@@ -175,7 +175,7 @@ def read_configuration(path: Path) -> KnownConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{path} is no recipe (.toml), no config.json and no directory with one. Give one, or sizes as flags"
+            f"{path} is not a recipe (.toml), a config.json or a directory with one. Give one, or sizes as flags"
         )
     values = read_json(file)
     if not isinstance(values, dict):
@@ -288,7 +288,7 @@ class Recommendation:
                 "logits to expect: not known, outside of what was measured:",
                 *(f"  {line}" for line in self.outside),
             ]
-        lines = [f"largest logit to expect (nats; interval of {self.level:.0%} of single runs):"]
+        lines = [f"largest logit to expect (nats; {self.level:.0%} interval for a single run):"]
         lines += [
             f"  step {step}: {_number(z.value)} ({_number(z.low)} to {_number(z.high)})" for step, z in self.logits
         ]

@@ -21,6 +21,7 @@ from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caut
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats
+from qkeel.lab.build_run import learning_rate
 from qkeel.lab.checkpoint import (
     RunCheckpoint,
     RunProgress,
@@ -34,7 +35,6 @@ from qkeel.lab.checkpoint import (
     speed,
 )
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import learning_rate
 from qkeel.lab.study_record import summarize
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.measure import change_between, frozen
@@ -249,7 +249,7 @@ def claim(place: RunDirectory, config: RunConfig) -> None:
     note_checksums(place)
     remove([place.path / "FAILED"])
     if place.status is RunStatus.DONE and (damage := place.damage()):
-        caution(f"{str(damage).rstrip('.')}. The run is made again, as far as it must be.")
+        caution(f"{str(damage).rstrip('.')}. The run is repeated as far as needed.")
         remove([place.path / "DONE"])
 
 
@@ -420,7 +420,7 @@ class RunRecord:
         return found
 
     def _ends(self, numbers: Sequence[float]) -> bool:
-        """True if training cannot go on after a step with these numbers; under a loss scale single steps may fail."""
+        """True if training cannot continue after these numbers; under a loss scale single steps may fail."""
         scale = self.state.loss_scale
         return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
 

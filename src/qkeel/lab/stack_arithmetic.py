@@ -161,7 +161,7 @@ def _about(optimizer: Optimizer, own: StackParameters) -> tuple[object, ...]:
 class StackedArithmetic(TrainingBackend):
     """One forward and one backward pass for all runs; clipping and steps are torch's, run by run.
 
-    `compiled` exchanges modules of the model for compiled ones, which are there: the same but for rounding.
+    `compiled` exchanges modules of the model for compiled ones, which are there: the same up to rounding.
 
     Raises: RefusedError if the runs' model cannot be stacked.
     """

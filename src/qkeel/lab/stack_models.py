@@ -18,8 +18,8 @@ from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.encode import KINDS, encoded
 from qkeel.kernels.native import operators
 from qkeel.kernels.native.operators import norm_rope, norm_rope_ready
+from qkeel.lab.build_run import not_stacked, resolve
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import not_stacked, resolve
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.decoder import MLP
 from qkeel.ops import run, run_with_rows
@@ -188,7 +188,7 @@ def times_by_run(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
-    """Returns the one tensor that a function of ours computes."""
+    """Returns the one tensor that a function of qkeel's computes."""
     y = function.apply(*inputs)
     assert isinstance(y, Tensor)
     return y
@@ -442,7 +442,7 @@ def by_head(p: Tensor, heads: int) -> Tensor:
 def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.Module:
     """Returns the model of all these; their parameters become parts of its own and keep their values.
 
-    `compiled`: leaves are of compiled operators, which are there, in place of torch's: the same but for rounding.
+    `compiled`: leaves are of compiled operators, which are there, in place of torch's: the same up to rounding.
 
     Raises: RefusedError where a part of the model cannot be stacked.
     """

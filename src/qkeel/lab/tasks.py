@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab.build_run import build_decoder, build_translator, build_vit
 from qkeel.lab.config import ImagesConfig, RunConfig
 from qkeel.lab.images import Pictures, grey, load_pictures, patches
-from qkeel.lab.model import build_decoder, build_translator, build_vit
 from qkeel.lab.text import Corpus, batch, bigram_loss, check_enough, heldout, load, spread, translated
 from qkeel.nn import FusedEmbedding
 

@@ -1,6 +1,6 @@
 """The training loop: one run, or many as a stack, each in a directory of its own.
 
-A run that is killed at any instant goes on to the bit-identical result.
+A run that is killed at any instant continues to the bit-identical result.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import RunDirectoryError, caution
+from qkeel.lab.build_run import check, resolve, threads
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.run_record import RunRecord, Watcher, claim, mark_failed
 from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.tasks import load_task
@@ -55,8 +55,8 @@ def train_runs(
 ) -> list[Exception | None]:
     """Trains runs as one stack, each as `run` would; returns what was raised for each, None where it is done.
 
-    The runs may be at different steps: each goes on from its own checkpoint. One that fails or diverges leaves the
-    others alone. Where the stack itself cannot be made, or fails, each run goes on alone.
+    The runs may be at different steps: each continues from its own checkpoint. One that fails or diverges leaves the
+    others alone. Where the stack itself cannot be made, or fails, each run continues alone.
 
     Args:
         configs: that differ in seed, steps, rates and decay only, see `plan_stacks`. directories, command, watcher,

@@ -12,9 +12,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from qkeel.capture.calls import Seen
 from qkeel.functional.class_statistics import TokenClasses
 from qkeel.functional.logits import z_loss
+from qkeel.lab.build_run import RATE, autocast, learning_rate
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import RATE, autocast, learning_rate
 from qkeel.lab.run_record import ProbeStatistics, heldout_numbers, probe, remembered, token_loss
 from qkeel.lab.tasks import Examples
 from qkeel.patching.modes import multiply_all

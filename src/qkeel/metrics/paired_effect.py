@@ -374,7 +374,7 @@ def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, le
         raise InvalidTypeError(f"expected a list of differences, one number per seed, got {differences!r}") from error
     if values.ndim != 1 or len(values) < 2:
         raise InvalidValueError(
-            f"expected at least 2 differences in a row, one per seed, got shape {values.shape}: one seed is no sample"
+            f"expected 2 or more differences in a row, one per seed, got shape {values.shape}: one seed is not a sample"
         )
     if not np.isfinite(values).all():
         raise InvalidValueError(f"expected finite differences, got {differences!r}: leave runs without a loss out")

@@ -257,7 +257,7 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     Per-head rates and a clip where the weights of every head are known and no norm comes behind them; the clip alone
     where weights are in half precision, which round small steps away; the rates alone where weights are frozen, as
     below an adapter. Else a cap on the logits, where every site takes one. Else, and where remedies on the steps of
-    these weights are in force already, a lower learning rate.
+    these weights are active already, a lower learning rate.
     """
     if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
         return LOWER_RATE
@@ -371,7 +371,7 @@ class Recording:
         )
 
     def state(self) -> dict[str, np.ndarray]:
-        """The records and how many there were: what `load` goes on from."""
+        """The records and how many there were: what `load` continues from."""
         columns = {f"{kind}:{name}": column[: self._kept] for (kind, name), column in self._columns.items()}
         return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
 

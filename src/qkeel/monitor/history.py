@@ -14,7 +14,7 @@ from qkeel.errors import InvalidValueError, ShapeError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame, tables
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY, slope
 from qkeel.options import lookup
-from qkeel.records import Heads, RunDirectory, field_unit, fold_heads
+from qkeel.records import Heads, RunDirectory, field_unit, fold_heads, measured_field
 
 # The thresholds of alarms, each with where it comes from. Logits and entropies in nats.
 
@@ -61,7 +61,7 @@ class Forecast:
     """`value` grows like clock^exponent and passes `threshold` at `step`, with 90 % between `low` and `high`.
 
     Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
-    is not, `end` is None and all three hold if the learning rate stays what it is.
+    is not, `end` is None and all three hold if the learning rate stays the same.
     """
 
     threshold: float
@@ -75,7 +75,7 @@ class Forecast:
     def __str__(self) -> str:
         """`passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition; where the interval is so
         wide that its middle says nothing, the step before which it does not."""
-        condition = " if the learning rate stays" if self.end is None else ""
+        condition = " if the learning rate stays the same" if self.end is None else ""
         if not math.isfinite(self.step):
             return f"does not pass {_short(self.threshold)} within this run"
         if self.vague:
@@ -131,13 +131,13 @@ def forecast(
     """The step at which the power law through `values` [n] passes `threshold`; None if it never does or already has.
 
     ln v = a + p ln c by least squares over the records of the last tenfold of c (at least 6); from the last record on,
-    c* = c · (threshold / v)^(1/p). The clock c goes on as planned; with no plan, or one that the last record does not
+    c* = c · (threshold / v)^(1/p). The clock c continues as planned; with no plan, or one that the last record does not
     follow, at the last learning rate. Interval in ln c*, with L = ln(c* / c): from -(0.45 L + 0.1) to
     +(0.55 L + 0.12), never before the last record.
 
     >>> steps = np.arange(100, 1100, 100)
     >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
-    passes 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays
+    passes 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays the same
 
     Args:
         steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.
@@ -347,17 +347,16 @@ class History:
         """
         name = field or lookup("figure", FIGURES, what)
         measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
-        values = lookup("recorded field", measured, name)
+        values = lookup("recorded field", measured, measured_field(name))
         label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
         layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
         ax = tables.axes(ax)
-        if what == "heads":
+        if what == "heads" and measured_field(name) == name:
             tables.draw_heads(ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}")
         elif what == "forecast":
             self._plot_forecast(ax, name, label)
         else:
-            folded = np.stack([fold_heads(name, record) for record in values])
-            tables.draw_lines(ax, self.steps, folded, layers, label)
+            tables.draw_lines(ax, self.steps, fold_heads(name, values), layers, label)
         return ax
 
     def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
@@ -404,11 +403,17 @@ class History:
             return self.heads[name]
         return self.values[name][:, None, None] if name in self.values else None
 
+    def by_layer(self, name: str) -> np.ndarray | None:
+        """[n layers]: a head field folded over heads, or a number of records.LAYER_FIELDS; None if not recorded."""
+        heads = self.heads.get(measured_field(name))
+        return None if heads is None else fold_heads(name, heads)
+
     def top(self, name: str) -> np.ndarray | None:
         """[n]: the largest of all heads at each record; NaN where none was measured."""
         if name in self.tops:
             return self.tops[name]
-        series = self.series(name)
+        of_layers = None if measured_field(name) == name else self.by_layer(name)
+        series = self.series(name) if of_layers is None else of_layers[..., None]
         return None if series is None else envelope(series)
 
     def where(self, place: RecordPlace) -> tuple[str | None, int | None]:

@@ -14,16 +14,17 @@ from torch import Tensor
 from qkeel import dist
 from qkeel.capture.calls import Block, SiteStats
 from qkeel.errors import AlarmWarning, caution
+from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog, Recording
+from qkeel.monitor.gather import AsyncGather, Flag, Measurement, SiteNumbers, Stats, merged
 from qkeel.monitor.history import History, PlannedRates
-from qkeel.monitor.members import ProcessGroup
+from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
-from qkeel.monitor.transfer import AsyncGather, Flag, Measurement, SiteNumbers, Stats, merged
 from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
 from qkeel.sites.tap import Phase
 
@@ -34,7 +35,7 @@ _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entrop
 
 @final
 class Recorder:
-    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
+    """Keeps the history of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
 
     `rules` and `about` are asked once, when the first numbers come: some of them need to have seen the model run.
     """
@@ -58,6 +59,7 @@ class Recorder:
         self.sites: tuple[str, ...] = ()
         self._width = 0
         self._late: set[str] = set()  # sites of which it was said that they came too late
+        self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
@@ -95,13 +97,13 @@ class Recorder:
         if late and dist.rank() == 0:
             caution(
                 f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of "
-                "its first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch "
+                "its first measured step, so it is not recorded and no alarm checks it. Close this monitor and watch "
                 "again from here on, or begin with a batch that uses all attention"
             )
 
     @property
     def history(self) -> History:
-        """The course of training; of a model that was only seen in evaluation mode, that of its passes."""
+        """The history of training; of a model that was only seen in evaluation mode, that of its passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
         return one.history if one is self.recording else dataclasses.replace(one.history, phase="eval")
 
@@ -114,7 +116,7 @@ class Recorder:
         return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
 
     def load(self, state: State) -> None:
-        """Goes on after these, from the first numbers on."""
+        """Continues after these, from the first numbers on."""
         self._carried = state
 
     def _take_up(self) -> None:
@@ -145,9 +147,10 @@ class Recorder:
                 act(sink)
             except Exception as error:
                 self.sinks.remove(sink)
+                self.dropped += 1
                 caution(
-                    f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
-                    "Statistics and training go on"
+                    f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}. "
+                    "Statistics and training continue"
                 )
 
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
@@ -183,6 +186,7 @@ class Recorder:
             layers=self.sites,
             heads=heads,
             phase=phase,
+            monitor=measured.monitor,
         )
 
 
@@ -220,6 +224,8 @@ class HeadTable:
         for name, field in HEAD_FIELDS.items():
             x = own.get(name)
             if x is None:
+                if name not in statistics.RECORDED:  # no call of Python's for each number of the weights
+                    continue
                 value = stats.value(name)
                 if value is None:
                     continue
@@ -331,9 +337,12 @@ class PendingResults:
         self._unread: dict[Phase, list[Stats]] = {"train": [], "eval": []}
         self._said = False
 
-    def add(self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None) -> None:
-        """One more step; unread: what of its statistics nobody has read, None for all that arrive."""
-        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread))
+    def add(
+        self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None, monitor: Mapping[str, float]
+    ) -> None:
+        """One more step; unread: what of its statistics nobody has read, None for all that arrive; monitor: what the
+        monitor of this process says of itself."""
+        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
     @property
     def flagged(self) -> bool:
@@ -358,7 +367,7 @@ class PendingResults:
             if len(waiting) > _UNREAD:
                 waiting[:] = [merged(waiting)]
             if measured.stats:
-                self._journal.add(one.step, one.phase, measured)
+                self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=one.monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
         """Says once of which sites a number is not measured since no process holds all rows of a head."""
@@ -376,8 +385,8 @@ class PendingResults:
         if unknown:
             self._said = True
             caution(
-                "qk_spectral_norm is not measured of heads whose rows no process holds whole: nothing is gathered for "
-                f"a number. Weights are split through heads of {', '.join(unknown)}"
+                "qk_spectral_norm is not measured for heads whose rows no process holds whole: qkeel gathers no "
+                f"weights for one number. Weights are split through heads of {', '.join(unknown)}"
             )
 
     def has(self, phase: Phase) -> bool:
@@ -398,3 +407,4 @@ class _Coming:
     phase: Phase
     transfer: AsyncGather
     unread: Stats | None
+    monitor: Mapping[str, float]

@@ -48,7 +48,7 @@ ENVIRONMENT = (
 
 
 class Sink(abc.ABC):
-    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and goes on without
+    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and continues without
     the sink."""
 
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
@@ -119,7 +119,7 @@ class RunDirectorySink(Sink):
     def write(self, sample: Sample) -> None:
         """One line of metrics, one record of heads."""
         path = self._place()
-        line = {**{name: float(value) for name, value in sample.values.items()}, "step": sample.step}
+        line = {**{name: float(value) for name, value in sample.numbers.items()}, "step": sample.step}
         append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
         self._write_heads(path, sample)
         if sample.phase == "train":

@@ -18,7 +18,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.monitor.transfer import NumberKey
+from qkeel.monitor.gather import NumberKey
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded
 from qkeel.spec import AttentionCall
@@ -124,7 +124,7 @@ def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
 
 @final
 class HiddenNorms:
-    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is in force.
+    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
 
     A block is the innermost element of an nn.ModuleList or nn.Sequential that holds a site. The final hidden state is
     what the first module after the last block gives in the same shape (a final norm), else the last block's output.

@@ -68,7 +68,7 @@ class Cache:
     def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
         """Raise where own positions come without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
-            raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+            raise InvalidValueError("given positions with a cache need a mask that hides the padding, [b 1 1 keys]")
 
     def reset(self) -> None:
         """Forget everything, keep the memory."""

@@ -36,7 +36,7 @@ GainTensor = Float[Tensor, "*gain"]
 BLOCK = 1 << 21  # logits held at once
 _WAY_OUT = (
     "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache this norm works as "
-    "it is, from keys and values made again"
+    "it is, from recomputed keys and values"
 )
 
 
@@ -52,7 +52,8 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     norm = spec.norm
     if not spec.position.keeps:
         return Refusal(
-            f"under {spec.position.formula()} every key turns again as the text grows, and only turned ones are cached",
+            f"under {spec.position.formula()} every key is rotated again as the text grows, and only rotated keys "
+            "are cached",
             "use a stretch that is fixed, such as YaRN or NTK",
         )
     if norm.sides in ("", "q"):
@@ -63,7 +64,7 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
         return Refusal("a norm on the values needs the value of every head and token", _WAY_OUT)
     if norm.kind == "layer":
         return Refusal(
-            "LayerNorm takes the mean off each head's key, a second number per head and token besides the inverse "
+            "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
             "root mean square, and one that does not reach the key the heads share",
             _WAY_OUT,
         )
@@ -71,8 +72,8 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
         return Refusal("a bias after the norm would be rotated with the key and has no place in its latent", _WAY_OUT)
     if norm.gain in ("head", "head_dim"):
         return Refusal(
-            "a gain of each head's own has no place on the rotated key, which is cached once for all heads",
-            f"{_WAY_OUT}. One number per head can go on the query's side: Learned(per='head') as the scale",
+            "a separate gain for each head does not fit the rotated key, which is cached once for all heads",
+            f"{_WAY_OUT}. One number per head can be applied on the query's side: Learned(per='head') as the scale",
         )
     return None
 

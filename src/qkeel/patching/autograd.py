@@ -185,7 +185,7 @@ def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
 class _Generator:
     """Torch's generator around a checkpoint that is not reentrant, but where this thread notices such parts.
 
-    A module that is imported meanwhile may keep it for ever: it goes on to do what torch's own does.
+    A module that is imported meanwhile may keep it for ever: it continues to do what torch's own does.
     """
 
     def __init__(self, original: Callable[..., Iterator[None]]) -> None:

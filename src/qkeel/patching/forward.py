@@ -362,7 +362,7 @@ class _Running:
 
     @property
     def abandoned(self) -> bool:
-        """True if it is over, though nobody said so."""
+        """True if it is over, though nothing reported it."""
         return (
             self.frame is not None
             and self.thread == threading.get_ident()

@@ -10,6 +10,7 @@ import functools
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
@@ -48,9 +49,9 @@ Guarded = Callable[..., Any]  # called as guard(function, *arguments)
 class FaultGuard:
     """Calls functions so that no exception of theirs reaches the caller.
 
-    The first is kept in `error`, one warning tells of it, and each function of `off` is called, to switch off what
-    failed. Later ones are dropped: it was said that nothing more is measured. Interrupts (KeyboardInterrupt,
-    SystemExit) are no faults and pass.
+    The first is kept in `error`, one warning reports it, and each function of `off` is called, to switch off what
+    failed. Later ones are dropped: the warning has reported that nothing more is measured. Interrupts
+    (KeyboardInterrupt, SystemExit) are not faults and pass.
 
     >>> guard = FaultGuard("the watcher is off: {}")
     >>> guard(int, "7")
@@ -61,14 +62,22 @@ class FaultGuard:
         """`words`: of the warning, with {} in place of what went wrong."""
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
+        self.seconds = 0.0  # of the host's time in the functions that were called, nested ones counted once
+        self._inside = False
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
+        begun = None if self._inside else time.perf_counter()
+        self._inside = True
         try:
             return act(*args)
         except Exception as error:
             if self.error is None:
                 self._report(error)
             return None
+        finally:
+            if begun is not None:
+                self._inside = False
+                self.seconds += time.perf_counter() - begun
 
     def _report(self, error: Exception) -> None:
         try:
@@ -83,7 +92,7 @@ class FaultGuard:
 
 @final
 class DeferredError:
-    """A guard that keeps the first exception for `settle`: what it is raised in goes on as if nothing had been asked,
+    """A guard that keeps the first exception for `settle`: what it is raised in continues as if nothing had been asked,
     since other processes wait for it."""
 
     def __init__(self) -> None:
@@ -417,7 +426,7 @@ def in_python_mode() -> bool:
 
 
 def run_uncompiled(*codes: CodeType) -> None:
-    """Has torch's compiler run frames of this code as they are, and go on with what they call."""
+    """Has torch's compiler run frames of this code as they are, and continue with what they call."""
     for code in codes:
         torch._dynamo.eval_frame.skip_code(code)
 

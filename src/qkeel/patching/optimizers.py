@@ -119,9 +119,9 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
 def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
 
-    To be called by one of these hooks. Then hooks may be put on the optimizer and taken off, which torch does not allow
-    while it goes through them. The hook is one of every optimizer: it keeps none alive and goes when it has been
-    called, because torch's fast paths step aside wherever such a hook is registered.
+    To be called by one of these hooks. Then hooks may be added to the optimizer and removed, which torch forbids
+    while it goes through them. The hook is one of every optimizer: it keeps none alive and is removed once called,
+    because torch's fast paths step aside wherever such a hook is registered.
     """
     waiting, stepping_now = [act], weakref.ref(optimizer)
 

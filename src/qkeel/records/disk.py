@@ -52,17 +52,17 @@ def check_seal(text: bytes, needed: bool = False) -> bool:
     >>> check_seal(seal({"step": 3})), check_seal(b'{"step": 3}')
     (True, False)
 
-    Raises: ValueError for a text that does not fit its checksum, or lacks a checksum that is needed.
+    Raises: ValueError for a text that does not match its checksum, or lacks a checksum that is needed.
     """
     found = _END.search(text[-_LONGEST:])
     if found is None:
         if needed:
-            raise ValueError("it has no checksum, which all lines and files here have")
+            raise ValueError("it has no checksum, but every line and file here must have one")
         return False
     end = len(text) - len(found[2]) - 1
     start = end - len(_BLANK)
     if b"%08x" % zlib.crc32(text[end:], zlib.crc32(_BLANK.encode(), zlib.crc32(text[:start]))) != found[1]:
-        raise ValueError("it does not fit its checksum")
+        raise ValueError("it does not match its checksum")
     return True
 
 
@@ -148,7 +148,7 @@ def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: 
     """
     size = refuse_irregular(path, error)
     if size is None:
-        raise error(f"{path} is missing; expected a file that can be read. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
     if most is not None and size > most:
         raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. It is not such a file.")
     return _read(path, size or -1, error)  # -1: files of /proc have no size
@@ -164,7 +164,7 @@ def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryErr
     Raises: `error` for what is missing, not regular, or not readable.
     """
     if refuse_irregular(path, error) is None:
-        raise error(f"{path} is missing; expected a file that can be read. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
     return _read(path, count, error)
 
 
@@ -192,7 +192,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
     Written under another name, synced, renamed, and the directory synced. The directory must be there: one that was
     moved away while a run went on is not made a second time.
 
-    Raises: RunDirectoryError if it cannot be written, or what is there is no regular file.
+    Raises: RunDirectoryError if it cannot be written, or what is there is not a regular file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     kept = "Expected a writable place with free space; what was there is not lost. Free some space or choose another"
@@ -216,7 +216,7 @@ def append(path: Path, data: bytes) -> None:
     Raises: RunDirectoryError if they cannot be appended; the file then ends as it did, if the disk still allows that.
     """
     kept = "What was written before is kept; free some space or choose another directory, then run the same command"
-    with _reported("append to", path, f"{kept} again to go on."):
+    with _reported("append to", path, f"{kept} again to continue."):
         size = refuse_irregular(path)
         _unsynced.update([path] if size is not None else [path, path.parent])
         with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
@@ -230,7 +230,7 @@ def append(path: Path, data: bytes) -> None:
 
 def cut(path: Path, size: int) -> None:
     """Leaves the first `size` bytes of a file, on the disk too."""
-    advice = "Expected a writable place; run the same command again to go on."
+    advice = "Expected a writable place; run the same command again to continue."
     with _reported("cut", path, advice), _opened(path, os.O_RDWR) as file:
         os.ftruncate(file, size)
         os.fsync(file)
@@ -242,7 +242,7 @@ def sync(paths: Iterable[Path]) -> None:
     Raises: RunDirectoryError if the disk does not take them.
     """
     paths = list(paths)
-    advice = "Run the same command again to go on from the last checkpoint."
+    advice = "Run the same command again to continue from the last checkpoint."
     for path in paths:
         if path in _unsynced:
             with _reported("write", path, advice), _opened(path, os.O_RDWR) as file:
@@ -259,7 +259,7 @@ def remove(paths: Iterable[Path]) -> None:
     Raises: RunDirectoryError if one cannot be removed.
     """
     for path in [path for path in paths if path.exists()]:
-        with _reported("remove", path, "Expected a writable place; run the same command again to go on."):
+        with _reported("remove", path, "Expected a writable place; run the same command again to continue."):
             _unlink(path)
             _sync_names(path.parent)
 
@@ -338,7 +338,7 @@ def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
         if isinstance(error, RunDirectoryError):
             raise
         gone = isinstance(error, FileNotFoundError)
-        reason = f"the directory {path.parent} is not there (any more)" if gone else error.strerror or str(error)
+        reason = f"the directory {path.parent} does not exist (any more)" if gone else error.strerror or str(error)
         raise RunDirectoryError(f"cannot {act} {path}: {reason}. {advice}") from error
 
 

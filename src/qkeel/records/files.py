@@ -15,7 +15,7 @@ import numpy as np
 from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
-from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, head_field
+from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
 from qkeel.records.parse import json_value
 
 # Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named.
@@ -64,15 +64,15 @@ def read_json(path: Path, sealed: bool = False) -> Any:
     >>> read_json(Path("a.json"))
     {'loss': inf}
 
-    Raises: DamagedFileError for what is no JSON, does not fit its checksum, or, if `sealed`, has none.
+    Raises: DamagedFileError for what is no JSON, does not match its checksum, or, if `sealed`, has none.
     """
     if refuse_irregular(path) is None:
-        raise DamagedFileError(f"{path} is missing; expected a file that can be read. Restore it.")
+        raise DamagedFileError(f"{path} is missing; expected a readable file. Restore it.")
     try:
         return _value(read_regular(path), sealed)
     except ValueError as failure:
         raise DamagedFileError(
-            f"{path} is not whole JSON ({failure}). It was damaged or is of another kind: restore it or make it again."
+            f"{path} is not complete JSON ({failure}). It is damaged or of another kind: restore it or create it again."
         ) from failure
 
 
@@ -132,7 +132,7 @@ def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
 
 
 def _damage(path: Path, number: int, why: ValueError) -> DamagedFileError:
-    return DamagedFileError(f"{path}, line {number} is not whole JSON: the file was damaged ({why})")
+    return DamagedFileError(f"{path}, line {number} is not complete JSON: the file was damaged ({why})")
 
 
 def _value(text: bytes, sealed: bool) -> Any:
@@ -343,7 +343,7 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     {'step': 3, 'loss': None}
     >>> check_fields({"loss": 1.0}, "metrics.jsonl", "metrics.jsonl, line 1")
     Traceback (most recent call last):
-    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It was damaged ...
+    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It is damaged ...
 
     Args:
         value: what a parser gave. file: a row of FIELDS. where: the place of the value. error: the class to raise.
@@ -398,7 +398,7 @@ def _name(value: object) -> str:
 
 
 def _field_damage(error: type[QkeelError], where: str, what: str) -> QkeelError:
-    return error(f"{where} {what}. It was damaged or is of another kind: restore it, or make it again.")
+    return error(f"{where} {what}. It is damaged or of another kind: restore it or create it again.")
 
 
 # The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; in
@@ -408,7 +408,6 @@ _MOST_NUMBERS = 1 << 24  # of one step
 _MOST_BYTES = 1 << 35
 _SUMS = "checksums"  # the field of heads.json that names the file of them
 _MEND = "Restore the files, or delete the directory and run again."
-_FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -470,7 +469,7 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
         sealed: whether heads.json must have a checksum.
         sure: bytes of heads.f32 that are known to have been written.
 
-    Raises: DamagedFileError if a record does not fit its checksum, or heads.json describes another file.
+    Raises: DamagedFileError if a record does not match its checksum, or heads.json describes another file.
     """
     about, path = _description(directory, name, sealed), directory / f"{name}.f32"
     rows = _records(about, path, sure)
@@ -500,7 +499,7 @@ def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
     wrong = [i for i, row in enumerate(rows[: len(sums)]) if zlib.crc32(row.tobytes()) != sums[i]]
     if wrong and wrong[0] < max(written, min(len(rows), len(sums)) - 1):
         raise DamagedFileError(
-            f"{path}, record {wrong[0] + 1} does not fit its checksum in {place.name}: it was damaged. {_MEND}"
+            f"{path}, record {wrong[0] + 1} does not match its checksum in {place.name}: it was damaged. {_MEND}"
         )
     return rows[: wrong[0] if wrong else len(sums)]
 
@@ -543,15 +542,49 @@ def cut_heads(directory: Path, last_step: int) -> None:
         disk.cut(path.with_suffix(".crc32"), keep * 4)
 
 
+def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
+    """The mean of [... heads] over the heads that were measured and, where it is given, are in `over`."""
+    counted = ~np.isnan(values) if over is None else over
+    counts = counted.sum(-1)
+    return np.where(counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
+
+
+def _share_of_sinks(values: np.ndarray) -> np.ndarray:
+    """Σ [x > 0.3] / n over the n heads that were measured."""
+    return _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD))
+
+
+def _gap_of_sinks(values: np.ndarray) -> np.ndarray:
+    """The mean over heads with x > 0.3 minus the mean over the others; NaN where there are none of either."""
+    return _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
+
+
+def _median(values: np.ndarray) -> np.ndarray:
+    """The median of the heads that were measured; NaN where none was, or where it is zero."""
+    found = np.full(values.shape[:-1], np.nan)
+    some = ~np.isnan(values).all(-1)
+    found[some] = np.nanmedian(values[some], axis=-1)
+    return np.where(found == 0, np.nan, found)
+
+
+_FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
+    "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
+    "mean": _mean,
+    "share_of_sinks": _share_of_sinks,
+    "gap_of_sinks": _gap_of_sinks,
+    "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
+    "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
+}
+
+
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """The largest, smallest or mean head of [... heads], by records.HEAD_FIELDS, as [...]; NaN is not measured.
+    """What stands for several heads [... heads], by records.HEAD_FIELDS or LAYER_FIELDS, as [...]; NaN is not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
+    >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
+    0.5
     """
-    field = head_field(name)
-    if field is not None and field.fold != "mean":
-        return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
-    measured = ~np.isnan(values)
-    counts = measured.sum(-1)
-    return np.where(counts, np.where(measured, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
+    field = LAYER_FIELDS.get(name) or head_field(name)
+    return _FOLDS["mean" if field is None else field.fold](values)

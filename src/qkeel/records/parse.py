@@ -72,7 +72,7 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
     {'loss': 1.5}
     >>> parse_json("[1, 2", "a.json")
     Traceback (most recent call last):
-    qkeel.errors.RunDirectoryError: a.json is not whole JSON (line 1, column 6: Expecting ',' delimiter). It was ...
+    qkeel.errors.RunDirectoryError: a.json is not complete JSON (line 1, column 6: Expecting ',' delimiter). It is ...
 
     Raises: `error` for a text that is torn, has a name twice, is nested deeper than 64, or holds a number beyond 64
         bits or text that is not Unicode.
@@ -81,7 +81,8 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
         return json_value(text)
     except ValueError as failure:
         raise error(
-            f"{where} is not whole JSON ({failure}). It was damaged or is of another kind: restore it or make it again."
+            f"{where} is not complete JSON ({failure}). It is damaged or of another kind: "
+            "restore it or create it again."
         ) from failure
 
 
@@ -124,7 +125,7 @@ def _table(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     if len(table) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name {twice[:40]!r} stands twice in one object")
+        raise ValueError(f"the name {twice[:40]!r} appears twice in one object")
     return table
 
 
@@ -150,7 +151,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         reason = "its tables and lists are nested too deep"
     except ValueError as failure:  # TOMLDecodeError and UnicodeDecodeError too
         reason = str(failure)
-    raise InvalidValueError(f"{path} is not TOML that can be read: {reason}; correct that place or restore the file")
+    raise InvalidValueError(f"{path} is not valid TOML: {reason}; correct it there or restore the file")
 
 
 def toml_line(name: str, value: bool | int | float | str) -> str:

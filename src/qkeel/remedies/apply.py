@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.example import Arguments, arguments
-from qkeel.capture.trace import ModelTrace, run_once
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, QkeelError, RefusedError
 from qkeel.handle import Handle, State
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
@@ -41,6 +40,7 @@ from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, S
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
+from qkeel.sites.trace import ModelTrace, run_once
 
 REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,
@@ -427,7 +427,7 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
 
 
 def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Handle:
-    """Note on each site's module that a remedy is in force there, until the handle returned undoes both."""
+    """Note on each site's module that a remedy is active there, until the handle returned undoes both."""
     modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
     for module in modules:
         marks = module.__dict__.get(APPLIED)
@@ -464,7 +464,7 @@ def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
 
 
 class _Marks(dict[str, Remedy]):
-    """The remedies in force at a module. A copy of the module has those that changed the module itself."""
+    """The active remedies at a module. A copy of the module has those that changed the module itself."""
 
     def __deepcopy__(self, memo: object) -> _Marks:
         return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
@@ -480,7 +480,7 @@ def in_force(model: nn.Module) -> set[str]:
 
 
 def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
-    """These remedies are part of the weights now: in force nowhere, and their handles find nothing to undo."""
+    """These remedies are part of the weights now: active nowhere, and their handles find nothing to undo."""
     for module in model.modules():
         marks = module.__dict__.get(APPLIED, {})
         for name in [name for name, remedy in marks.items() if folded(remedy)]:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.capture.example import Arguments, copied, undisturbed
-from qkeel.capture.trace import ModelTrace, seen
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
+from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
 
@@ -86,7 +86,7 @@ class Remedy(abc.ABC):
     `may_be_zero` names are at least 0. `rule` is the formula of a remedy that changes no slot of the spec, with the
     options in braces. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
     of the model is without it. `changes_spec` says that it gives sites a new spec, which their calls are run with
-    before it is in force. `on_attention` says that it changes attention, all of it. `stacks`: runs with it may train
+    before it is active. `on_attention` says that it changes attention, all of it. `stacks`: runs with it may train
     as one stack, which neither hooks on a forward pass nor weights computed from others nor random numbers allow.
     """
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HIDES, Layout
-from qkeel.capture.trace import biased, run_once
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -23,12 +22,13 @@ from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
 from qkeel.remedies.head_steps import join
 from qkeel.sites.find import is_normed
+from qkeel.sites.trace import biased, run_once
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm
 from qkeel.spec.slot import ParameterSizes
 
-# Sites whose attention a remedy cannot change: each function returns the reason and the way out, or None.
+# Sites whose attention a remedy cannot change: each function returns the reason and what to do instead, or None.
 
 _OTHER_REMEDIES = (
     "use kind=rms or l2 with over=head and gain=none or scalar where attention is one of torch's fused functions "
@@ -193,7 +193,7 @@ def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mappi
 
 # Remedies that give a site another spec: qkeel's own modules have one, in others the attention calls are exchanged.
 
-_CHANGES = "_qkeel_changes"  # on an own module: the spec it was built with, and the changes in force
+_CHANGES = "_qkeel_changes"  # on an own module: the spec it was built with, and the changes active
 _NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: what its use_nested_tensor was
 
 
@@ -307,9 +307,9 @@ def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
     for site in new:
         if (low := least.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
-                f"{where(site)}: a logit that no mask hides is {low:.3g} on this example; where attention is written "
-                f"out, numbers up to {HIDES:.0f} are read as hidden; use the model's fused attention, or smaller "
-                "logits first"
+                f"{where(site)}: an unmasked logit is {low:.3g} on this example; where attention is written "
+                f"out, scores up to {HIDES:.0f} are taken as masked; use the model's fused attention, or reduce "
+                "the logits first"
             )
 
 

@@ -204,7 +204,7 @@ class ChangedCalls(InstanceForward):
         if known is None:
             raise RefusedError(
                 f"attention was called with the scale {scale:g}, on the example with {sorted(self.specs)}; apply the "
-                "remedy with an example that shows it as it will be used"
+                "remedy with an example of how the model will be used"
             )
         return self.specs[known]
 
@@ -255,7 +255,7 @@ class ChangedCalls(InstanceForward):
         if not self.writes and self.seen is None:
             raise RefusedError(
                 f"{type(self.module).__name__} took a softmax that is written out, where the example of the remedy "
-                "showed fused attention alone; apply the remedy with an example that shows it as it will be used"
+                "showed fused attention alone; apply the remedy with an example of how the model will be used"
             )
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -268,8 +268,8 @@ class ChangedCalls(InstanceForward):
             self.writes = True
             if not self.masks.keep(x) or (not self.masks.shifts and _is_shifted(z, visible)):
                 raise RefusedError(
-                    "its scores come to the softmax less the largest of their row, so a cap or a scale would act on "
-                    "something else than the logits; leave that subtraction out (torch's softmax does it), or use "
+                    "the largest score of each row is subtracted before the softmax, so a cap or a scale would act on "
+                    "something other than the logits; leave that subtraction out (torch's softmax does it), or use "
                     "qk_clip or lalr"
                 )
             self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
@@ -394,7 +394,7 @@ def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
     """The visible keys [b t s] of [b h t s]; with `check` an error where they differ from head to head."""
     if check and not bool((seen == seen[:, :1]).all()):
         raise RefusedError(
-            "the mask hides different keys from different heads, so a query has no one number of visible keys"
+            "the mask hides different keys from different heads, so a query has no single number of visible keys"
         )
     return seen[:, 0]
 

@@ -188,7 +188,7 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
     if not all(map(_is_plain, weights)):
         return "the weights are not all float32 matrices or vectors that are whole in this process"
     if optimizers.is_answered(o):
-        return "another remedy has taken the step over"
+        return "another remedy has replaced the step"
     if not all(map(optimizers.is_fused, groups)):
         return "a parameter group is not fused=True, or it is capturable or differentiable"
     if any(isinstance(x, Tensor) and x.device.type != "cpu" for g in groups for x in (g["lr"], *g["betas"])):

@@ -72,7 +72,7 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
         if not keeps:
             raise RefusedError(
                 f"{remedy} changes weights after the step, and {type(optimizer).__name__} keeps a copy of its own from "
-                "which it would bring the old ones back (schedule-free, lookahead, …); use an optimizer that steps the "
+                "which it would restore the old ones (schedule-free, lookahead, …); use an optimizer that steps the "
                 "weights themselves"
             )
 
@@ -357,7 +357,7 @@ class HeadSteps:
     def _ready_adam(self) -> AdamPass | None:
         """The pass that takes the coming step over, if there is one and it can."""
         now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
-        why = now or ("the weights were of another kind when the remedy came" if self._adam is None else "")
+        why = now or ("the weights were of another type when the remedy was applied" if self._adam is None else "")
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
         if way != self.way:
             self.way = way

@@ -9,7 +9,6 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.trace import traced
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
@@ -19,6 +18,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import InstanceForward, put_in_place
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
 from qkeel.remedies.change_spec import add_submodules
+from qkeel.sites.trace import traced
 
 
 @final
@@ -50,7 +50,7 @@ class OutputGate(Remedy):
                 "use an attention whose output projection is a module that is called",
             )
         if site.description is not None or site.below:
-            return Refusal("its attention was described by hand or runs out of sight", "build it with qkeel.nn")
+            return Refusal("its attention was described by hand or runs unseen", "build it with qkeel.nn")
         return None
 
     def apply(self, target: Target) -> Handle:

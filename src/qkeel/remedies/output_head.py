@@ -185,7 +185,7 @@ class _LossHook:
         off = (g - counts * (p - target)).abs().amax()
         if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are off by a few parts in a thousand
             raise RefusedError(
-                "z_loss weighs each token as the cross-entropy of one right answer does, and the gradient that came "
+                "z_loss weighs each token as the cross-entropy of a single target does, and the gradient that came "
                 "back to the final logits is not that of one (label smoothing, distillation, a cap behind it, another "
                 "loss); use weight=mean, which counts every token equally and knows nothing of loss scaling"
             )

@@ -93,8 +93,8 @@ def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
             theirs = words[mate].partition("|")[2]
             if theirs != seen:
                 raise dist.ApartError(
-                    f"{WHAT}: processes of one model hold different attention. Process {other} has {seen}; process "
-                    f"{mate} has {theirs}"
+                    f"{WHAT}: the processes of one model hold different attention layers. Process {other} has {seen}; "
+                    f"process {mate} has {theirs}"
                 )
 
 

@@ -171,7 +171,7 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
     if remedy.frozen == "refuse" and not target.parameter(s.parameter).requires_grad:
         raise RefusedError(
             f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it would no longer fit: "
-            "say frozen=scale and save the whole model, or use lalr"
+            "set frozen=scale and save the whole model, or use lalr"
         )
 
 
@@ -272,7 +272,7 @@ class _Clip:
         return {site.name: top.clone() for site, top in zip(self.sites, tops)}
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Go on from the maxima of a checkpoint."""
+        """Continue from the maxima of a checkpoint."""
         row = self.shared.row(values)
         self.kept = None if bool((row == -torch.inf).all()) else row
 

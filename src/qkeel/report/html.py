@@ -240,7 +240,7 @@ class Page:
     in_place: bool = False
 
     def html(self, *, live: str = "") -> str:
-        """Returns the text of the page; `live`: its state, if a server keeps it up to date, see report.live."""
+        """Returns the text of the page; `live`: its state, if a server keeps it up to date, see report.render."""
         head = join(
             [
                 tag("meta", {"charset": "utf-8"}),

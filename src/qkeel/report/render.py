@@ -41,7 +41,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
 
     Returns: the path of the page.
 
-    Raises: RunDirectoryError if a path is no run and no study, a file is damaged, or `out` cannot be written.
+    Raises: RunDirectoryError if a path is not a run or a study, a file is damaged, or `out` cannot be written.
 
     >>> import tempfile, torch, qkeel
     >>> folder = Path(tempfile.mkdtemp())
@@ -180,7 +180,7 @@ class _LivePage:
 
 
 def _waiting(title: str, text: str, state: str) -> str:
-    note = empty_note(f"{text} The page asks for news every two seconds.")
+    note = empty_note(f"{text} The page looks for new records every two seconds.")
     return Page(title=title, sections=[Section("waiting", "", note)], in_place=True).html(live=state)
 
 

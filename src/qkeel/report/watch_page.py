@@ -12,7 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Row, drift, growth_exponent
-from qkeel.records import CLASS_FIELDS, Heads, RunDirectory, RunStatus, fold_heads, head_field
+from qkeel.records import (
+    CLASS_FIELDS,
+    LAYER_FIELDS,
+    Heads,
+    RunDirectory,
+    RunStatus,
+    fold_heads,
+    head_field,
+    measured_field,
+)
 from qkeel.records.run_directory import note_checksums
 from qkeel.report.html import (
     MAX_RECORDS,
@@ -296,7 +305,7 @@ def verdict(run: Watched) -> Verdict:
     return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
 
 
-CAUSE = "attention logits grow too large"  # of alarms that were recorded without one
+CAUSE = "attention logits have grown too large"  # of alarms that were recorded without one
 _LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
 
 
@@ -343,7 +352,7 @@ def _growth(run: Watched) -> str:
             return ""
         return f"The largest logit was {number(values[0])} at step {run.steps[0]:,} and is {number(values[-1])} now."
     if abs(power) < LEVEL:
-        return "The largest logit holds its level."
+        return "The largest logit stays level."
     grows = "grows" if power > 0 else "falls"
     return f"The largest logit {grows}: each doubling of the training multiplies it by {2**power:.2g}."
 
@@ -444,7 +453,7 @@ GROWTH = Chart(
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest of the model, with the "
     "head that leads now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
-    "are samples in evaluation mode; vertical lines are what an autopilot did, with its reasons under the pointer.",
+    "are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for its reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -472,7 +481,7 @@ ANGLE = Chart(
     "Is it the norms or the angle?",
     "A logit is scale · |q| · |k| · cosine. Each dot is a head in the last sample; the line is the path of the leading "
     "head. To the right: its norms grew. Upwards: its q and k turned towards each other.",
-    "Scatter plot: largest cosine against norm product, one dot per head, with the course of the leading head.",
+    "Scatter plot: largest cosine against norm product, one dot per head, with the path of the leading head.",
 )
 LOSS = Chart(
     "loss",
@@ -646,6 +655,7 @@ COLUMNS = {
     "query_norm": "|q|",
     "key_norm": "|k|",
     "cos_max": "Largest cosine",
+    "sink_head_ratio": "Share of sink heads",
     "logit_change_rms": "Logit change",
     "gain_bound": "Bound by gains",
 }
@@ -830,8 +840,9 @@ def _layers(runs: Sequence[Watched]) -> Markup:
     for run in runs:
         if not run.records or not run.layers:
             continue
-        shown = [n for n in COLUMNS if n in run.heads.values and not np.isnan(run.heads.values[n][-1]).all()]
-        folded = {name: fold_heads(name, run.heads.values[name][-1]) for name in shown}
+        last = {n: run.heads.values[of][-1] for n in COLUMNS if (of := measured_field(n)) in run.heads.values}
+        shown = [name for name, heads in last.items() if not np.isnan(heads).all()]
+        folded = {name: fold_heads(name, last[name]) for name in shown}
         head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
         body = [_layer(run, i, folded) for i in range(len(run.layers))]
         inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
@@ -843,7 +854,7 @@ def _layers(runs: Sequence[Watched]) -> Markup:
 def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
     cells = []
     for name, values in folded.items():
-        heads = run.heads.values[name][-1][i]
+        heads = run.heads.values[measured_field(name)][-1][i]
         field = head_field(name)
         fold = "mean" if field is None else field.fold
         which = ""
@@ -897,4 +908,5 @@ def _definitions(runs: Sequence[Watched]) -> Markup:
     recorded = dict.fromkeys(name.partition("/")[0] for run in runs for name in run.measured())
     fields = {name: field for name in recorded if (field := head_field(name)) is not None}
     found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
+    found |= {n: f"{field.meaning} [{field.unit}]" for n, field in LAYER_FIELDS.items() if field.of in recorded}
     return facts(found, code=True)

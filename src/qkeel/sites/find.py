@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.capture.trace import SEARCH, ModelTrace, spread, traced
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.heads.norms import spec_gains
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
@@ -24,6 +23,7 @@ from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs, buffers_of, gathered, parameters_of, submodules_of
+from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
 
@@ -59,7 +59,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
     for part, model in itertools.permutations(models, 2):
         if id(unwrapped(models[part])) in inside[model]:
             raise InvalidValueError(
-                f"expected models of which none is a part of another, got {part!r} inside {model!r}: give each once"
+                f"expected models that do not contain each other, got {part!r} inside {model!r}: give each once"
             )
     return models
 

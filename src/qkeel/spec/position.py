@@ -149,7 +149,7 @@ def rerope(position: Position) -> ReRope | None:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyReRope(ReRope):
-    """ReRoPE whose distance goes on growing beyond the window, `factor` times slower: w + (r - w)/factor.
+    """ReRoPE whose distance continues to grow beyond the window, `factor` times slower: w + (r - w)/factor.
 
     Self-Extend is this with whole positions (`rounded`): ⌊i/f⌋ + w - ⌊w/f⌋ for q, ⌊j/f⌋ for k. InvLeaky ReRoPE trains
     with a factor under 1 (1/16) and tests with plain RoPE.
@@ -186,7 +186,7 @@ METHODS: dict[str, str] = {
     "ntk": "NTK-aware, base × factor [kexue.fm 9706: NTK-old]",
     "ntk_fixed": "NTK with one more step for every pair [kexue.fm 9706]",
     "ntk_mixed": "between interpolation and NTK-fixed, power=0.625 [kexue.fm 9706]",
-    "dynamic_ntk": "NTK by the present length, from train_length on [transformers]",
+    "dynamic_ntk": "NTK by the current length, from train_length on [transformers]",
     "abf": "a larger base= and continued training [arXiv 2309.16039]",
     "yarn": "interpolation of the slow pairs only, logits × (0.1 ln factor + 1)² [arXiv 2309.00071]",
     "rerope": "distances clipped at window= (half of train_length) [kexue.fm 9708]",

@@ -110,8 +110,8 @@ SPOILT: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "a link in place of the folder": (lambda path, m: linked(path.parent), "its cache .* is a link"),
     "a link in place of the file": (lambda path, m: linked(path), "the file .* is a link"),
     "a link to nothing in place of the folder": (lambda path, m: nothing_at_the_end(path), "no C|is a link"),
-    "a folder in place of the file": (lambda path, m: replaced(path, Path.mkdir), "no regular file"),
-    "a pipe in place of the file": (lambda path, m: replaced(path, os.mkfifo), "no regular file"),
+    "a folder in place of the file": (lambda path, m: replaced(path, Path.mkdir), "not a regular file"),
+    "a pipe in place of the file": (lambda path, m: replaced(path, os.mkfifo), "not a regular file"),
     "a file in place of the folder": (lambda path, m: replaced_by_a_file(path), "Not a directory"),
 }
 

@@ -84,7 +84,7 @@ def opened_library(folder: int, name: str) -> int | None:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise BuildError(f"{where} is no regular file; delete it")
+            raise BuildError(f"{where} is not a regular file; delete it")
         _check_owner(found, where)
         with open(file, "rb", closefd=False) as content:
             sound = _sound(content.read())
@@ -263,7 +263,7 @@ def _version(compiler: str) -> tuple[str, float]:
     try:
         found = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{compiler} did not say its version in {LONGEST} s") from error
+        raise BuildError(f"{compiler} did not report its version in {LONGEST} s") from error
     clang, _, gcc = found.stdout.strip().partition(" ")
     return ("clang", int(clang)) if clang.isdecimal() else ("GCC", int(gcc) if gcc.isdecimal() else math.inf)
 

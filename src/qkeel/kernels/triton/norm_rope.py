@@ -74,7 +74,7 @@ def _gains(
     gain, head, ok, gain_h, gain_d,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The gain of each number of the rows, whatever it is shared by; 1 where there is no number."""
+    """The gain of each number of the rows, whatever it is shared by; 1 where there is none."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i * gain_d, mask=pair, other=1.0).to(tl.float32)
@@ -109,7 +109,7 @@ def _centred(
     a, b, c, ok, n,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The pieces without the mean of the n numbers that are normed together; 0 stays where there is no number."""
+    """The pieces without the mean of the n numbers that are normed together; 0 stays where there is none."""
     mean = (_total(a, b, c, WHOLE) / n)[:, None]
     pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
     rest = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)

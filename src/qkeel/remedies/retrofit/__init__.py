@@ -1,4 +1,4 @@
-"""Trained models: norms put in with their gains fitted, factors folded into weights, checkpoints in another shape."""
+"""Trained models: norms added with their gains fitted, factors folded into weights, checkpoints in another shape."""
 
 from qkeel.remedies.retrofit.export_model import SHAPES, convert, export
 from qkeel.remedies.retrofit.fit_gains import Folded, fold

@@ -164,7 +164,7 @@ def _check_source(to: str, shape: TargetArchitecture, config: ModelConfigFields)
     source = config.get("model_type")
     if source not in shape.sources:
         raise RefusedError(
-            f"a model of type {source!r} does not become {to}, which has {shape.why}; "
+            f"a model of type {source!r} cannot become {to}, which has {shape.why}; "
             f"{to} can be made from {' or '.join(shape.sources)}"
         )
     for key, right in (("mlp_bias", (False, None)), ("attn_logit_softcapping", (None,))):
@@ -276,7 +276,7 @@ def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name
     gone, strange = sorted(wanted - names), sorted(names - wanted - {"lm_head.weight"})
     if any("_norm.weight" in name and "self_attn" in name for name in gone):
         raise RefusedError(
-            f"{gone[0]} is missing: q and k are not normed yet. Put the norms in and fit their gains first: "
+            f"{gone[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
             "qkeel.retrofit(model, 'qk_norm', batches), then qkeel.export(model, ...) or save_pretrained"
         )
     if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
@@ -396,8 +396,8 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     strange = in_force(plain) - _HARMLESS
     if strange:
         raise RefusedError(
-            f"{', '.join(sorted(strange))} is active on this model, and the files of {to} would not say so; remove() "
-            "its handle, or fold() what can be folded, first"
+            f"{', '.join(sorted(strange))} is active on this model, and the files of {to} would not record it; "
+            "remove() its handle, or fold() what can be folded, first"
         )
     tied = bool(config.get("tie_word_embeddings"))  # the head is then made by who loads the embedding
     weights = {n: x for n, x in plain.state_dict().items() if not (tied and n == "lm_head.weight")}
@@ -424,7 +424,7 @@ _HARMLESS = frozenset(
 
 
 def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
-    """The gains of norms that qk_norm put in, as plain factors, and their eps."""
+    """The gains of norms that qk_norm added, as plain factors, and their eps."""
     flat = to in SHAPES and SHAPES[to].flat
     found: dict[str, tuple[Tensor, float]] = {}
     for name, module in model.named_modules():

@@ -72,7 +72,7 @@ class BlendedNorm(Norm):
 
 @final
 class SiteNorm(Handle):
-    """The norm of a site that has just been normed; `remove()` leaves the whole of it in force.
+    """The norm of a site that has just been normed; `remove()` leaves the whole of it active.
 
     `gains` are those of q and of k as they are stored, `one` is what is added to them before they multiply.
 
@@ -95,7 +95,7 @@ class SiteNorm(Handle):
         gains = tuple(gain for gain in stored if gain is not None)
         if len(gains) != 2:
             raise RefusedError(
-                f"{where(site)}: this norm has no gain of q and of k that could be fitted; use "
+                f"{where(site)}: this norm has no gains of q and k to fit; use "
                 "kind=rms or layer with gain=dim, head, head_dim, one_plus_dim or scalar"
             )
         self.gains = gains
@@ -271,7 +271,7 @@ class Balance:
 
     @classmethod
     def of(cls, reference: Reference, sites: Sequence[AttentionSite]) -> Balance | None:
-        """The balance of a model without its norm, or None where no scaling leaves it as it is (but for rounding)."""
+        """The balance of a model without its norm, or None where no scaling leaves it as it is (up to rounding)."""
         balance = cls(reference.model, sites)
         for pairs in _PAIRINGS.values():
             if balance.sites and balance._leaves(reference, pairs):
@@ -425,7 +425,7 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
             return None
         return f"the gains of {norm.formula()} come after a norm, which undoes any scaling of weights"
     if norm.sides and norm.gain == "none":
-        return "q is normed without a gain, which no scaling of its weights gets past"
+        return "q is normed without a gain, which cancels any scaling of its weights"
     if inner.follows_position:
         return f"{inner.formula()} depends on the position"
     factor = inner.factor(torch.zeros(1, 1), d, module.spec_params())

@@ -83,7 +83,7 @@ class Retrofit(Handle):
 
     @property
     def share(self) -> float:
-        """The share of the norm that is in force."""
+        """The share of the norm that is active."""
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
     def advance(self, steps: int = 1) -> None:
@@ -206,7 +206,7 @@ def _per_head(replay: Replay) -> tuple[float, ...]:
 
 
 def _alone(reference: Reference, norms: Sequence[SiteNorm]) -> list[Gap]:
-    """The gap on the first batch with each norm in force alone."""
+    """The gap on the first batch with each norm active alone."""
     found = []
     for one in norms:
         for other in norms:
@@ -256,7 +256,7 @@ def _remedy(named: str | QKNorm) -> QKNorm:
         raise RefusedError(f"expected 'qk_norm' with its options to retrofit, got {named!r}; apply() takes any remedy")
     if found[0].gain == "none" or found[0].kind == "l2":
         raise RefusedError(
-            f"{named} has no gain of q and of k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
+            f"{named} has no gains of q and k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
         )
     return found[0]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.engine import CapturedCall, CaptureMode
 from qkeel.capture.example import Arguments, copied, tensors
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite

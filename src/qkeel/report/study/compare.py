@@ -48,7 +48,7 @@ MARGIN = 0.01  # nats; a smaller difference of held-out loss counts as none: a t
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A mean with its smallest and largest value over seeds, or with the interval where that is said."""
+    """A mean with its smallest and largest value over seeds, or with the interval where the text says so."""
 
     mean: float
     low: float

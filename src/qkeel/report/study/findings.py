@@ -55,7 +55,7 @@ from qkeel.report.study.compare import (
 )
 from qkeel.report.study.provenance import collapsed_at
 
-# The share of held-out images that are classified right, where runs classify.
+# The share of held-out images that are classified correctly, where runs classify.
 
 
 def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
@@ -99,7 +99,7 @@ def table_of(study: StudyData) -> Markup:
         return Markup("")
     lrs = study.lrs()
     head = [*columns("Remedy", kind="text"), *columns(*(f"LR\u00a0{rate(lr)}" for lr in lrs))]
-    text = "Share of held-out images that are classified right, mean over seeds in %, with the range below."
+    text = "Share of held-out images that are classified correctly, mean over seeds in %, with the range below."
     body = [
         table_row(swatch(study, remedy), *(_cell(found.get((remedy, lr))) for lr in lrs))
         for remedy in dict.fromkeys(remedy for remedy, _ in found)
@@ -276,8 +276,8 @@ def _primary(study: StudyData, named: Row) -> list[Finding]:
     }[gain.verdict]
     fallen = f" Attention collapsed in a run of {gain.remedy}." if gain.collapsed else ""
     text = f"{what} {said} ({'' if gain.verdict in ('better', 'worse') else 'difference '}{gain.over()}).{fallen}"
-    rest = "Every other comparison is secondary and stands below, with an interval and without a verdict."
-    method = "The interval is Student's t at 95 %, paired by seed; it is corrected for nothing, as it is the only one."
+    rest = "Every other comparison is secondary and is given below, with an interval and without a verdict."
+    method = "The interval is Student's t at 95 %, paired by seed; it needs no correction, as it is the only one."
     return [Finding("lead", text), Finding("caution", f"{_planned(study, named)} {method} {rest}")]
 
 
@@ -511,7 +511,8 @@ def _seeds(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         return [Finding("caution", "One seed: no interval, so no difference is judged.")]
     tests = sum(g.effect is not None for g in gains(rows, study.remedies, study.baseline))
     text = "Differences are paired by seed: mean, then 95 % interval"
-    text += f" (Student's t, by Holm for the {tests} comparisons with {study.baseline} at once)" if tests > 1 else ""
+    if tests > 1:
+        text += f" (Student's t, corrected by Holm's method for {tests} comparisons with {study.baseline})"
     return [Finding("caution", f"{text}; {len(seeds)} seeds.")]
 
 

@@ -370,7 +370,7 @@ def _cautions(study: StudyData) -> Iterator[Finding]:
         yield Finding("caution", f"{left} of {count(len(study.runs), 'run')} have no result; they are in no figure.")
     yield Finding(
         "caution",
-        "One small model on small images: what is not shown here may be true at another size, and the reverse. "
+        "One small model on small images: what is not shown here may be true at another size, and vice versa. "
         "Norms and logits are measured on one probe, the same for every mix.",
     )
 
@@ -394,7 +394,7 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
     if mixed:
         more = f"Mixing multiplies it by {listing([e.text() for e in mixed])} at LR {rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
-        so = "which is shown" if clear else "which is not shown: here the rate does it, not the mixing"
+        so = "which is shown" if clear else "which is not shown: here the rate causes it, not the mixing"
         said += f"{more}, {so}. "
     cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
     return said + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
@@ -488,7 +488,7 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
             one = times(norm, _of(part, lr, "last_block_norm/image", remedy))
             if one is not None:
                 what = f"at LR {rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
-                yield Claim(f"QK-norm alone leaves the hidden norm to grow ({name})", what, one)
+                yield Claim(f"QK-norm alone lets the hidden norm grow ({name})", what, one)
 
 
 def _variance(study: StudyData) -> Iterator[Claim]:

@@ -257,8 +257,8 @@ def pair_tables(study: StudyData) -> Markup:
         return Markup("")
     judged = sum(gain.effect is not None for gain in found)
     text = (
-        "Held-out loss of the remedy above minus that of the remedy at the left: a positive number says that the one "
-        "at the left is better; means of pairs by seed. Below stands the 95 % interval (Student's t), by Holm for "
+        "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's is "
+        "better; means over pairs with one seed. Below it is the 95 % interval (Student's t), by Holm's method over "
         f"all {judged} comparisons of this section at once; grey is equal, undecided, or of a remedy that collapsed."
     )
     parts: list[Markup] = [note(text)]
@@ -426,15 +426,15 @@ def _ranking(study: StudyData) -> Markup:
         return Markup("") if study.parts() else other_findings.comparison(study)
     table = compare.ranking(study)
     text = (
-        "Sorted by the largest LR without collapse, then by LR sensitivity; press a heading to sort by it. "
-        f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity stands the "
+        "Sorted by the largest LR without collapse, then by LR sensitivity; click a heading to sort by it. "
+        f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity is the "
         "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
     )
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
         told = (
             f"Of the gains only that of {study.primary['remedy']} at LR {rate(study.primary['lr'])} was named before "
-            "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, corrected for nothing, "
+            "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, uncorrected, "
             f"and no verdict is drawn from it; some are over {count(few, 'seed')} only."
         )
         return join(
@@ -445,7 +445,7 @@ def _ranking(study: StudyData) -> Markup:
 
 def _nothing(study: StudyData) -> Markup:
     where = f"None of the {count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
-    again = " Run the command below again: finished runs are kept, the others go on." if study.command else ""
+    again = " Run the command below again: finished runs are kept, the others resume." if study.command else ""
     return empty_note(f"{where}{again} Then make this page again.")
 
 

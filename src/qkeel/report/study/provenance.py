@@ -131,7 +131,7 @@ def _shown(line: Standing) -> tuple[PairedGain | None, float]:
 
 
 def _words(line: Standing, baseline: str) -> str:
-    """The verdicts by rate; where attention collapsed nothing is said of the loss."""
+    """The verdicts by rate; where attention collapsed nothing is reported of the loss."""
     if line.remedy == baseline:
         return "the baseline"
     at = {
@@ -292,8 +292,8 @@ def definitions() -> Markup:
         "Verdict": f"Better or worse: the interval leaves 0. Equal: it lies inside ±{MARGIN:g} nats. Else undecided. "
         "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
         "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "
-        "pairs of runs of a chaos study of the same configuration; of two remedies the root of the sum of squares. A "
-        "difference under it is of the size that rounding makes in a single pair.",
+        "pairs of runs of a chaos study of the same configuration; of two remedies the root of the sum of squares. "
+        "Rounding alone can make a smaller difference in a single pair.",
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed, with its "
         "bootstrap interval over seeds.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",

@@ -19,8 +19,7 @@ from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, merge
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.monitor.record import site_facts
-from qkeel.monitor.transfer import (
+from qkeel.monitor.gather import (
     WHOLE_MODEL,
     AsyncGather,
     Flag,
@@ -35,6 +34,7 @@ from qkeel.monitor.transfer import (
     shared,
     word,
 )
+from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import running_stage
 from qkeel.sites.find import within
 
@@ -534,7 +534,7 @@ class ProcessGroup:
         self._watching = words is not None
         if words is None and again:
             caution(
-                f"another process of this run has not come to the first measured pass within {patience:g} seconds: "
+                f"another process of this run has not reached the first measured pass within {patience:g} seconds: "
                 "this step is not measured, and the next one is if that process watches the model too"
             )
         elif words is None:
@@ -597,7 +597,7 @@ class ProcessGroup:
         words = words_under(self._round(), f"{nothing}|{count}|{print_of}|{place}", LONGEST)
         self._rounds += 1
         if words is None:
-            self.stay_alone("not every process of this run came to the end of its first measured step")
+            self.stay_alone("not every process of this run reached the end of its first measured step")
             return
         if _OFF in words:
             self.over = True
