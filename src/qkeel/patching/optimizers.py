@@ -43,8 +43,7 @@ class StepHooks(Handle):
         pre: Any
         post: Any
         idle = self._idle_once_removed
-        own = before_change(idle(before)), idle(after)
-        pre, post = (torch.compiler.disable(hook) for hook in own)
+        pre, post = (torch.compiler.disable(hook) for hook in (before_change(idle(before)), idle(after)))
         if optimizer is None:
             self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
         else:
@@ -67,7 +66,9 @@ class StepHooks(Handle):
         _move(self._hooks[1], last=True)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
-        return lambda optimizer, *_: act(optimizer) if self.active and not filling_state() else None
+        return lambda optimizer, *_: (
+            act(optimizer) if self.active and not (_FILLS[0] in sys.modules and filling_state()) else None
+        )
 
 
 def go_first(hook: RemovableHandle) -> None:
@@ -171,8 +172,6 @@ _FILLS = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 def filling_state() -> bool:
     """Returns whether the step under way is none of training: torch.distributed.checkpoint fills the state of an
     optimizer that has none by a step with gradients of zero and a rate of zero."""
-    if torch.compiler.is_compiling():
-        return False
     home = sys.modules.get(_FILLS[0])
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:
@@ -185,7 +184,7 @@ def filling_state() -> bool:
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook on an optimizer's steps that does nothing in one that only fills its state."""
-    return lambda *args: None if filling_state() else hook(*args)
+    return lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args)
 
 
 # The weights that a step of torch's Adam or AdamW works on: asked for, or answered otherwise.
