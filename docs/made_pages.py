@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.records import Field, HeadField
+    from qkeel.records import Field, HeadField, LayerField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
@@ -79,15 +79,21 @@ def pruned(tree: str) -> str:
 
 def field_tables() -> dict[str, str]:
     """Tables of recorded numbers, for docs/file-formats.md."""
-    from qkeel.records import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS
+    from qkeel.records import HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS
 
-    def table(fields: Mapping[str, Field | HeadField]) -> str:
+    def table(fields: Mapping[str, Field | HeadField | LayerField]) -> str:
         rows = [
             f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |" for name, field in fields.items()
         ]
         return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows]) + "\n"
 
-    return {"step-fields": table(STEP_FIELDS), "head-fields": table(HEAD_FIELDS), "table-columns": table(TABLE_COLUMNS)}
+    return {
+        "step-fields": table(STEP_FIELDS),
+        "monitor-fields": table({f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}),
+        "head-fields": table(HEAD_FIELDS),
+        "layer-fields": table(LAYER_FIELDS),
+        "table-columns": table(TABLE_COLUMNS),
+    }
 
 
 def terms() -> dict[str, str]:

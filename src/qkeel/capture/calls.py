@@ -30,7 +30,16 @@ from qkeel.functional.statistics import (
     product_rows,
     softmax_rows,
 )
-from qkeel.kernels.statistics import BLOCK, Found, FoundRows, FoundStats, find_extremes, find_rows, only_extremes
+from qkeel.kernels.statistics import (
+    BLOCK,
+    Found,
+    FoundRows,
+    FoundStats,
+    find_extremes,
+    find_rows,
+    only_extremes,
+    row_logsumexp,
+)
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
@@ -429,6 +438,21 @@ def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, 
         extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
     top, low = zip(*extrema)
     return torch.stack(top).amax(0), torch.stack(low).amin(0)
+
+
+@torch.no_grad()
+def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
+    """The logsumexp of each row of a seen call over its keys, see `kernels.statistics.row_logsumexp`."""
+    with torch.autocast(_device(call), enabled=False):
+        if not isinstance(call, ScoresCall):
+            return row_logsumexp(call)
+        capped = dataclasses.replace(call, logits=call.capped)
+        parts = []
+        for rows in _blocks(capped):
+            z, seen = _logits(capped, rows)
+            none = seen.counts(z.shape[2], z.device) == 0
+            parts.append(seen.lower_(z).logsumexp(-1).masked_fill(none, -torch.inf))
+        return torch.cat(parts, 2)
 
 
 def _blocks(call: ScoresCall) -> Iterator[slice]:

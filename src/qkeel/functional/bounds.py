@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.errors import check
+from qkeel.functional.norms import widest
 from qkeel.functional.statistics import PerHead, VisibleKeys
 
 # Bounds on logits and entropy from norms of q, k and their weights, without a T×T or D×D matrix.
@@ -144,6 +146,58 @@ def squared_eigenvalue(
 
 def _trace(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+# What a step adds to a product of weights, through factors: no matrix of the model's width squared is made.
+
+
+class Spectrum(NamedTuple):
+    """The singular values σ of a matrix in three numbers, per head; NaN where the matrix is not finite."""
+
+    spectral_norm: Float[Tensor, "*h"]  #: the largest, σ₁
+    stable_rank: Float[Tensor, "*h"]  #: Σσ² / σ₁², in [1, rank]; NaN of a zero matrix
+    singular_entropy: Float[Tensor, "*h"]  #: -Σ p ln p of p = σ² / Σσ², in nats, in [0, ln rank]; NaN of a zero matrix
+
+
+def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Spectrum:
+    """The spectrum of aᵀ b [m n] from its factors of rank r, which are small.
+
+    With aᵀ = Q_a R_a and bᵀ = Q_b R_b (thin QR) aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ, so the singular values are those of the
+    small matrix R_a R_bᵀ. In float64; nothing is squared before them, as it would be by Gram matrices. Source: derived.
+
+    >>> a, b = torch.diag(torch.tensor([3.0, 4.0])), torch.eye(2)
+    >>> [round(float(x), 4) for x in product_spectrum(a, b)]
+    [4.0, 1.5625, 0.6534]
+    """
+    like = a
+    finite = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1)
+    if widest(a.device) != torch.float64:
+        a, b, finite = a.cpu(), b.cpu(), finite.cpu()
+    a, b = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
+    first, second = (torch.linalg.qr(x.mT, mode="r").R for x in (a, b))
+    sigma = torch.linalg.svdvals(first @ second.mT)
+    largest = sigma[..., 0]
+    p = (sigma / largest[..., None]).square()  # NaN of a zero matrix
+    total = p.sum(-1)
+    entropy = total.log() - torch.special.xlogy(p, p).sum(-1) / total
+    found = (largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0))
+    return Spectrum(*(x.to(like.device, torch.promote_types(like.dtype, torch.float32)) for x in found))
+
+
+def step_spectra(
+    query: Float[Tensor, "*h r m"],
+    query_step: Float[Tensor, "*h r m"],
+    key: Float[Tensor, "*h r n"],
+    key_step: Float[Tensor, "*h r n"],
+) -> tuple[Spectrum, Spectrum]:
+    """The spectra of Δ₂ and Δ₃, which a step adds to W_Qᵀ W_K per head: rows are features of the head, r = d_head.
+
+    (W_Q + ΔW_Q)ᵀ (W_K + ΔW_K) = W_Qᵀ W_K + Δ₂ + Δ₃ with Δ₂ = ΔW_Qᵀ W_K + W_Qᵀ ΔW_K = [ΔW_Q; W_Q]ᵀ [W_K; ΔW_K], of rank
+    2 r at most, and Δ₃ = ΔW_Qᵀ ΔW_K. Source: arXiv 2606.28116, sections 3.2 and 3.4, with W of x W there for W of W x
+    here.
+    """
+    second = product_spectrum(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
+    return second, product_spectrum(query_step, key_step)
 
 
 # The values that position methods make of the distance r = i - j between a query at i and a key at j.

@@ -28,6 +28,7 @@ from qkeel.functional.class_statistics import (
     rule,
     tensors,
 )
+from qkeel.functional.norms import widest
 
 # LogitStats: what attention logits of one site look like, per head; a monoid.
 
@@ -182,6 +183,39 @@ class LogitBracket:
         return cls(
             lower=top, upper=top, entropy=entropy, entropy_error=entropy_error, certified=top.isfinite(), note=note
         )
+
+
+# The logsumexp of each query row, and the gate that a learned sink makes of it.
+
+
+def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t"]:
+    """The share σ(ℓ - β) of its weight that a query row leaves to its keys; the sink takes the rest.
+
+    ℓ is the logsumexp over the keys of the logits after the cap, β the sink's logit [h 1] (nats both): the output of a
+    head with a sink is σ(ℓ - β) times its output without one. A gate near 0 is a head that adds nothing. Source:
+    derived, exp(ℓ) / (exp(β) + exp(ℓ)).
+
+    >>> sink_gate(torch.zeros(1, 1, 1), torch.tensor([[0.0]])).item()
+    0.5
+    """
+    return torch.sigmoid(lse - sink)
+
+
+def row_moments(
+    x: Float[Tensor, "b h t"],
+    over: Bool[
+        Tensor,
+        (
+            b  # h t
+        ),
+    ],
+) -> Float[Tensor, "3 h"]:
+    """The number of rows in `over`, and the sums of x and x² over them, by head: they add up over calls.
+
+    In float64 where the device has it: a mean square minus the square of a mean loses half of the digits.
+    """
+    wide = x.to(widest(x.device)).masked_fill(~over, 0.0)
+    return torch.stack([over.expand_as(x).to(wide.dtype).sum((0, 2)), wide.sum((0, 2)), wide.square().sum((0, 2))])
 
 
 # Statistics of the logits of each query row, block by block, and how rows become LogitStats.

@@ -449,12 +449,16 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     size = x.shape[dim]
     splits: set[Split] = set()
     reached = size == 1
+    by_one: list[int] = []  # of each projection that one slice alone uses, that slice
     for projection in found.nearest:
         with opened(found.mixers), only(projection, found.nearest):
             used = features_used(x, dim, projection)
         if used is None or not used.any():
             continue
         reached = True
+        users = used.any(1).nonzero()[0]
+        if len(users) == 1:
+            by_one.append(int(users[0]))
         split = _split(torch.from_numpy(used))
         if split is None:
             return None
@@ -466,6 +470,8 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
             splits |= {
                 split for used in made if used is not None and used.any() and (split := _split(torch.from_numpy(used)))
             }
+    if size > 1 and sorted(by_one) == [*range(size)]:
+        return (1, size, 1)  # a projection for each head, whose outputs are stacked
     heads = {split for split in splits if split[1] > 1}
     if len(heads) > 1 or not reached:
         return None

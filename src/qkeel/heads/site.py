@@ -247,6 +247,7 @@ class AttentionSite:
     `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
     heads. `normed`: a norm stands between the weights and the logit, one that is part of the model, not of the spec.
+    `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
     `below`: only an CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
@@ -270,6 +271,7 @@ class AttentionSite:
     key_heads: tuple[int, ...] | None = None
     layout: Layout | None = None
     unverified: str = ""
+    unscaled: str = ""
 
     def __repr__(self) -> str:
         """Short: its name, its heads, and whether the weights behind them are known."""

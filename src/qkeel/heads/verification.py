@@ -70,14 +70,15 @@ class Verification:
         """
         if not site.terms:
             return site
+        experiment = _Experiment(self, site, calls)
         try:
-            why = next(_Experiment(self, site, calls).doubts(), "")
+            why = next(experiment.doubts(), "")
         except Exception as error:
             why = (
                 "the operators between its weights and its logits could not be repeated: "
                 f"{type(error).__name__}: {error}"
             )
-        return dataclasses.replace(site, unverified=why) if why else site
+        return dataclasses.replace(site, unverified=why, unscaled="" if why else experiment.unscaled)
 
     @torch.no_grad()
     def is_of_known_kind(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> bool:
@@ -95,6 +96,7 @@ class _Experiment:
 
     def __init__(self, among: Verification, site: AttentionSite, calls: Sequence[RecordedCall]) -> None:
         self._among, self._site, self._calls = among, site, calls
+        self.unscaled = ""  # once `doubts` found none: how the logits do not grow with the rows
 
     def unfit(self) -> Iterator[str]:
         """The reasons why no experiment can be made."""
@@ -120,7 +122,10 @@ class _Experiment:
         self._wide = Repetition(self._path.wide, self._path.changed)
         self._form, self._kind = self._looked_at([*self._narrow.operations, *self._wide.operations])
         known = self._among.kinds.get(self._form)
-        return known is not None and self._kind.zeros_as_in(known)
+        if known is None or not self._kind.zeros_as_in(known):
+            return False
+        self.unscaled = known.unscaled
+        return True
 
     def doubts(self) -> Iterator[str]:
         """The reasons not to trust the weights that are known, the simplest first."""
@@ -136,7 +141,9 @@ class _Experiment:
             return
         yield from self._heads(self._narrow, again)
         yield from self._rest(self._wide, self._path)
-        self._among.kinds[self._form] = self._kind  # nobody asks for more unless no doubt was found
+        self.unscaled = "" if self._site.normed else next(self._disproportions(self._narrow), "")
+        # nobody asks for more unless no doubt was found
+        self._among.kinds[self._form] = dataclasses.replace(self._kind, unscaled=self.unscaled)
 
     def _looked_at(self, operations: Sequence[Operation]) -> tuple[Hashable, _Kind]:
         """The form of all that decides which rows move which logits, and the numbers that it starts from."""
@@ -172,6 +179,41 @@ class _Experiment:
             if moved != expected and not (sum(moved) == 0 and several and self._idle(narrow, chosen, now)):
                 yield _words(chosen, moved, expected)
                 return
+
+    def _disproportions(self, narrow: Repetition) -> Iterator[str]:
+        """Rows that are multiplied by a factor c, and logits that are then no constant plus c times another.
+
+        A clip multiplies rows of q and of k, and a bound on steps counts on the same: logits are a product. Half of the
+        heads are changed at a time, since a step of quantisation is one that all heads share.
+        """
+        site, several = self._site, len(self._site.query) + len(self._site.key) > 2
+        last = [_each_once(paths) for paths in ([t.query[-1] for t in site.terms], [t.key[-1] for t in site.terms])]
+        alike = any(s.parameter == other.parameter and s.same(other) for s in last[0] for other in last[1])
+        # Where q and k are made by the same rows, each takes a root.
+        sides = [("query and key", _each_once([*last[0], *last[1]]), 0.5)] if alike else []
+        sides += [] if alike else [("query", last[0], 1.0), ("key", last[1], 1.0)]
+        for words, slices, power in sides:
+            most = max(s.n for s in slices)
+            for first in range(2 if most > 1 else 1):
+                numbers = list(range(first, most, 2 if most > 1 else 1))
+                chosen = [(s, numbers) for s in slices if s.n == most]
+                expected = _expected(site, most, set(numbers))
+                changes = [functools.partial(self._weights.multiplied, chosen, c**power) for c in (4.0, 16.0)]
+                one, two = self._after(narrow, changes)
+                bent, whole = (_per_head(self._base, one, two, factor) for factor in (4.0, 0.0))
+                for h, should in enumerate(expected):
+                    noise = 64 * self._rounding
+                    if should and not several and whole[h] <= self._rounding:
+                        grew = "left them as they were"
+                    elif bent[h] > max(1e-2 * whole[h], noise) if should else whole[h] > noise:
+                        grew = "did not change them in proportion" if should else f"also changed those of head {h}"
+                    else:
+                        continue
+                    yield (
+                        f"multiplying the {words} rows of {_heads(numbers)} by {4.0**power:g} and by {16.0**power:g} "
+                        f"{grew}: these logits are no plain product of queries and keys"
+                    )
+                    return
 
     def _after(
         self, repetition: Repetition, changes: Sequence[Callable[[], Values]], contents: Contents | None = None
@@ -256,6 +298,20 @@ def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tupl
     alone = [s for s in slices if s.n == 1 or len(slices) > 1]
     for s in alone:
         yield [(s, None)], [True] * site.n_heads, len(slices) > 1
+
+
+def _each_once(slices: Sequence[HeadSlice]) -> list[HeadSlice]:
+    found: list[HeadSlice] = []
+    for s in slices:
+        if not any(s.parameter == other.parameter and s.same(other) for other in found):
+            found.append(s)
+    return found
+
+
+def _per_head(base: list[Tensor], one: list[Tensor], two: list[Tensor], factor: float) -> list[float]:
+    """The largest |(two - one) - factor · (one - base)| of each head, where no key is hidden."""
+    bent = [((c - b) - factor * (b - a)).abs().nan_to_num(0.0).amax((0, 2, 3)) for a, b, c in zip(base, one, two)]
+    return torch.stack(bent).amax(0).tolist()
 
 
 def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
@@ -402,6 +458,12 @@ class ChangedWeights:
             return rows * factors.view(-1, *[1] * (rows.ndim - 2))
         return rows.roll(1, dims=1) if rows.shape[1] > 1 else -rows
 
+    def multiplied(self, chosen: Iterable[Chosen], factor: float) -> dict[Place, Tensor]:
+        """The rows and biases of the chosen heads multiplied by a factor, until the next change."""
+        return self._with(
+            (rows, index, rows[index] * factor) for s, heads in chosen for rows, index in self._rows(s, heads)
+        )
+
     def zeroed(self, slices: Iterable[HeadSlice]) -> dict[Place, Tensor]:
         """All these rows and their biases are zero, until the next change."""
         return self._with(
@@ -468,12 +530,14 @@ class _Kind:
         dynamic: the memory of all that depends on the model's input.
         visible: which logits are not hidden.
         empty: the heads without a number in each weight.
+        unscaled: as of a site.
     """
 
     given: list[Tensor]
     dynamic: set[int]
     visible: list[Tensor]
     empty: list[tuple[int, ...]]
+    unscaled: str = ""
 
     def zeros_as_in(self, other: _Kind) -> bool:
         """True if nothing is zero, hidden or an index here that is not there too."""

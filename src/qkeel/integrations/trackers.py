@@ -49,7 +49,7 @@ class CSVSink(Sink):
         """One row of steps and one row of each head."""
         before = "eval_" if sample.phase == "eval" else ""
         step = np.array([sample.step])
-        self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.values.items()}))
+        self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}))
         heads = {name: values[None] for name, values in sample.heads.items()}
         self._append(f"{before}heads", heads_frame(step, sample.layers, heads))
 

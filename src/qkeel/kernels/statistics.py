@@ -372,6 +372,22 @@ def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
 
 
 @torch.no_grad()
+def row_logsumexp(call: AttentionCall) -> PerRow:
+    """ln Σ exp(logit after the cap) over the keys of each row, a sink left out, in nats; -inf where it sees no key."""
+    q, k = call.encoded()
+    parts, cap = [], call.spec.cap
+    for rows, keys in _blocks(call):
+        z, seen = _logits(call, q, k, rows, keys)
+        if not z.shape[-1]:
+            parts.append(z.new_full(z.shape[:-1], -torch.inf))
+            continue
+        z = seen.lower_(z if cap.kind == "none" else seen.blank_(cap.apply(z)))
+        none = seen.counts(z.shape[2], z.device) == 0
+        parts.append(z.logsumexp(-1).masked_fill(none, -torch.inf))
+    return torch.cat(parts, 2)
+
+
+@torch.no_grad()
 def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     """A kernel's statistics per head: max_logit, capped_max_logit, entropy, entropy_min, n_queries of `logit_stats`.
 

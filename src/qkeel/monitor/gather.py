@@ -154,9 +154,16 @@ def _product(query: Tensor, key: Tensor) -> Tensor:
     return query * key
 
 
+def _spread(mean: Tensor, square: Tensor) -> Tensor:
+    """The population standard deviation, of a mean and a mean square."""
+    return (square - mean.square()).clamp_min(0).sqrt()
+
+
 # Numbers that are made of merged ones: from which, whether those are only for this, and how.
 MADE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., Tensor]]] = {
     "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), ("eps",), _smaller_over_eps),
+    "lse_std": (("lse_mean", "lse_square"), ("lse_square",), _spread),
+    "gate_std": (("gate_mean", "gate_square"), ("gate_square",), _spread),
     "gain_bound": (("query_bound", "key_bound"), ("query_bound", "key_bound"), _product),
 }
 
@@ -189,10 +196,12 @@ _WEIGHT = "weight of "
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model."""
+    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model; and
+    what the monitor of this process says of itself, by records.MONITOR_FIELDS, which is not sent."""
 
     stats: Mapping[str, LogitStats]
     numbers: GivenNumbers
+    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def form(self) -> GatherForm:
         """The form of the vector: its parts in the order in which they are packed."""

@@ -14,7 +14,7 @@ from qkeel.errors import InvalidValueError, ShapeError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame, tables
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY, slope
 from qkeel.options import lookup
-from qkeel.records import Heads, RunDirectory, field_unit, fold_heads
+from qkeel.records import Heads, RunDirectory, field_unit, fold_heads, measured_field
 
 # The thresholds of alarms, each with where it comes from. Logits and entropies in nats.
 
@@ -347,17 +347,16 @@ class History:
         """
         name = field or lookup("figure", FIGURES, what)
         measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
-        values = lookup("recorded field", measured, name)
+        values = lookup("recorded field", measured, measured_field(name))
         label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
         layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
         ax = tables.axes(ax)
-        if what == "heads":
+        if what == "heads" and measured_field(name) == name:
             tables.draw_heads(ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}")
         elif what == "forecast":
             self._plot_forecast(ax, name, label)
         else:
-            folded = np.stack([fold_heads(name, record) for record in values])
-            tables.draw_lines(ax, self.steps, folded, layers, label)
+            tables.draw_lines(ax, self.steps, fold_heads(name, values), layers, label)
         return ax
 
     def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
@@ -404,11 +403,17 @@ class History:
             return self.heads[name]
         return self.values[name][:, None, None] if name in self.values else None
 
+    def by_layer(self, name: str) -> np.ndarray | None:
+        """[n layers]: a head field folded over heads, or a number of records.LAYER_FIELDS; None if not recorded."""
+        heads = self.heads.get(measured_field(name))
+        return None if heads is None else fold_heads(name, heads)
+
     def top(self, name: str) -> np.ndarray | None:
         """[n]: the largest of all heads at each record; NaN where none was measured."""
         if name in self.tops:
             return self.tops[name]
-        series = self.series(name)
+        of_layers = None if measured_field(name) == name else self.by_layer(name)
+        series = self.series(name) if of_layers is None else of_layers[..., None]
         return None if series is None else envelope(series)
 
     def where(self, place: RecordPlace) -> tuple[str | None, int | None]:

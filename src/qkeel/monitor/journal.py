@@ -14,6 +14,7 @@ from torch import Tensor
 from qkeel import dist
 from qkeel.capture.calls import Block, SiteStats
 from qkeel.errors import AlarmWarning, caution
+from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
@@ -58,6 +59,7 @@ class Recorder:
         self.sites: tuple[str, ...] = ()
         self._width = 0
         self._late: set[str] = set()  # sites of which it was said that they came too late
+        self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
@@ -145,6 +147,7 @@ class Recorder:
                 act(sink)
             except Exception as error:
                 self.sinks.remove(sink)
+                self.dropped += 1
                 caution(
                     f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}. "
                     "Statistics and training continue"
@@ -183,6 +186,7 @@ class Recorder:
             layers=self.sites,
             heads=heads,
             phase=phase,
+            monitor=measured.monitor,
         )
 
 
@@ -220,6 +224,8 @@ class HeadTable:
         for name, field in HEAD_FIELDS.items():
             x = own.get(name)
             if x is None:
+                if name not in statistics.RECORDED:  # no call of Python's for each number of the weights
+                    continue
                 value = stats.value(name)
                 if value is None:
                     continue
@@ -331,9 +337,12 @@ class PendingResults:
         self._unread: dict[Phase, list[Stats]] = {"train": [], "eval": []}
         self._said = False
 
-    def add(self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None) -> None:
-        """One more step; unread: what of its statistics nobody has read, None for all that arrive."""
-        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread))
+    def add(
+        self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None, monitor: Mapping[str, float]
+    ) -> None:
+        """One more step; unread: what of its statistics nobody has read, None for all that arrive; monitor: what the
+        monitor of this process says of itself."""
+        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
     @property
     def flagged(self) -> bool:
@@ -358,7 +367,7 @@ class PendingResults:
             if len(waiting) > _UNREAD:
                 waiting[:] = [merged(waiting)]
             if measured.stats:
-                self._journal.add(one.step, one.phase, measured)
+                self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=one.monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
         """Says once of which sites a number is not measured since no process holds all rows of a head."""
@@ -398,3 +407,4 @@ class _Coming:
     phase: Phase
     transfer: AsyncGather
     unread: Stats | None
+    monitor: Mapping[str, float]

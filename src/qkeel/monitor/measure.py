@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.capture.calls import ScoresCall, Seen, find, find_maxima, scores_change
+from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima, scores_change
 from qkeel.capture.example import Arguments, tensors
-from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
-from qkeel.functional.statistics import KernelRows
+from qkeel.functional.norms import widest
+from qkeel.functional.statistics import KernelRows, row_moments, sink_gate
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Kind, NormGain, Sites, share
 from qkeel.kernels.contract import row_statistics
@@ -37,18 +38,94 @@ from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Row, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
-from qkeel.monitor.weight_norms import GainBounds, WeightNorms
+from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.sites.find import all_sites, find_sites, within
 from qkeel.sites.tap import Phase, Tap, Visitor
-from qkeel.spec import AttentionCall
+from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
 # the entropy from one of so many rows; "max" for the largest logit alone.
 Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
+
+
+# What is measured besides, where it is asked for by name.
+Extra = Literal["gates", "updates"]
+
+
+def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
+    """The statistics that a text asks for, and what it asks for besides, joined by `+`: "all+gates", "max+gates".
+
+    Raises: UnknownNameError for a name that there is not.
+
+    >>> wanted("all+gates")
+    (True, frozenset({'gates'}))
+    """
+    first, *others = ["all"] if stats is True else str(stats).split("+")
+    known = get_args(Wanted)[1:]
+    if first != "all" and first not in known:
+        raise unknown("statistics", first, ("all", *known))
+    for name in others:
+        if name not in get_args(Extra):
+            raise unknown("further statistics", name, get_args(Extra))
+    return (True if first == "all" else first), frozenset(others)  # type: ignore[return-value]
+
+
+@final
+class RowSums:
+    """Collects, by site, what `row_moments` counts of the logsumexps of a step's query rows, and of the gates that
+    learned sinks make of them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], Tensor] = {}
+        self._before: dict[tuple[str, str], Tensor] = {}
+        self._sinks: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """A pass begins, whose rows `drop` takes back."""
+        self._before = dict(self._sums)
+
+    def drop(self) -> None:
+        """The pass failed."""
+        self._sums = self._before
+
+    @torch.no_grad()
+    def add(self, site: str, call: Seen) -> None:
+        """The rows of one more call."""
+        lse = call_logsumexp(call)
+        over = lse != -torch.inf  # NaN is to be seen
+        if call.query_mask is not None:
+            over = over & call.query_mask[:, None]
+        self._count((site, "lse"), lse, over)
+        sink = self._sink(call)
+        if sink is not None:
+            self._sinks[site] = sink
+            self._count((site, "gate"), sink_gate(lse, sink[:, None]), over)
+
+    def _sink(self, call: Seen) -> Tensor | None:
+        """The logit [h] of each head's learned sink; None where there is none."""
+        normalizer = call.spec.normalizer if isinstance(call, AttentionCall) else None
+        if not isinstance(call, AttentionCall) or not isinstance(normalizer, Sink) or not normalizer.learned:
+            return None
+        return call.params["sink"].detach().flatten().to(widest(call.q.device)).expand(call.q.shape[1])
+
+    def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
+        new = row_moments(x, over)
+        self._sums[of] = new if of not in self._sums else self._sums[of] + new
+
+    def read(self) -> SiteNumbers:
+        """The numbers since the last read, once."""
+        sums, self._sums, found = self._sums, {}, dict[NumberKey, Tensor | PartialValue]()
+        for (site, of), (n, total, squares) in sums.items():
+            for name, x in (("mean", total), ("square", squares)):
+                found[site, f"{of}_{name}"] = PartialValue(value=x / n.clamp_min(1), weight=n, own=True)
+        for site, sink in self._sinks.items():
+            found[site, "sink_logit"] = PartialValue(value=sink, weight=torch.ones_like(sink), own=True)
+        self._sinks = {}
+        return SiteNumbers((), found)
 
 
 @final
@@ -232,6 +309,7 @@ class WatchedSites:
             self.weighed = self.all
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
+        self.errors = 0  # searches that failed
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         """Finds them from the arguments of a pass that is about to begin. Returns whether that pass can be measured.
@@ -296,6 +374,7 @@ class WatchedSites:
             else:
                 error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
         if error is not None:
+            self.errors += 1
             caution(f"the weights behind the heads are unknown, so they are not watched: {error}")
 
 
@@ -319,8 +398,12 @@ class StepNumbers(Visitor):
         optimizer: Optimizer | None,
         *,
         guard: Guarded,
+        extras: frozenset[Extra] = frozenset(),
     ) -> None:
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
+        self._rows = RowSums() if "gates" in extras else None
+        self._spectra: StepSpectra | None = None  # made when the sites are known
+        self._updates = "updates" in extras
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
         self._means, self._tree = Means(), ModuleTree(sites.model)
@@ -330,6 +413,8 @@ class StepNumbers(Visitor):
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         self._means.begin()
+        if self._rows is not None:
+            self._rows.begin()
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())
@@ -345,6 +430,10 @@ class StepNumbers(Visitor):
     def looking(self, phase: Phase) -> Handle | None:
         return None if self._hidden is None or phase == "eval" else self._hidden.attach()
 
+    def call(self, name: str, call: Seen, phase: Phase) -> None:
+        if self._rows is not None and phase == "train":
+            self._rows.add(name, self._tokens.on(call))
+
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         self._tokens.end()
         self._sites.report(seen)
@@ -357,8 +446,15 @@ class StepNumbers(Visitor):
 
     def failed(self) -> None:
         self._means.drop()
+        if self._rows is not None:
+            self._rows.drop()
         if self._sites.pass_failed():
             self._hidden = None
+
+    @property
+    def errors(self) -> int:
+        """Searches for sites that failed."""
+        return self._sites.errors
 
     def bracket(self, bound: Tensor) -> None:
         self._steps.bounded(bound)
@@ -368,8 +464,22 @@ class StepNumbers(Visitor):
         if self._changes is not None:
             self._changes.before()
         self.read_weights()
+        if self._updates and self._spectra is None and self._readers is not None:
+            self._spectra = self._compared(self._readers[0].multiplied)
+        if self._spectra is not None:
+            self._spectra.before()
         if gradient_scale is not None:
             self._read = self._read.each(lambda name, x: x / gradient_scale if "grad" in name else x)
+
+    def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
+        """What compares the weights of these sites, with a warning where others cannot be."""
+        others = [site.name or "the model itself" for site in self._sites.all if site not in sites]
+        if others:
+            caution(
+                f"what a step adds is not measured of {', '.join(others)}: the q and k weights are unknown, split over "
+                "processes, or no matrices that multiply one another"
+            )
+        return StepSpectra(self._sites.model, sites)
 
     def read_weights(self, *, gradients: bool = True) -> None:
         """Reads the norms of the weights, and of the gradients unless those are of another pass."""
@@ -381,7 +491,9 @@ class StepNumbers(Visitor):
             self._read = read if gradients else read.only(lambda name: "grad" not in name)
 
     def after_step(self) -> None:
-        """Reads by how much the step has changed the logits of the probe batch."""
+        """Reads by how much the step has changed the logits of the probe batch, and the weights."""
+        if self._spectra is not None:
+            self._read |= self._spectra.after()
         if self._changes is not None:
             changes = self._changes.after().items()
             self._read |= {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
@@ -389,7 +501,8 @@ class StepNumbers(Visitor):
     def take(self) -> SiteNumbers:
         """All numbers of the step, once."""
         read, self._read = self._read, SiteNumbers()
-        return read | self._means.read()
+        read = read | self._means.read()
+        return read if self._rows is None else read | self._rows.read()
 
 
 @final
@@ -491,6 +604,19 @@ class WatchedModels:
             return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
         found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
         return merged(found)
+
+    def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
+        """How much of the models these statistics show, by records.MONITOR_FIELDS; calls are counted from the start."""
+        known = [
+            site.name if not name else within(name, site.name) for name, tap in self._taps.items() for site in tap.sites
+        ]
+        return {
+            "sites": len(known),
+            "calls": sum([tap.calls_seen[phase] for tap in self.taps]),
+            "missed": sum([len(tap.sites.missed) for tap in self.taps]),
+            "silent": len(set(known).difference(stats)),
+            "errors": sum([numbers.errors for numbers in self._numbers.values()]),
+        }
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""

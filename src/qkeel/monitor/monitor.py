@@ -31,6 +31,7 @@ from qkeel.monitor.measure import (
     Wanted,
     WatchedModels,
     WatchedSites,
+    wanted,
 )
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_table
@@ -56,9 +57,20 @@ class StepEnd:
     """Takes the statistics of a step from the taps, adds the other numbers, and sends them on."""
 
     def __init__(
-        self, steps: MeasuredSteps, models: WatchedModels, group: ProcessGroup, arrivals: PendingResults
+        self,
+        steps: MeasuredSteps,
+        models: WatchedModels,
+        group: ProcessGroup,
+        arrivals: PendingResults,
+        *,
+        guard: FaultGuard,
+        dropped: Callable[[], int],
     ) -> None:
+        """Takes the guard of the monitor, which counts its time, and what counts the sinks that were dropped."""
         self._steps, self._models, self._group, self._arrivals = steps, models, group, arrivals
+        self._guard, self._dropped = guard, dropped
+        self._calls: dict[Phase, float] = {"train": 0, "eval": 0}  # counted up to the measured step before
+        self._seconds = 0.0
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
         self.rate: Tensor | None = None  # of the step done last
         self._warned = False
@@ -115,6 +127,16 @@ class StepEnd:
         if self._models.has("eval") or self._taken["eval"]:
             self._close("eval", self._steps.done, None, alone=True)
 
+    def _itself(self, phase: Phase, stats: Stats) -> dict[str, float]:
+        """What the monitor says of itself since the measured step before, by records.MONITOR_FIELDS."""
+        found = self._models.coverage(phase, stats)
+        calls, seconds = found["calls"], self._guard.seconds
+        found["calls"] -= self._calls[phase]
+        found["errors"] += self._dropped()
+        found["milliseconds"] = 1000 * (seconds - self._seconds)
+        self._calls[phase], self._seconds = calls, seconds
+        return found
+
     def _train_step(self, rate: Tensor) -> None:
         if not self._steps.passed("train") and not self._warned:
             self._warned = True
@@ -135,7 +157,13 @@ class StepEnd:
             self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no gather
         transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
         if transfer is not None:
-            self._arrivals.add(step, phase, transfer, unread=self._group.placed(fresh) if taken else None)
+            self._arrivals.add(
+                step,
+                phase,
+                transfer,
+                unread=self._group.placed(fresh) if taken else None,
+                monitor=self._itself(phase, stats),
+            )
             if phase == "train":
                 self._steps.measured(step)
         self._arrivals.settle(wait=False)
@@ -263,7 +291,7 @@ class Monitor(Handle):
         optimizer: Optimizer | None,
         *,
         every: Cadence,
-        stats: Wanted,
+        stats: Wanted | str,
         sinks: Sequence[Sink],
         rules: Sequence[Rule] | None,
         query_mask: Mapping[str, QueryMaskSource],
@@ -275,7 +303,7 @@ class Monitor(Handle):
     ) -> None:
         own = {name: unwrapped(one) for name, one in model.items()}
         whole = own[""] if "" in own else nn.ModuleDict(own)
-        setting = SettingSeen()
+        setting, (main, extras) = SettingSeen(), wanted(stats)
         self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
@@ -293,23 +321,32 @@ class Monitor(Handle):
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )
         self._arrivals = PendingResults(self._group, self._journal)
-        self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
+        self._step_end = StepEnd(
+            self._steps,
+            self._models,
+            self._group,
+            self._arrivals,
+            guard=self._guard,
+            dropped=lambda: self._journal.dropped,
+        )
         self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
-            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
-            due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
+            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, main)
+            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.rows
             tap = Tap(
                 one,
                 due=due,
                 measure=calls.call,
                 measure_rows=rows,
-                measure_plain=calls.plain,
+                measure_plain=None if "gates" in extras else calls.plain,
                 keeps=True,
                 guard=self._guard,
             )
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
-            numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
+            numbers = StepNumbers(
+                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, extras=extras
+            )
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
         if optimizer is None:
@@ -489,7 +526,10 @@ class Monitor(Handle):
 
     @property
     def _coverage(self) -> str:
-        return coverage(len(self.sites), [str(missed) for missed in self.missed])
+        said = coverage(len(self.sites), [str(missed) for missed in self.missed])
+        error = self._guard.error
+        off = "" if error is None else f"the monitor switched itself off after a fault: {type(error).__name__}: {error}"
+        return "; ".join(filter(None, [said, off]))
 
     def __enter__(self) -> Self:
         return self

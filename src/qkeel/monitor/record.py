@@ -20,7 +20,15 @@ from qkeel.frames.tables import plain_table, tag
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
-from qkeel.records import CLASS_FIELDS, HEAD_FIELDS, VALUE_FIELDS, fold_heads, layer_fields
+from qkeel.records import (
+    CLASS_FIELDS,
+    HEAD_FIELDS,
+    LAYER_FIELDS,
+    VALUE_FIELDS,
+    fold_heads,
+    layer_fields,
+    measured_field,
+)
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
 from qkeel.version import VERSION
@@ -42,6 +50,7 @@ class Sample:
     layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
+    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of itself, by records.MONITOR_FIELDS
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):
@@ -56,13 +65,14 @@ class Sample:
         return f"<Sample of {self.phase} step {self.step:,}: {size}>"
 
     def by_layer(self, name: str) -> np.ndarray:
-        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says; NaN where nothing was measured."""
-        return fold_heads(name, self.heads[name])
+        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, or a number of records.LAYER_FIELDS;
+        NaN where nothing was measured."""
+        return fold_heads(name, self.heads[measured_field(name)])
 
     def overall(self, name: str) -> float:
-        """A head field folded over the whole model, else the value of that name, else NaN."""
-        if name in self.heads:
-            return float(fold_heads(name, self.heads[name].reshape(1, -1))[0])
+        """A head or layer field folded over the whole model, else the value of that name, else NaN."""
+        if (heads := self.heads.get(measured_field(name))) is not None:
+            return float(fold_heads(name, heads.reshape(1, -1))[0])
         return float(self.values.get(name, math.nan))
 
     def head_values(self) -> dict[str, np.ndarray]:
@@ -77,20 +87,31 @@ class Sample:
         }
         return {f"{prefix}attn/heads/{name}": values for name, values in known.items() if len(values)}
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The values and, as monitor_NAME, what the monitor says of itself: a line of metrics.
+
+        >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
+        {'step': 0.0, 'monitor_calls': 2.0}
+        """
+        return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
+
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
         """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
 
-        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS that say so.
+        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
+            say so.
 
         The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
         """
         if per_layer is None:
             per_layer = layer_fields()
         digits = max(2, len(str(len(self.layers) - 1)))
-        names = [*self.heads, *(n for n in self.values if n in HEAD_FIELDS and n not in self.heads)]
+        names = [*self.heads, *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads)]
+        names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         found = {f"attn/{name}": self.overall(name) for name in names}
         for name in per_layer:
-            if name in self.heads:
+            if measured_field(name) in self.heads:
                 for i, value in enumerate(self.by_layer(name)):
                     found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
         for name, value in self.values.items():
@@ -98,6 +119,7 @@ class Sample:
             if field in VALUE_FIELDS:
                 place = f"layer_{self.layers.index(layer):0{digits}d}/" if layer in self.layers else ""
                 found[f"hidden/{place}{field}"] = float(value)
+        found |= {f"monitor/{name}": float(value) for name, value in self.monitor.items()}
         prefix = "eval/" if self.phase == "eval" else ""
         return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
 
@@ -173,6 +195,16 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
     return f"{watched} of {watched + len(missed)} attentions watched; not understood: {others}" if missed else ""
 
 
+def monitor_line(sample: Sample) -> str:
+    """What the monitor says of itself; "" where it says nothing.
+
+    >>> monitor_line(Sample(step=0, monitor={"sites": 2, "calls": 4, "missed": 0, "milliseconds": 1.25}))
+    'monitor: 2 sites, 4 calls, 0 missed, 1.25 milliseconds'
+    """
+    said = [f"{_number(float(value))} {name}" for name, value in sample.monitor.items()]
+    return f"monitor: {', '.join(said)}" if said else ""
+
+
 def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
     """Lists the layers, one a line: largest logit and the head that has it, entropy, norms; then the gravest alarms.
 
@@ -191,7 +223,12 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
     return "\n".join(
-        [sample_line(sample, root), *(body if rows else []), *filter(None, [note]), *map(str, _gravest(alarms))]
+        [
+            sample_line(sample, root),
+            *(body if rows else []),
+            *filter(None, [monitor_line(sample), note]),
+            *map(str, _gravest(alarms)),
+        ]
     )
 
 
@@ -210,18 +247,21 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
     head, rows = _rows(sample, root)
     table = [plain_table(head, rows, aligned=True)] if rows else []
     warned = [tag("li", {}, str(alarm)) for alarm in _gravest(alarms)]
-    listed = [*([tag("p", {}, note)] if note else []), *([tag("ul", {}, *warned)] if warned else [])]
+    notes = [tag("p", {}, one) for one in (monitor_line(sample), note) if one]
+    listed = [*notes, *([tag("ul", {}, *warned)] if warned else [])]
     return tag("div", {}, tag("p", {}, sample_line(sample, root)), *table, *listed)
 
 
 def _columns() -> dict[str, str]:
     """The headings of the fields that the table shows."""
-    return {name: field.column for name, field in {**HEAD_FIELDS, **CLASS_FIELDS}.items() if field.column}
+    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **CLASS_FIELDS}
+    return {name: field.column for name, field in fields.items() if field.column}
 
 
 def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     columns = _columns()
-    shown = [name for name in columns if name in sample.heads and not np.isnan(sample.heads[name]).all()]
+    known = {name: sample.heads.get(measured_field(name)) for name in columns}
+    shown = [name for name, heads in known.items() if heads is not None and not np.isnan(heads).all()]
     folded = {name: sample.by_layer(name) for name in shown}
     head = ["layer"]
     for name in shown:

@@ -369,6 +369,66 @@ class NonFinite(Rule):
         return None
 
 
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllSinks(Rule):
+    """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
+
+    Silent of layers that began so, of layers of one head, and of those whose heads weigh all keys alike: over short
+    sequences the uniform weight of the first key is that large too. Not among the default rules: how often it fires
+    without a reason is not measured yet.
+    """
+
+    uniform: float = 0.9  #: normalised entropy from which on a head has no preference
+    severity: Severity = Severity.NOTICE
+    source: str = "Sun et al. 2026, arXiv 2603.05498: heads that give over 30 % to the first token act as gates"
+    cause: str = "all heads of a layer attend to the first key"
+
+    def check(self, history: History) -> Alarm | None:
+        ratios, weights = history.by_layer("sink_head_ratio"), history.series("sink_share")
+        if ratios is None or weights is None or not len(weights):
+            return None
+        begun = first(np.fmax.reduce(ratios, axis=1, initial=np.nan))
+        several = np.isfinite(weights[-1]).sum(-1) > 1
+        relative = history.by_layer("normalized_entropy")
+        flat = np.zeros_like(several) if relative is None else relative[-1] > self.uniform
+        layers = np.flatnonzero((ratios[-1] == 1) & (ratios[begun] < 1) & several & ~flat)
+        if not len(layers):
+            return None
+        layer = int(layers[0])
+        least = float(np.nanmin(weights[-1, layer]))
+        text = f"every head of the layer is a sink head: each gives its first key {least:.0%} of its weight or more"
+        was = f"{ratios[begun, layer]:.0%} of them were at first"
+        return self.alarm(history, text, least, at=RecordPlace("sink_share", layer, None), trend=was)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GateShut(Rule):
+    """The gate of a learned sink is shut: its head leaves its keys under `factor` times what the median head does.
+
+    Of runs that are watched with stats="all+gates". Not among the default rules: how often it fires without a reason
+    is not measured yet.
+    """
+
+    factor: float = 0.01
+    source: str = "derived: the output of a head is multiplied by its gate, so a shut one adds nothing"
+    cause: str = "a head's sink takes all of its weight"
+
+    def check(self, history: History) -> Alarm | None:
+        ratios, gates = history.by_layer("gate_min_ratio"), history.series("gate_mean")
+        if ratios is None or gates is None or not len(gates) or np.isnan(ratios[-1]).all():
+            return None
+        layer = int(np.nanargmin(ratios[-1]))
+        if not ratios[-1, layer] < self.factor:
+            return None
+        head = int(np.nanargmin(gates[-1, layer]))
+        value = float(gates[-1, layer, head])
+        text = f"the sink's gate is shut: it leaves {value:.2g} of the weight to the keys"
+        was = trend(history, gates[:, layer, head])
+        return self.alarm(history, text, value, at=RecordPlace("gate_mean", layer, head), trend=was)
+
+
 # Every watched run is checked by these; their numbers are in thresholds.py.
 DEFAULT: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),

@@ -119,7 +119,7 @@ class RunDirectorySink(Sink):
     def write(self, sample: Sample) -> None:
         """One line of metrics, one record of heads."""
         path = self._place()
-        line = {**{name: float(value) for name, value in sample.values.items()}, "step": sample.step}
+        line = {**{name: float(value) for name, value in sample.numbers.items()}, "step": sample.step}
         append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
         self._write_heads(path, sample)
         if sample.phase == "train":

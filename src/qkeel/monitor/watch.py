@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,10 +12,10 @@ from torch import nn
 from qkeel import dist
 from qkeel.capture.example import arguments
 from qkeel.dist.sharding import Layout
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, unknown
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.history import PlannedRates
-from qkeel.monitor.measure import Wanted
+from qkeel.monitor.measure import Wanted, wanted
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
@@ -31,7 +31,7 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int | Cadence = 1,
-    stats: Wanted = True,
+    stats: Wanted | str = True,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     rules: Rule | Sequence[Rule] | None = None,
     query_mask: MaskSource | None = None,
@@ -65,7 +65,12 @@ def watch(
             from all rows. Where no kernel samples, and in sequences of under 4 · 16 or 4 · 32 tokens, all rows count
             and there is no entropy_error. "max" for the exact largest logit of each head and nothing else, which
             costs less than half of everything, and nothing where the compiled attention of qkeel's own modules finds
-            it while it attends. Alarms of entropy and norms are silent then.
+            it while it attends. Alarms of entropy and norms are silent then. More is measured where it is named after
+            one of these, or after "all", as in "all+gates": `gates` are the mean and spread of each row's logsumexp
+            and, of learned sinks, the sink's logit and the gate σ(logsumexp - sink logit), by a further pass over
+            the logits of each measured training call. `updates` are the spectra of what each measured step adds to
+            W_QᵀW_K, and the ratio of step to weight, by a copy of the q and k weights and small QR and singular value
+            decompositions in float64.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.
@@ -92,7 +97,8 @@ def watch(
     Raises:
         InvalidTypeError: an argument is something else.
         InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`,
-            classes are asked for with stats="entropy" or "max", there is no model, or one is given twice.
+            classes are asked for with stats="entropy" or "max", updates without an optimizer, there is no model, or one
+            is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1), the sites are those of another model, a
             probe batch is given of several models.
         MissingLibraryError: a sink needs a library that is not installed.
@@ -105,14 +111,14 @@ def watch(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flat pieces of weights, from which no head can be read. Move to torch.distributed.fsdp.fully_shard"
         )
-    if stats is not True and stats not in get_args(Wanted):
-        raise unknown("statistics", str(stats), get_args(Wanted)[1:])
-    if stats is not True and classes is not None:
+    if wanted(stats)[0] is not True and classes is not None:
         raise InvalidValueError(f"expected stats=True with classes: what {stats=} measures is not split by class")
     if planned is not None and not isinstance(planned, PlannedRates):
         raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
     if probe is not None and "" not in models:
         raise RefusedError("a probe batch shows the logits of one model: leave probe out, or watch that model alone")
+    if "updates" in wanted(stats)[1] and optimizer is None:
+        raise InvalidValueError(f"expected an optimizer with {stats=}: what a step adds is read around its steps")
     if any(map(watched, models.values())):
         raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
     return Monitor(

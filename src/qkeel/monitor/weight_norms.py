@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.dist.sharding import counted, local, shard
-from qkeel.functional.bounds import interaction_norm
+from qkeel.functional.bounds import interaction_norm, step_spectra
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
@@ -239,6 +239,24 @@ def _product(a: Chain, b: Chain, weight: RowsOfHeads) -> Tensor:
     for part in b[1:]:
         inner = _after(weight(part), inner.mT).mT
     return inner
+
+
+def matrix(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
+    """The products of all terms one under the other [heads R m]; inputs of unequal width are columns side by side."""
+    found = []
+    for chain in chains:
+        x = weight(chain[0])
+        for part in chain[1:]:
+            x = _after(weight(part), x)
+        found.append(x)
+    widths = list(dict.fromkeys(x.shape[-1] for x in found))
+    heads = max(len(x) for x in found)
+    lines = []
+    for x in found:
+        before = sum(widths[: widths.index(x.shape[-1])])
+        placed = torch.nn.functional.pad(x, (before, sum(widths) - before - x.shape[-1]))
+        lines.append(placed if len(x) == heads else placed.repeat_interleave(heads // len(x), 0))
+    return torch.cat(lines, -2)
 
 
 def _after(weight: Tensor, inner: Tensor) -> Tensor:
@@ -552,6 +570,11 @@ class WeightNorms:
         self._known: tuple[tuple[bool, ...] | None, list[tuple[HeadSlice, bool]], int] = None, [], 0
         self._places: dict[Hashable, Places] = {}
 
+    @property
+    def multiplied(self) -> list[AttentionSite]:
+        """The sites whose q and k weights are here whole and are matrices that multiply one another."""
+        return self._squared
+
     @torch.no_grad()
     def read(self) -> SiteNumbers:
         """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
@@ -666,6 +689,59 @@ class WeightNorms:
     def _columns(self, part: HeadSlice) -> int:
         p = self._parameters[part.parameter]
         return p.numel() // _lines(part, p)
+
+
+@final
+class StepSpectra:
+    """Compares the q and k weights of some sites before and after a step, per query head [h].
+
+    delta2_*, delta3_*: see `functional.bounds.step_spectra`, of the products of all weights on the way of q and of k,
+        as in WeightNorms: rotations and the gains of a q/k norm are left out.
+    query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
+
+    Between the two it holds a copy of these weights.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._sites = sites
+        self._names = list(dict.fromkeys(part.parameter for site in sites for part in (*site.query, *site.key)))
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """The step is about to be done."""
+        self._kept = {name: self._parameters[name].detach().clone() for name in self._names}
+
+    @torch.no_grad()
+    def after(self) -> dict[NumberKey, Tensor | PartialValue]:
+        """The step is done: what it added; nothing where `before` was not called."""
+        kept, self._kept = self._kept, {}
+        found: dict[NumberKey, Tensor | PartialValue] = {}
+        for site in self._sites if kept else ():
+            factors: list[Tensor] = []
+            for side, chains in _sides(site):
+                now = matrix(chains, lambda part: _rows(part, self._parameters[part.parameter]))
+                old = matrix(chains, lambda part: _rows(part, kept[part.parameter]))
+                factors += [site.per_query_head(x) for x in (old, now - old)]
+                own = own_rows(chains)
+                news, olds = ([_rows(part, of[part.parameter]) for part in own] for of in (self._parameters, kept))
+                moved = _length([new - was for new, was in zip(news, olds)], site)
+                found[site.name, f"{side}_update_ratio"] = moved / _length(olds, site)
+            for name, spectrum in zip(("delta2", "delta3"), step_spectra(*factors)):
+                found |= {(site.name, f"{name}_{of}"): x for of, x in spectrum._asdict().items()}
+        return found
+
+
+def _rows(part: HeadSlice, x: Tensor) -> Tensor:
+    """The heads' rows [n r m], in the widest dtype that the device has: steps are small differences."""
+    return part.heads(x.detach()).to(widest(x.device))
+
+
+def _length(parts: Sequence[Tensor], site: AttentionSite) -> Tensor:
+    """The Frobenius norm [h] of each query head's rows of several weights as one matrix."""
+    norms = [site.per_query_head(torch.linalg.vector_norm(x, dim=(1, 2))) for x in parts]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 def _sides(site: AttentionSite) -> tuple[tuple[str, list[Chain]], tuple[str, list[Chain]]]:

@@ -10,6 +10,7 @@ import functools
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
@@ -61,14 +62,22 @@ class FaultGuard:
         """`words`: of the warning, with {} in place of what went wrong."""
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
+        self.seconds = 0.0  # of the host's time in the functions that were called, nested ones counted once
+        self._inside = False
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
+        begun = None if self._inside else time.perf_counter()
+        self._inside = True
         try:
             return act(*args)
         except Exception as error:
             if self.error is None:
                 self._report(error)
             return None
+        finally:
+            if begun is not None:
+                self._inside = False
+                self.seconds += time.perf_counter() - begun
 
     def _report(self, error: Exception) -> None:
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
-from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, head_field
+from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
 from qkeel.records.parse import json_value
 
 # Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named.
@@ -408,7 +408,6 @@ _MOST_NUMBERS = 1 << 24  # of one step
 _MOST_BYTES = 1 << 35
 _SUMS = "checksums"  # the field of heads.json that names the file of them
 _MEND = "Restore the files, or delete the directory and run again."
-_FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -543,15 +542,49 @@ def cut_heads(directory: Path, last_step: int) -> None:
         disk.cut(path.with_suffix(".crc32"), keep * 4)
 
 
+def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
+    """The mean of [... heads] over the heads that were measured and, where it is given, are in `over`."""
+    counted = ~np.isnan(values) if over is None else over
+    counts = counted.sum(-1)
+    return np.where(counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
+
+
+def _share_of_sinks(values: np.ndarray) -> np.ndarray:
+    """Σ [x > 0.3] / n over the n heads that were measured."""
+    return _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD))
+
+
+def _gap_of_sinks(values: np.ndarray) -> np.ndarray:
+    """The mean over heads with x > 0.3 minus the mean over the others; NaN where there are none of either."""
+    return _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
+
+
+def _median(values: np.ndarray) -> np.ndarray:
+    """The median of the heads that were measured; NaN where none was, or where it is zero."""
+    found = np.full(values.shape[:-1], np.nan)
+    some = ~np.isnan(values).all(-1)
+    found[some] = np.nanmedian(values[some], axis=-1)
+    return np.where(found == 0, np.nan, found)
+
+
+_FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
+    "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
+    "mean": _mean,
+    "share_of_sinks": _share_of_sinks,
+    "gap_of_sinks": _gap_of_sinks,
+    "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
+    "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
+}
+
+
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """The largest, smallest or mean head of [... heads], by records.HEAD_FIELDS, as [...]; NaN is not measured.
+    """What stands for several heads [... heads], by records.HEAD_FIELDS or LAYER_FIELDS, as [...]; NaN is not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
+    >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
+    0.5
     """
-    field = head_field(name)
-    if field is not None and field.fold != "mean":
-        return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
-    measured = ~np.isnan(values)
-    counts = measured.sum(-1)
-    return np.where(counts, np.where(measured, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
+    field = LAYER_FIELDS.get(name) or head_field(name)
+    return _FOLDS["mean" if field is None else field.fold](values)

@@ -32,6 +32,19 @@ class HeadField(Field):
     per_layer: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerField(Field):
+    """A number of each layer that follows from one number of its heads: nothing more is measured or written for it.
+
+    of: that number, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
+    """
+
+    of: str
+    fold: Literal["share_of_sinks", "max", "gap_of_sinks", "max_ratio", "min_ratio"]
+    column: str = ""
+    per_layer: bool = False
+
+
 # One line of metrics.jsonl, written every `log_every` steps. "Over the probe": the fixed held-out batch.
 STEP_FIELDS: dict[str, Field] = {
     "step": Field("optimizer steps", "steps done when the line was written; 0 is before training"),
@@ -125,6 +138,66 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
     NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
+    "lse_mean": HeadField(
+        "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
+    ),
+    "lse_std": HeadField("nats", "standard deviation of that logsumexp over query rows", "mean"),
+    "sink_logit": HeadField("nats", "logit of the head's learned sink", "max"),
+    "gate_mean": HeadField(
+        "share",
+        "weight left to the keys by a sink, sigmoid(logsumexp - sink logit): mean over rows",
+        "mean",
+        column="gate",
+    ),
+    "gate_std": HeadField("share", "standard deviation of the gate over query rows", "mean"),
+    "delta2_spectral_norm": HeadField(
+        "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
+    ),
+    "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of that", "min"),
+    "delta2_singular_entropy": HeadField("nats", "entropy of its squared singular values' shares", "min"),
+    "delta3_spectral_norm": HeadField(
+        "1", "largest singular value of the product of the query's and the key's step", "max"
+    ),
+    "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of that", "min"),
+    "delta3_singular_entropy": HeadField("nats", "entropy of its squared singular values' shares", "min"),
+    "query_update_ratio": HeadField(
+        "1", "root mean square of a step of the head's query weight over that of the weight", "max", column="ΔW_q/W_q"
+    ),
+    "key_update_ratio": HeadField(
+        "1", "root mean square of a step of the head's key weight over that of the weight", "max", column="ΔW_k/W_k"
+    ),
+}
+
+# A head whose sink_share is over this is a sink head: it gives its first key more than 30 % of its weight and acts as a
+# gate. Source: Sun et al. 2026, arXiv 2603.05498.
+SINK_HEAD = 0.3
+
+# Numbers of a layer made of those of its heads; of the whole model, of all heads at once.
+LAYER_FIELDS: dict[str, LayerField] = {
+    "sink_head_ratio": LayerField(
+        "share",
+        "share of the heads whose sink_share is over 0.3",
+        of="sink_share",
+        fold="share_of_sinks",
+        column="sink heads",
+        per_layer=True,
+    ),
+    "sink_head_max": LayerField("share", "largest sink_share of a head", of="sink_share", fold="max"),
+    "sink_head_gap": LayerField(
+        "share",
+        "mean sink_share of the heads over 0.3 minus the mean of the others; not measured where one group is empty",
+        of="sink_share",
+        fold="gap_of_sinks",
+    ),
+    "gate_max_ratio": LayerField(
+        "1", "largest gate_mean of a head over the median head's", of="gate_mean", fold="max_ratio"
+    ),
+    "gate_min_ratio": LayerField(
+        "1",
+        "smallest gate_mean of a head over the median head's: one shut gate shows here alone",
+        of="gate_mean",
+        fold="min_ratio",
+    ),
 }
 
 # The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
@@ -147,6 +220,19 @@ CLASS_FIELDS: dict[str, HeadField] = {
 VALUE_FIELDS: dict[str, Field] = {
     "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
+}
+
+# The monitor itself, of each measured step: silence of the monitor is to be seen. Trackers get them as monitor/NAME,
+# metrics.jsonl and steps.csv as monitor_NAME.
+MONITOR_FIELDS: dict[str, Field] = {
+    "sites": Field("attentions", "sites found in the model, or described by hand"),
+    "calls": Field("calls", "attention calls that were measured in the step"),
+    "missed": Field("attentions", "attentions that were seen when sites were searched, but not understood"),
+    "silent": Field("attentions", "sites of which the step showed no call"),
+    "errors": Field(
+        "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"
+    ),
+    "milliseconds": Field("ms", "host time in the monitor's own code since the measured step before; of this process"),
 }
 
 # More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
@@ -226,22 +312,31 @@ def head_field(name: str) -> HeadField | None:
 
 
 def field_unit(name: str) -> str:
-    """The unit of a number of each head.
+    """The unit of a number of each head or layer.
 
     >>> field_unit("entropy")
     'nats'
     """
-    field = head_field(name)
+    field = LAYER_FIELDS.get(name) or head_field(name)
     return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
 def layer_fields() -> tuple[str, ...]:
-    """The per-head numbers that trackers get for each layer.
+    """The numbers that trackers get for each layer.
 
     >>> "max_logit" in layer_fields()
     True
     """
-    return tuple(name for name, field in HEAD_FIELDS.items() if field.per_layer)
+    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS}.items() if field.per_layer)
+
+
+def measured_field(name: str) -> str:
+    """The number of each head that a number of each layer is made of; the name itself of all others.
+
+    >>> measured_field("sink_head_ratio"), measured_field("entropy")
+    ('sink_share', 'entropy')
+    """
+    return LAYER_FIELDS[name].of if name in LAYER_FIELDS else name
 
 
 def explain_field(name: str) -> str:
@@ -250,10 +345,15 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
+    if name.startswith("monitor_"):
+        name = name.removeprefix("monitor_")
+        field = lookup("number of the monitor", MONITOR_FIELDS, name)
+        return f"{field.meaning} [{field.unit}]"
     name = name.partition("/")[0]
     table: dict[str, Field] = {
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
+        **LAYER_FIELDS,
         **CLASS_FIELDS,
         **VALUE_FIELDS,
         **TASK_FIELDS,

@@ -490,6 +490,7 @@ def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
 
 SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that make each side
 Operands = Callable[[], dict[str, list[tuple[Operand, Operand]]]]
+_SHORTER = 0.05  # the share by which what a norm adds under its root may shorten a vector of usual size
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
 
@@ -535,6 +536,8 @@ class ChangeNorm(ChangeSpec):
     def supports(self, site: AttentionSite) -> Refusal | None:
         norm = self.norm()
         refusal = refuse_norm(site, norm)
+        if refusal is None and site.unscaled:
+            refusal = Refusal(site.unscaled, "use softcap, which bounds what the softmax gets")
         return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
@@ -599,12 +602,15 @@ def _norm_projections(
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
     several = {name for name, plan in plans.items() if any(len(found) > 1 for found in plan.values())}
+    _join_calls(remedy, sites, plans)
     called = target.seen().called if sites else frozenset()
     for site in sites:
         plan, name = plans[site.name], module_name(site)
         for part, found in plan.items():
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
-            if len(theirs) == len(found):  # of a sum some may be an earlier site's, whose scores are added here
+            if theirs and len(theirs) == len(
+                found
+            ):  # of a sum some may be an earlier site's, whose scores are added here
                 raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {theirs[0]} too")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
         if not any(plan.values()):  # a second call of the same module
@@ -626,7 +632,33 @@ def _norm_projections(
             placed.append(new)
     if placed:
         after = _check_ran(remedy, target, sites, placed)
-        _check_lengths(remedy, after, several)
+        _check_lengths(remedy, sites, after, several)
+
+
+def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str, SourcesBySide]) -> None:
+    """Gives the first of several calls of a module all heads that its projections make for any of them: calls may use
+    different heads of one projection, as in differential attention or where some heads are local."""
+    first: dict[tuple[str, NormedPart, int], list[HeadSource]] = {}
+    for site in sites:
+        for part, found in plans[site.name].items():
+            for heads in list(found):
+                where_first = first.setdefault((module_name(site), part, id(heads.module)), found)
+                if where_first is found:
+                    continue
+                found.remove(heads)
+                at = next(i for i, one in enumerate(where_first) if one.module is heads.module)
+                known = {tuple(row) for row in where_first[at].index.tolist()}
+                new = [row for row in heads.index.tolist() if tuple(row) not in known]
+                taken = {feature for row in known for feature in row}
+                if any(feature in taken for row in new for feature in row) or (
+                    new and heads.index.shape[1] != where_first[at].index.shape[1]
+                ):
+                    raise RefusedError(
+                        f"{remedy.name} at {where(site)}: two attention calls of the module use different parts of the "
+                        f"same heads of {heads.name}, and one norm does not serve both; use qk_clip or lalr"
+                    )
+                index = torch.tensor(sorted([*map(list, known), *new]))
+                where_first[at] = dataclasses.replace(where_first[at], index=index)
 
 
 def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: SourcesBySide) -> list[_ModuleNorm]:
@@ -643,7 +675,8 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Source
             factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
         for i, heads in enumerate(found):
             width = heads.index.shape[1]
-            geometry = ParameterSizes(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=width)
+            made = heads.index.shape[0]  # those of all calls of the module
+            geometry = ParameterSizes(n_heads=made, n_kv_heads=made, head_dim=width)
             like = next(heads.module.parameters())
             module = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
             norms.append(_ModuleNorm(name=f"{part}_norm{f'_{i + 1}' if i else ''}", heads=heads, module=module))
@@ -672,18 +705,29 @@ def _check_ran(
     return trace
 
 
-def _check_lengths(remedy: ChangeNorm, after: ModelTrace, names: set[str]) -> None:
-    """Raise where several modules make the heads of a side and those that are multiplied are not of one length each:
-    their outputs are added up, and the sum of what is normed is not."""
-    operands = after.operands() if names else {}
-    for name in names:
-        for q, k in operands.get(name, []):
+def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelTrace, names: set[str]) -> None:
+    """Raise where what is multiplied is not of one length: the outputs of several modules were added up, and the sum of
+    what is normed is not normed, or something stands between the norm and the scores."""
+    norm = remedy.norm()
+    operands = after.operands() if names or norm.kind in KINDS else {}
+    for site in sites:
+        # The number under the root shortens small vectors, which the sum of several would not survive either.
+        tolerance = None if site.name in names else _SHORTER
+        for q, k in operands.get(site.name, []):
             for part, operand in (("q", q), ("k", k)):
-                if part in remedy.sides and not operand.normed(remedy.norm().over):
+                if part not in remedy.sides or operand.normed(norm.over, tolerance):
+                    continue
+                if site.name in names:
                     raise RefusedError(
-                        f"{remedy.name} at {name}: the outputs of several modules are added up to {part}, so norms of "
-                        "each do not norm the sum; use qk_clip or lalr, which need no norm"
+                        f"{remedy.name} at {site.name}: the outputs of several modules are added up to {part}, so "
+                        "norms of each do not norm the sum; use qk_clip or lalr, which need no norm"
                     )
+                least, most = operand.extremes()
+                raise RefusedError(
+                    f"{remedy.name} at {where(site)}: behind the norm of the projection, vectors of {part} reach the "
+                    f"scores with a mean square of {least:.3g} to {most:.3g}: what happens to {part} in between "
+                    "(an activation, a gate, pooling) changes their length, so the norm bounds no logit; use softcap"
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -317,6 +317,8 @@ class StepRemedy(Remedy):
     def holds(self, site: AttentionSite) -> Refusal | None:
         if self.if_normed[0] and is_normed(site):
             return Refusal(*self.if_normed)
+        if self.if_normed[0] and site.unscaled:
+            return Refusal(site.unscaled, "use qk_lr, or softcap, which need no such product")
         return refuse_computed_weight(site, self.if_computed) if self.if_computed else None
 
     def supports(self, site: AttentionSite) -> Refusal | None:

@@ -12,7 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Row, drift, growth_exponent
-from qkeel.records import CLASS_FIELDS, Heads, RunDirectory, RunStatus, fold_heads, head_field
+from qkeel.records import (
+    CLASS_FIELDS,
+    LAYER_FIELDS,
+    Heads,
+    RunDirectory,
+    RunStatus,
+    fold_heads,
+    head_field,
+    measured_field,
+)
 from qkeel.records.run_directory import note_checksums
 from qkeel.report.html import (
     MAX_RECORDS,
@@ -646,6 +655,7 @@ COLUMNS = {
     "query_norm": "|q|",
     "key_norm": "|k|",
     "cos_max": "Largest cosine",
+    "sink_head_ratio": "Share of sink heads",
     "logit_change_rms": "Logit change",
     "gain_bound": "Bound by gains",
 }
@@ -830,8 +840,9 @@ def _layers(runs: Sequence[Watched]) -> Markup:
     for run in runs:
         if not run.records or not run.layers:
             continue
-        shown = [n for n in COLUMNS if n in run.heads.values and not np.isnan(run.heads.values[n][-1]).all()]
-        folded = {name: fold_heads(name, run.heads.values[name][-1]) for name in shown}
+        last = {n: run.heads.values[of][-1] for n in COLUMNS if (of := measured_field(n)) in run.heads.values}
+        shown = [name for name, heads in last.items() if not np.isnan(heads).all()]
+        folded = {name: fold_heads(name, last[name]) for name in shown}
         head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
         body = [_layer(run, i, folded) for i in range(len(run.layers))]
         inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
@@ -843,7 +854,7 @@ def _layers(runs: Sequence[Watched]) -> Markup:
 def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
     cells = []
     for name, values in folded.items():
-        heads = run.heads.values[name][-1][i]
+        heads = run.heads.values[measured_field(name)][-1][i]
         field = head_field(name)
         fold = "mean" if field is None else field.fold
         which = ""
@@ -897,4 +908,5 @@ def _definitions(runs: Sequence[Watched]) -> Markup:
     recorded = dict.fromkeys(name.partition("/")[0] for run in runs for name in run.measured())
     fields = {name: field for name in recorded if (field := head_field(name)) is not None}
     found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
+    found |= {n: f"{field.meaning} [{field.unit}]" for n, field in LAYER_FIELDS.items() if field.of in recorded}
     return facts(found, code=True)

@@ -266,6 +266,9 @@ class Visitor:
     def looking(self, phase: Phase) -> Handle | None:
         """The measured pass begins, in compiled models the extra one; the handle is removed after it."""
 
+    def call(self, name: str, call: Seen, phase: Phase) -> None:
+        """An attention call of a site is measured."""
+
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         """The model's own pass is over; seen: attention was seen in it."""
 
@@ -338,6 +341,7 @@ class Tap(Handle):
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.empty = 0  # passes over an empty batch
+        self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self.guard = FaultGuard(_OFF) if guard is None else guard
@@ -411,8 +415,11 @@ class Tap(Handle):
             return
         known = self.measure_rows is not None and rows is not None
         stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
+        phase: Phase = "train" if training else "eval"
+        self.visitor.call(name, call, phase)
         if stats is not None:
-            self._stats["train" if training else "eval"].add(name, stats, None)
+            self._stats[phase].add(name, stats, None)
+            self.calls_seen[phase] += 1
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
@@ -649,6 +656,7 @@ class _ForwardPass:
         if found is None:
             return False
         self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
+        self.tap.calls_seen[self.phase] += 1
         return True
 
     def _foreign(self, sighting: CapturedCall) -> None:
@@ -670,8 +678,11 @@ class _ForwardPass:
             self.kept.setdefault(name, call)
         elif self.tap.active and not _has_no_rows(call):
             stats = (measure or self.tap.measure)(call)
+            if part_of is None:
+                self.tap.visitor.call(name, call, self.phase)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
+                self.tap.calls_seen[self.phase] += 1
 
 
 class Connection:

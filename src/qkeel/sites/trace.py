@@ -63,21 +63,30 @@ class Operand:
     """The q or k of one product of a site.
 
     `tables` are the parameters that it is itself, by views and indices alone, as relative positions are; none for
-    what was made of the input. `width` is the number of its features that a logit is a sum over.
+    what was made of the input. `width` is the number of its features that a logit is a sum over, `rounding` the share
+    by which lengths of normed vectors may differ in its dtype.
     """
 
     width: int
     lengths: Float[Tensor, "b h t"]
     tables: frozenset[str]
+    rounding: float = ONE_LENGTH
 
-    def normed(self, over: str) -> bool:
-        """True if all vectors of a head, or of all heads together, are of one length (or zero)."""
+    def normed(self, over: str, tolerance: float | None = None) -> bool:
+        """True if all vectors of a head, or of all heads together, are of one length (or zero), but for rounding or for
+        this share of it."""
         if self.tables:
             return True
         lengths = self.lengths if over == "head" else self.lengths.square().sum(1, keepdim=True).sqrt()
         most = lengths.amax((0, 2))
         least = lengths.where(lengths > 0, most[None, :, None]).amin((0, 2))
-        return bool((most - least <= ONE_LENGTH * most).all())
+        return bool((most - least <= max(self.rounding, tolerance or 0.0) * most).all())
+
+    def extremes(self) -> tuple[float, float]:
+        """The smallest mean square of a vector that is not zero, and the largest."""
+        squares = self.lengths.square() / self.width
+        shown = squares[squares > 0]
+        return (float(shown.min()), float(shown.max())) if len(shown) else (0.0, 0.0)
 
 
 @final
@@ -736,7 +745,9 @@ def _operand(x: Tensor | None, frame: Frame, names: dict[int, str]) -> Operand |
         return None
     leaves = None if x.grad_fn is None else leaves_of(x.grad_fn, nodes_of(frame.inputs))
     tables = frozenset(names.get(id(variable_of(leaf)), "") for leaf in leaves or ())
-    return Operand(width=x.shape[-1], lengths=x.detach().to(widest(x.device)).norm(dim=-1), tables=tables)
+    lengths = x.detach().to(widest(x.device)).norm(dim=-1)
+    rounding = max(ONE_LENGTH, 2 * torch.finfo(x.dtype).eps)
+    return Operand(width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding)
 
 
 def _value_slices(sighting: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:

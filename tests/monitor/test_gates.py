@@ -1,0 +1,194 @@
+"""The logsumexps of rows and the gates of learned sinks, as a watched model's record has them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import qkeel
+from qkeel.errors import UnknownNameError
+from qkeel.functional.statistics import row_moments, sink_gate
+from qkeel.kernels.statistics import row_logsumexp
+from qkeel.monitor import GateShut, History, replay
+from qkeel.spec import AttentionCall, AttentionSpec, Sink, Softcap
+from qkeel.spec.call import make_call
+
+NAMES = ("lse_mean", "lse_std", "sink_logit", "gate_mean", "gate_std")
+
+
+def by_hand(call: AttentionCall, cap: float, sink: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Row by row in float64, from q and k alone: a causal call under 1/√d."""
+    q, k = (x.detach().double().numpy() for x in (call.q, call.k))
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    rows = np.empty(q.shape[:3])
+    for b, h, t in np.ndindex(*rows.shape):
+        z = k[b, h, : t + 1] @ q[b, h, t] / math.sqrt(q.shape[-1])
+        z = cap * np.tanh(z / cap)
+        rows[b, h, t] = z.max() + math.log(math.fsum(np.exp(z - z.max())))
+    found = {"lse_mean": rows.mean((0, 2)), "lse_std": rows.std((0, 2))}
+    if sink is not None:
+        gates = 1 / (1 + np.exp(sink[:, None] - rows))
+        found |= {"sink_logit": sink, "gate_mean": gates.mean((0, 2)), "gate_std": gates.std((0, 2))}
+    return found
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_watched_models_gates_are_those_of_float64(learned: bool) -> None:
+    torch.manual_seed(0)
+    spec = AttentionSpec(cap=Softcap(cap=3.0), normalizer=Sink(learned=learned))
+    model = qkeel.nn.Attention(32, 4, n_kv_heads=2, spec=spec)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "sink" in name:
+                p.copy_(torch.tensor([0.0, 2.0, -3.0, 20.0]).view_as(p))
+            elif p.ndim == 2:
+                p.mul_(4)
+    calls: list[AttentionCall] = []
+    model.observers.append(calls.append)
+    with qkeel.watch(model, stats="all+gates") as monitor:
+        model(torch.randn(3, 40, 32))
+        assert monitor.sample is not None
+        heads = monitor.sample.heads
+    expected = by_hand(calls[-1], 3.0, np.array([0.0, 2.0, -3.0, 20.0]) if learned else None)
+    assert set(NAMES) & set(heads) == set(expected)
+    for name, x in expected.items():
+        np.testing.assert_allclose(heads[name][0], x, rtol=2e-5, atol=1e-7, err_msg=name)
+
+
+def test_several_calls_of_a_step_count_by_their_rows() -> None:
+    torch.manual_seed(1)
+    model = qkeel.nn.Attention(16, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = [torch.randn(1, 5, 16), torch.randn(2, 30, 16)]
+    means = []
+    for batch in batches:
+        with qkeel.watch(model, stats="max+gates") as monitor:
+            model(batch)
+            assert monitor.sample is not None
+            means.append(monitor.sample.heads["lse_mean"][0])
+    with qkeel.watch(model, optimizer, stats="max+gates") as monitor:
+        for batch in batches:
+            model(batch).sum().backward()
+        optimizer.step()
+        assert monitor.sample is not None
+        joint = monitor.sample.heads["lse_mean"][0]
+    np.testing.assert_allclose(joint, (5 * means[0] + 60 * means[1]) / 65, rtol=1e-6)
+
+
+def test_rows_that_are_masked_out_do_not_count() -> None:
+    torch.manual_seed(2)
+    model = qkeel.nn.Attention(16, 2)
+    x = torch.randn(1, 12, 16)
+    with qkeel.watch(model, stats="all+gates") as monitor:
+        model(x[:, :7])
+        assert monitor.sample is not None
+        short = monitor.sample.heads["lse_mean"]
+    mask = (torch.arange(12) < 7)[None]
+    with qkeel.watch(model, stats="all+gates", query_mask=mask) as monitor:
+        model(x)
+        assert monitor.sample is not None
+        np.testing.assert_allclose(monitor.sample.heads["lse_mean"], short, rtol=1e-6)
+
+
+class Failing(torch.nn.Module):
+    """Fails after its attention where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.fails = qkeel.nn.Attention(16, 2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.attention(x)
+        if self.fails:
+            raise ValueError("out of memory")
+        return out
+
+
+def test_rows_of_a_pass_that_failed_do_not_count() -> None:
+    torch.manual_seed(5)
+    model = Failing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    good, bad = torch.randn(2, 1, 12, 16)
+    means = []
+    with qkeel.watch(model, optimizer, stats="all+gates") as monitor:
+        for failed in (False, True):
+            if failed:
+                model.fails = True
+                with pytest.raises(ValueError, match="out of memory"):
+                    model(100 * bad)
+                model.fails = False
+            model(good).sum().backward()
+            optimizer.step()
+            assert monitor.sample is not None
+            means.append(monitor.sample.heads["lse_mean"])
+    assert np.array_equal(*means)
+
+
+def test_large_logsumexps_keep_their_spread() -> None:
+    x = (1e4 + torch.linspace(0, 1, 101)).view(1, 1, -1)
+    n, total, squares = row_moments(x, torch.ones(1, 1, 101, dtype=torch.bool)).unbind()
+    mean = total / n
+    assert math.isclose((squares / n - mean**2).sqrt().item(), x.double().std(correction=0).item(), rel_tol=1e-3)
+
+
+def test_a_foreign_softmax_has_logsumexps_and_no_gate() -> None:
+    torch.manual_seed(3)
+
+    class Written(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qk = torch.nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k = self.qk(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+            self.scores = q @ k.mT
+            return self.scores.softmax(-1) @ x[:, None]
+
+    model = Written()
+    with qkeel.watch(model, stats="all+gates") as monitor:
+        model(torch.randn(2, 9, 8))
+        assert monitor.sample is not None
+        heads = monitor.sample.heads
+    expected = model.scores.detach().double().logsumexp(-1)
+    np.testing.assert_allclose(heads["lse_mean"][0], expected.mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(heads["lse_std"][0], expected.std((0, 2), correction=0), rtol=1e-5)
+    assert "gate_mean" not in heads
+
+
+def test_nothing_of_it_is_measured_unless_it_is_named() -> None:
+    model = qkeel.nn.Attention(16, 2)
+    with qkeel.watch(model) as monitor:
+        model(torch.randn(1, 4, 16))
+        assert monitor.sample is not None
+        assert not set(NAMES) & set(monitor.sample.heads)
+    with pytest.raises(UnknownNameError, match="gates"):
+        qkeel.watch(model, stats="all+gate")
+    with pytest.raises(UnknownNameError, match="entropy"):
+        qkeel.watch(model, stats="entrpy+gates")
+
+
+def test_a_gate_is_the_factor_that_a_sink_puts_on_the_output() -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(3, 2, 3, 6, 8, dtype=torch.float64)
+    sink = torch.tensor([0.5, -1.0, 4.0], dtype=torch.float64)
+    with_sink = AttentionSpec(normalizer=Sink())
+    out = qkeel.attention(q, k, v, spec=with_sink, params={"sink": sink.view(3, 1, 1)})
+    without = qkeel.attention(q, k, v, spec=AttentionSpec())
+    gate = sink_gate(row_logsumexp(make_call(AttentionSpec(), q, k, v)), sink[:, None])
+    torch.testing.assert_close(out, gate[..., None] * without)
+
+
+def test_a_shut_gate_is_reported_with_its_head() -> None:
+    gates = np.array([[[0.5, 0.4, 0.6]], [[0.5, 0.004, 0.6]]])
+    steps = np.arange(2.0)
+    history = History(steps=steps, values={"step": steps}, heads={"gate_mean": gates}, layers=("h.0",))
+    (alarm,) = replay(history, [GateShut()])
+    assert (alarm.layer, alarm.head, alarm.step) == ("h.0", 1, 1)
+    ratio = history.by_layer("gate_max_ratio")
+    assert ratio is not None
+    assert ratio[0, 0] == pytest.approx(0.6 / 0.5)
+    healthy = History(steps=steps[:1], values={"step": steps[:1]}, heads={"gate_mean": gates[:1]}, layers=("h.0",))
+    assert replay(healthy, [GateShut()]) == []

@@ -1,0 +1,102 @@
+"""Numbers of a layer made of its heads' sink shares, and the rule on them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+import qkeel
+from qkeel.monitor import AllSinks, History, Sample, replay, sample_table
+from qkeel.records import LAYER_FIELDS, SINK_HEAD, explain_field, fold_heads
+
+
+def by_hand(name: str, heads: list[float]) -> float:
+    """The definition, head by head in Python floats."""
+    known = [x for x in heads if not math.isnan(x)]
+    over, under = [x for x in known if x > 0.3], [x for x in known if x <= 0.3]
+    if not known:
+        return math.nan
+    if name == "sink_head_ratio":
+        return len(over) / len(known)
+    if name == "sink_head_max":
+        return max(known)
+    if name.endswith("_ratio"):
+        return {"gate_max_ratio": max, "gate_min_ratio": min}[name](known) / statistics.median(known)
+    return math.fsum(over) / len(over) - math.fsum(under) / len(under) if over and under else math.nan
+
+
+@pytest.mark.parametrize("name", LAYER_FIELDS)
+def test_a_layers_number_is_its_definition_and_leaves_out_what_was_not_measured(name: str) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.random((50, 7))
+    values[rng.random(values.shape) < 0.4] = np.nan
+    values[0], values[1] = np.nan, [0.3, 0.30000001, *[np.nan] * 5]  # exactly 0.3 is no sink head
+    found = fold_heads(name, values)
+    assert np.allclose(found, [by_hand(name, row.tolist()) for row in values], rtol=1e-12, equal_nan=True)
+
+
+def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
+    shares = np.array([[0.9, np.nan, np.nan], [0.1, 0.2, 0.3]])
+    one = Sample(step=4, layers=("a", "b"), heads={"sink_share": shares})
+    assert one.overall("sink_head_ratio") == 0.25
+    found = one.summaries()
+    assert found["attn/sink_head_ratio"] == 0.25
+    assert found["attn/layer_00/sink_head_ratio"] == 1.0
+    assert found["attn/sink_head_gap"] == pytest.approx(0.7)
+    assert "attn/layer_00/sink_head_gap" not in found
+    assert "sink heads" in sample_table(one)
+    assert "sink heads" not in sample_table(Sample(step=0, layers=("a",), heads={"entropy": np.ones((1, 1))}))
+    assert explain_field("sink_head_ratio") == f"share of the heads whose sink_share is over {SINK_HEAD} [share]"
+
+
+def test_a_watched_model_has_them_without_a_further_measurement() -> None:
+    import torch
+
+    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20))
+    with qkeel.watch(model) as monitor:
+        model(torch.randint(0, 20, (2, 8)))
+        assert monitor.sample is not None
+        shares = monitor.sample.heads["sink_share"]
+        assert monitor.sample.by_layer("sink_head_max").tolist() == shares.max(-1).tolist()
+        found = monitor.history.by_layer("sink_head_ratio")
+        assert found is not None
+        top = monitor.history.top("sink_head_ratio")
+        assert top is not None
+        assert top.tolist() == found.max(-1).tolist()
+        assert found[-1].tolist() == (shares > SINK_HEAD).mean(-1).tolist()
+
+
+def history(shares: list[list[list[float]]], entropy: float = 0.3) -> History:
+    heads = np.array(shares)
+    steps = np.arange(len(heads), dtype=float)
+    return History(
+        steps=steps,
+        values={"step": steps},
+        heads={"sink_share": heads, "normalized_entropy": np.full(heads.shape, entropy)},
+        layers=("first", "second"),
+    )
+
+
+def test_a_layer_in_which_every_head_becomes_a_sink_is_reported_by_name() -> None:
+    grown = [[[0.1, 0.9], [0.1, 0.2]], [[0.1, 0.9], [0.5, 0.31]]]
+    (alarm,) = replay(history(grown), [AllSinks()])
+    assert (alarm.layer, alarm.head, alarm.step) == ("second", None, 1)
+    assert alarm.value == pytest.approx(0.31)
+    assert "every head of the layer is a sink head" in str(alarm)
+
+
+@pytest.mark.parametrize(
+    ("shares", "entropy"),
+    [
+        ([[[0.1, 0.9], [0.5, 0.5]], [[0.1, 0.9], [0.6, 0.6]]], 0.3),  # it began so
+        ([[[0.1, 0.2], [0.1, 0.2]], [[0.5, 0.3], [0.1, 0.9]]], 0.3),  # one head is none
+        ([[[0.1, np.nan], [0.1, np.nan]], [[0.5, np.nan], [0.1, np.nan]]], 0.3),  # a layer of one head
+        ([[[0.1, 0.2], [0.1, 0.2]], [[0.4, 0.4], [0.4, 0.4]]], 0.99),  # uniform weights over a few keys
+        ([[[np.nan, np.nan], [np.nan, np.nan]]] * 2, 0.3),
+    ],
+)
+def test_the_rule_is_silent_where_there_is_nothing_new(shares: list[list[list[float]]], entropy: float) -> None:
+    assert replay(history(shares, entropy), [AllSinks()]) == []

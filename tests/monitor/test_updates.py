@@ -1,0 +1,92 @@
+"""What each step adds to the weights behind the heads, as a watched model's record has it."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.test_weights import KINDS, built
+
+import qkeel
+from qkeel.errors import InvalidValueError
+from qkeel.monitor.weight_norms import WeightNorms
+
+FIELDS = [
+    f"{part}_{of}" for part in ("delta2", "delta3") for of in ("spectral_norm", "stable_rank", "singular_entropy")
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_watched_models_steps_are_those_of_its_dense_products(kind: str) -> None:
+    model, (q, k), example = built(kind)
+    q, k = q.clone(), k.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with qkeel.watch(model, optimizer, stats="max+updates") as monitor:
+        out = model(example)
+        (out if isinstance(out, torch.Tensor) else out[0]).square().sum().backward()
+        optimizer.step()
+        heads = {name: x[0, 0] for name, x in monitor.history.heads.items()}
+    now, key = KINDS[kind][1](model)
+    second = (now - q).mT @ k + q.mT @ (key - k)
+    third = (now - q).mT @ (key - k)
+    for part, matrix in (("delta2", second), ("delta3", third)):
+        sigma = torch.linalg.svdvals(matrix)
+        share = sigma.square() / sigma.square().sum(-1, keepdim=True)
+        np.testing.assert_allclose(heads[f"{part}_spectral_norm"], sigma[:, 0], rtol=1e-6)
+        np.testing.assert_allclose(heads[f"{part}_stable_rank"], 1 / share[:, 0], rtol=1e-6)
+        np.testing.assert_allclose(
+            heads[f"{part}_singular_entropy"], -torch.special.xlogy(share, share).sum(-1), rtol=1e-5
+        )
+    if "mla" not in kind:
+        ratio = (now - q).flatten(1).norm(dim=1) / q.flatten(1).norm(dim=1)
+        np.testing.assert_allclose(heads["query_update_ratio"], ratio, rtol=1e-6)
+
+
+def test_it_bounds_the_measured_change_of_the_logits() -> None:
+    """By Cauchy–Schwarz, over a probe batch: |x_iᵀ(Δ₂ + Δ₃)x_j| is at most (‖Δ₂‖ + ‖Δ₃‖) |x_i| |x_j|."""
+    torch.manual_seed(0)
+    model = qkeel.nn.Attention(16, 2)
+    x = torch.randn(2, 9, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with qkeel.watch(model, optimizer, stats="all+updates", probe=(x,)) as monitor:
+        model(x).square().mean().backward()
+        optimizer.step()
+        heads = {name: values[0, 0] for name, values in monitor.history.heads.items()}
+    bound = (heads["delta2_spectral_norm"] + heads["delta3_spectral_norm"]) * float(x.norm(dim=-1).max()) ** 2 / 8**0.5
+    assert (heads["logit_change_rms"] <= bound).all()
+    assert (heads["logit_change_rms"] > bound / 1000).all()
+
+
+def test_nothing_changes_for_the_model_and_nothing_is_measured_unless_it_is_named() -> None:
+    torch.manual_seed(0)
+    first = qkeel.nn.Attention(16, 2)
+    second = copy.deepcopy(first)
+    for model, stats in ((first, "all+updates"), (second, True)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with qkeel.watch(model, optimizer, stats=stats) as monitor:
+            for seed in range(2):
+                model(torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed))).sum().backward()
+                optimizer.step()
+            assert bool(set(FIELDS) & set(monitor.history.heads)) == (stats != True)  # noqa: E712
+    for a, b in zip(first.parameters(), second.parameters()):
+        assert torch.equal(a, b)
+    with pytest.raises(InvalidValueError, match="optimizer"):
+        qkeel.watch(first, stats="all+updates")
+
+
+def test_a_site_whose_weights_cannot_be_multiplied_is_named_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightNorms, "multiplied", [])
+    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer, stats="all+updates") as monitor:
+        with pytest.warns(UserWarning, match=r"what a step adds is not measured of blocks\.0\.attention, blocks"):
+            one_step(model, optimizer)
+        one_step(model, optimizer)  # warns once
+        assert not set(FIELDS) & set(monitor.history.heads)
+
+
+def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randint(0, 20, (2, 8))).square().mean().backward()
+    optimizer.step()

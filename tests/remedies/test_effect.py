@@ -1,0 +1,152 @@
+"""A remedy whose effect a pass does not show is refused; calls that share a projection are all normed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import RefusedError
+
+H, D, M, T = 4, 8, 32, 6
+
+
+def parts(x: Tensor) -> Tensor:
+    """[b h t d] of [b t (h d)]."""
+    return x.unflatten(-1, (H, D)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Attention whose logits are made of the outputs of its projections as a test says."""
+
+    def __init__(self, logits: Callable[[Attention, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.g = (nn.Linear(M, M) for _ in range(4))
+        self.logits = logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.logits(self, x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
+
+
+def plain(a: Attention, x: Tensor) -> Tensor:
+    return parts(a.q(x)) @ parts(a.k(x)).mT * D**-0.5
+
+
+def biased(a: Attention, x: Tensor) -> Tensor:
+    return plain(a, x) - (torch.arange(T)[:, None] - torch.arange(T)).abs()
+
+
+def tanh(a: Attention, x: Tensor) -> Tensor:
+    return parts(a.q(x).tanh()) @ parts(a.k(x)).mT
+
+
+def silu(a: Attention, x: Tensor) -> Tensor:
+    return parts(a.q(x)) @ parts(F.silu(a.k(x))).mT
+
+
+def gated(a: Attention, x: Tensor) -> Tensor:
+    return parts(a.q(x) * a.g(x).sigmoid()) @ parts(a.k(x)).mT
+
+
+def over_lengths(a: Attention, x: Tensor) -> Tensor:
+    q, k = parts(a.q(x)), parts(a.k(x))
+    return q @ k.mT / (q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :])
+
+
+def over_std(a: Attention, x: Tensor) -> Tensor:
+    z = parts(a.q(x)) @ parts(a.k(x)).mT
+    return z / z.std(-1, keepdim=True)
+
+
+def one_step_per_tensor(a: Attention, x: Tensor) -> Tensor:
+    w = a.q.weight
+    step = (w.abs().max() / 3).detach()
+    w = w + ((w / step).round() * step - w).detach()
+    return parts(F.linear(x, w, a.q.bias)) @ parts(a.k(x)).mT
+
+
+def steps(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("logits", [tanh, silu, gated, over_lengths, over_std, one_step_per_tensor])
+@pytest.mark.parametrize("remedy", ["qk_clip", "lalr:tau=0.1", "qk_norm"])
+def test_logits_that_are_no_product_of_the_rows_are_refused(
+    logits: Callable[[Attention, Tensor], Tensor], remedy: str
+) -> None:
+    model, x = Attention(logits), torch.randn(2, T, M)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(RefusedError):
+        qkeel.apply(remedy, model, steps(model), example=x)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("logits", [plain, biased])
+@pytest.mark.parametrize("remedy", ["qk_clip", "lalr:tau=0.1", "qk_norm"])
+def test_a_product_with_a_bias_or_none_takes_them(logits: Callable[[Attention, Tensor], Tensor], remedy: str) -> None:
+    model, x = Attention(logits), torch.randn(2, T, M)
+    (site,) = qkeel.find_sites(model, x)
+    assert site.verified
+    assert not site.unscaled
+    qkeel.apply(remedy, model, steps(model), example=x).remove()
+
+
+class Several(nn.Module):
+    """Two attention calls, each with half of the heads of the same projections: every other one, or a block."""
+
+    def __init__(self, *, blocks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(M, M) for _ in range(3))
+        self.blocks, self.seen = blocks, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (parts(layer(x)) for layer in (self.q, self.k, self.v))
+        self.seen, out = [], []
+        for i in range(2):
+            heads = slice(2 * i, 2 * i + 2) if self.blocks else slice(i, None, 2)
+            self.seen += [q[:, heads], k[:, heads]]
+            out.append(F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads], is_causal=bool(i)))
+        return torch.cat(out, 1).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_two_calls_with_different_heads_of_one_projection_are_both_normed(blocks: bool) -> None:
+    model, x = Several(blocks=blocks), torch.randn(2, T, M)
+    before = model(x)
+    with qkeel.apply("qk_norm", model, steps(model), example=x):
+        model(x)
+        for made in model.seen:
+            torch.testing.assert_close(made.square().mean(-1), torch.ones(made.shape[:-1]), rtol=1e-3, atol=0)
+    assert torch.equal(model(x), before)
+
+
+class Stacked(nn.Module):
+    """One projection for each head, whose outputs are stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(M, D) for _ in range(H)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.stack([layer(x) for layer in layers], 1) for layers in (self.q, self.k, self.v))
+        self.z = (q @ k.mT * D**-0.5).detach()
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_projection_for_each_head_is_read_as_that_many_heads() -> None:
+    model, x = Stacked(), torch.randn(2, T, M)
+    (site,) = qkeel.find_sites(model, x)
+    assert site.n_heads == H
+    with torch.no_grad(), qkeel.watch(model.eval()) as monitor:
+        model(x)
+        (statistics,) = monitor.read().values()
+    torch.testing.assert_close(statistics.max_logit, model.z.amax((0, 2, 3)).to(statistics.max_logit))
+    with pytest.raises(RefusedError, match="not known which rows"):
+        qkeel.apply("qk_clip", model, steps(model), example=x)
