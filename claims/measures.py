@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.lab.config import RunConfig
 from qkeel.lab.build_run import learning_rate
+from qkeel.lab.config import RunConfig
 from qkeel.records import RunDirectory
 
 

@@ -330,7 +330,7 @@ class Membership:
         self._over = False  # the store is gone: there is nobody to tell
 
     def leave(self) -> None:
-        """This process has taken the change back; where the process that holds the store has ended, nobody is told."""
+        """This process has taken the change back; where the process that holds the store has ended, nobody is notified."""
         self._here = False
         try:
             store = process_store()
