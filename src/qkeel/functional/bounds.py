@@ -193,7 +193,13 @@ def step_spectra(
     """The spectra of Δ₂ and Δ₃, which a step adds to W_Qᵀ W_K per head: rows are features of the head, r = d_head.
 
     (W_Q + ΔW_Q)ᵀ (W_K + ΔW_K) = W_Qᵀ W_K + Δ₂ + Δ₃ with Δ₂ = ΔW_Qᵀ W_K + W_Qᵀ ΔW_K = [ΔW_Q; W_Q]ᵀ [W_K; ΔW_K], of rank
-    2 r at most, and Δ₃ = ΔW_Qᵀ ΔW_K. Source: arXiv 2606.28116, sections 3.2 and 3.4, with W of x W there for W of W x
+    2 r at most, and Δ₃ = ΔW_Qᵀ ΔW_K.
+
+    Args:
+        query, key: the weights of each head before the step.
+        query_step, key_step: what the step added to them.
+
+    Source: arXiv 2606.28116, sections 3.2 and 3.4, with W of x W there for W of W x
     here.
     """
     second = product_spectrum(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))

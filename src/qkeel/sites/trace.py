@@ -73,7 +73,7 @@ class Operand:
     rounding: float = ONE_LENGTH
 
     def normed(self, over: str, tolerance: float | None = None) -> bool:
-        """True if all vectors of a head, or of all heads together, are of one length (or zero), but for rounding or for
+        """True if all vectors of a head, or of all heads together, are of one length (or zero), up to rounding or for
         this share of it."""
         if self.tables:
             return True
