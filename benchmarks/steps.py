@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
@@ -110,7 +112,7 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     (before, after) = (
         list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
     )
-    tap = next(hook.__self__.tap for hook in after)
+    tap = next(inspect.unwrap(hook).__self__.tap for hook in after)
 
     def clip(share: float) -> Case:
         top = torch.full((layers, heads), THRESHOLD / 2, device=device)

@@ -77,7 +77,8 @@ def seen_by(monitor: Monitor, samples: list[Sample], warned: list[str], losses: 
     reads = {
         site: {name: x.numpy() for name, x in stats.tensors().items()} for site, stats in monitor.read("train").items()
     }
-    table = monitor.table()
+    # What the monitor says of itself is the time and the calls of one process.
+    table = "\n".join(line for line in monitor.table().splitlines() if not line.startswith("monitor:"))
     monitor.close()
     return Seen(
         layers=samples[0].layers if samples else (),

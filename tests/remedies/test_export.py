@@ -207,7 +207,7 @@ def spoiled(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 REFUSED = {
     "no norms": "q and k are not normed yet",
-    "another family": "model of type 'gpt2' does not become qwen3.*llama or mistral or qwen2",
+    "another family": "model of type 'gpt2' cannot become qwen3.*llama or mistral or qwen2",
     "a bias in the MLP": "mlp_bias = True",
     "norms behind the branches": "attention_post_norm.weight: qwen3 has no such norm",
     "more tensors": "has model.layers.0.self_attn.gate_proj.weight besides",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -184,7 +185,7 @@ def filling_state() -> bool:
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook on an optimizer's steps that does nothing in one that only fills its state."""
-    return lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args)
+    return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
 
 
 # The weights that a step of torch's Adam or AdamW works on: asked for, or answered otherwise.

@@ -65,5 +65,5 @@ class HiddenBefore(SignedAttention):
 
 def test_scores_that_were_masked_before_are_not_called_hidden_after() -> None:
     torch.manual_seed(0)
-    with pytest.raises(qkeel.errors.RefusedError, match="followed no further than abs"):
+    with pytest.raises(qkeel.errors.RefusedError, match="could not be followed beyond abs"):
         qkeel.find_sites(nn.Sequential(HiddenBefore()), torch.randn(2, 5, 16))
