@@ -290,7 +290,7 @@ def decay_gains(sites: Sequence[AttentionSite]) -> str:
     return DECAY_GAINS.replace('"q_norm" in n or "k_norm" in n', f"n.endswith({ends!r})") if ends else DECAY_GAINS
 
 
-# The records of a run that goes on, bounded in memory and time however long it is; and the alarms that they raised.
+# The records of a run as it trains, bounded in memory and time whatever its length, and the alarms that they raised.
 
 MOST = 512  # records kept: a power law through 512 points is as good as through 100,000, and a rule reads them all
 _TAIL = 2  # the newest records are always kept: rules compare the last with the one before

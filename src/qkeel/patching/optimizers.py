@@ -77,6 +77,13 @@ def go_first(hook: RemovableHandle) -> None:
     _move(hook, last=False)
 
 
+def is_last(hook: RemovableHandle) -> bool:
+    """Returns whether a hook may be removed in its own call: torch goes through an OrderedDict, which lets its last
+    item go and raises an error for any other."""
+    hooks = hook.hooks_dict_ref()
+    return isinstance(hooks, OrderedDict) and next(reversed(hooks), None) == hook.id
+
+
 def _move(hook: RemovableHandle, *, last: bool) -> None:
     hooks = hook.hooks_dict_ref()
     assert hooks is not None
@@ -129,15 +136,14 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     def fire(stepped: Optimizer, *_: object) -> None:
         if stepped is stepping_now() and waiting:
             waiting.pop()(stepped)
-            hooks = registered.hooks_dict_ref()
-            # An OrderedDict lets its last item go while it is gone through; any other one goes with the optimizer.
-            if isinstance(hooks, OrderedDict) and next(reversed(hooks), None) == registered.id:
-                registered.remove()
+            if is_last(registered):
+                undo()
 
     post: Any = torch.compiler.disable(fire)
     registered = register_optimizer_step_post_hook(post)
-    weakref.finalize(optimizer, registered.remove)
-    return Handle(registered.remove)
+    undo = weakref.finalize(optimizer, registered.remove)  # called at most once, and forgotten then
+    undo.atexit = False
+    return Handle(undo)
 
 
 def when_made(act: Act) -> Handle:

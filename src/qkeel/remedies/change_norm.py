@@ -608,9 +608,8 @@ def _norm_projections(
         plan, name = plans[site.name], module_name(site)
         for part, found in plan.items():
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
-            if theirs and len(theirs) == len(
-                found
-            ):  # of a sum some may be an earlier site's, whose scores are added here
+            # Some modules of a sum may belong to an earlier site, whose scores are added here.
+            if theirs and len(theirs) == len(found):
                 raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {theirs[0]} too")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
         if not any(plan.values()):  # a second call of the same module

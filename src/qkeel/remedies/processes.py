@@ -18,7 +18,7 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite
 from qkeel.patching.modes import joined, running_stage
-from qkeel.patching.optimizers import go_first, in_real_steps
+from qkeel.patching.optimizers import go_first, in_real_steps, is_last
 from qkeel.remedies.base import Target, where
 from qkeel.remedies.head_weights import innermost
 
@@ -131,7 +131,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     def before(*_: object) -> None:
         if not left and not member.step():
             left.append(True)
-            if list(hook.hooks_dict_ref() or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
+            if is_last(hook):  # otherwise it stays, idle
                 hook.remove()
 
     hook = innermost(optimizer).register_step_pre_hook(in_real_steps(before))

@@ -70,7 +70,7 @@ def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> 
     return watch_page(read_watched(watched), collect(others, baseline) if others else None)
 
 
-# The page of a run that goes on, kept up to date: a server that answers to this machine alone.
+# The live page of a run, kept up to date by a server that answers this machine only.
 
 HOST = "127.0.0.1"
 NAMES = frozenset({HOST, "localhost"})  # names of this machine; a request by another name comes from a foreign page

@@ -1,0 +1,78 @@
+"""A hook that waits for the end of one step leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+
+from qkeel.handle import Handle
+from qkeel.patching.optimizers import when_hooks_are_done
+
+
+def stepped(times: int, seen: list[int], handles: list[Handle]) -> torch.optim.Optimizer:
+    """An optimizer that asks at each step for a call at its end."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def after(own: torch.optim.Optimizer, *_: object) -> None:
+        if handles:
+            handles.pop().remove()
+        handles.append(when_hooks_are_done(own, lambda _: seen.append(len(seen))))
+
+    optimizer.register_step_post_hook(after)
+    for _ in range(times):
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    return optimizer
+
+
+def test_it_is_called_once_a_step_and_goes() -> None:
+    seen: list[int] = []
+    optimizer = stepped(5, seen, [])
+    assert seen == [*range(5)]
+    assert not _global_optimizer_post_hooks
+    left = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert left() is None, "a hook keeps its optimizer alive"
+
+
+@pytest.mark.parametrize("how", ["handle", "optimizer"])
+def test_behind_another_hook_it_goes_with_its_handle_or_its_optimizer(how: str) -> None:
+    seen: list[int] = []
+    handles: list[Handle] = []
+    other = None
+
+    def register(*_: object) -> None:
+        nonlocal other
+        other = register_optimizer_step_post_hook(lambda *_: None)
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.register_step_post_hook(
+        lambda own, *_: handles.append(when_hooks_are_done(own, lambda _: seen.append(len(seen))))
+    )
+    optimizer.register_step_post_hook(register)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert seen == [0]
+    assert other is not None
+    assert len(_global_optimizer_post_hooks) == 2  # it could not go: it was not the last
+    if how == "handle":
+        handles[0].remove()
+    handles.clear()
+    del optimizer
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == 1
+    other.remove()
+
+
+def test_many_steps_leave_no_finalizers() -> None:
+    before = len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    optimizer = stepped(50, [], [])
+    assert len(weakref.finalize._registry) <= before + 1  # type: ignore[attr-defined]
+    del optimizer
