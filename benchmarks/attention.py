@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.measure import Bench, Case, Cases, Row, between, take_turns
+from benchmarks.measure import Bench, BenchRow, Case, Cases, between, take_turns
 from benchmarks.native import Shape
 from qkeel.kernels import compiled_attention as operator
 
@@ -88,7 +88,7 @@ def speed_of_mm(rounds: int) -> float:
     return 2 * 512**3 / min(row.times) / 1e6
 
 
-def show_price(title: str, rows: list[Row], without: str, with_: str) -> None:
+def show_price(title: str, rows: list[BenchRow], without: str, with_: str) -> None:
     """Prints what statistics add."""
     least = {row.name: min(row.times) for row in rows}
     extra, of_least = between(rows, with_, without) - 1, least[with_] / least[without] - 1

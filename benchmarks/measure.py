@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import qkeel
-from qkeel.cli.inspect import Row, interleave, processor_ms
+from qkeel.cli.inspect import BenchRow, interleave, processor_ms
 
-__all__ = ["Bench", "Case", "Cases", "Row", "about", "between", "by_native", "restored", "take_turns"]
+__all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "restored", "take_turns"]
 
 Case = Callable[[], object]
 Cases = dict[str, Case]
@@ -70,7 +70,7 @@ class Bench:
         if not all(ready() for ready in needs):
             raise SystemExit("the kernels could not be compiled; the warning above says why")
 
-    def table(self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, **more: Any) -> list[Row]:
+    def table(self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, **more: Any) -> list[BenchRow]:
         """Times the cases in turn, prints their ratios to the first one, and keeps them for the results file.
 
         `more`: other rounds than those asked for, another clock.
@@ -115,12 +115,12 @@ class Bench:
 
 def take_turns(
     cases: Cases, rounds: int, calls: int = 1, warmup: int = 2, clock: Callable[[Case, int], float] = processor_ms
-) -> list[Row]:
+) -> list[BenchRow]:
     """`interleave` with the first case as base; QKEEL_NATIVE is afterwards what it was before."""
     return restored("QKEEL_NATIVE", lambda: interleave(cases, next(iter(cases)), rounds, calls, warmup, clock))
 
 
-def between(rows: Sequence[Row], over: str, base: str) -> float:
+def between(rows: Sequence[BenchRow], over: str, base: str) -> float:
     """Returns the median over rounds of one case over another, each in the same round."""
     times = {row.name: row.times for row in rows}
     return statistics.median(a / b for a, b in zip(times[over], times[base]))
@@ -160,7 +160,7 @@ def about(command: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def show(title: str, rows: list[Row], base: str) -> None:
+def show(title: str, rows: list[BenchRow], base: str) -> None:
     """Prints a table."""
     print(f"\n{title}\n  (ms min / median / max; ratio to {base!r}, median of rounds)")
     width = max(len(r.name) for r in rows)

@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkeel
-from benchmarks.measure import Bench, Cases, Row, take_turns
+from benchmarks.measure import Bench, BenchRow, Cases, take_turns
 from benchmarks.measure import Case as Call
 from benchmarks.native import Passes
 from benchmarks.steps import adamw_step
@@ -206,12 +206,12 @@ def measure(sizes: Sizes, rounds: int, compiled: bool) -> dict[str, Any]:
     return {"bytes_per_second": bandwidth, "flops_per_second": peak, "operators": found}
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: BenchRow) -> float:
     return statistics.median(row.times) / 1e3
 
 
 def _placed(
-    operator: Operator, row: Row, bandwidth: dict[str, dict[str, float]], peak: float, levels: dict[str, int]
+    operator: Operator, row: BenchRow, bandwidth: dict[str, dict[str, float]], peak: float, levels: dict[str, int]
 ) -> dict[str, Any]:
     """Returns where an operator is placed; its share is the time that the roof allows over the time it takes."""
     level = next((name for name, size in levels.items() if 2 * operator.bytes <= size), "memory")

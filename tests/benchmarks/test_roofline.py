@@ -10,7 +10,7 @@ import pytest
 from benchmarks.charts import roofline
 from benchmarks.roofline import Sizes, _placed, operators
 
-from qkeel.cli.inspect import Row
+from qkeel.cli.inspect import BenchRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("roofline-*.json"))
@@ -41,7 +41,7 @@ def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
 ) -> None:
     operator = next(op for op in operators(SMALL, compiled=False) if op.name == name)
     bandwidth = {"copy": {"L2": 1e6, "memory": 5e5}, "in place": {"L2": 4e6, "memory": 2e6}}
-    at = _placed(operator, Row(name, [ms], [1.0]), bandwidth, 1e9, {"L2": 4096, "memory": 0})
+    at = _placed(operator, BenchRow(name, [ms], [1.0]), bandwidth, 1e9, {"L2": 4096, "memory": 0})
     assert (at["level"], at["limit"], at["share"]) == (level, limit, pytest.approx(share, abs=1e-4))
 
 

@@ -20,8 +20,8 @@ from qkeel.cli.inspect import (
     HEAD_DIMS,
     SIZES,
     TOKENS,
+    BenchRow,
     Cell,
-    Row,
     call_line,
     fastest_first,
     grid,
@@ -51,7 +51,7 @@ def test_one_line_says_the_call_the_times_and_the_fastest_kernel() -> None:
         device="cpu", dtype="float32", head_dim=64, form="folded", gradient=False, statistics="none", tokens=128
     )
     for ratio, fastest in ((0.5, "chunked"), (2.0, "sdpa")):
-        rows = [Row("sdpa", [1.0, 2.0, 3.0], [1.0] * 3), Row("chunked", [1.0] * 3, [ratio] * 3)]
+        rows = [BenchRow("sdpa", [1.0, 2.0, 3.0], [1.0] * 3), BenchRow("chunked", [1.0] * 3, [ratio] * 3)]
         line = call_line(cell, rows)
         assert line.startswith("folded   float32  d 64  forward   statistics none  T 128   sdpa 2.00 ms")
         assert line.endswith(f"chunked {ratio:.2f} / {ratio:.2f} / {ratio:.2f}  → {fastest}")
@@ -128,7 +128,11 @@ def test_the_clock_of_a_processor_counts_per_call(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_fastest_is_first() -> None:
-    rows = [Row("a", [1.0] * 3, [1.0] * 3), Row("b", [1.0] * 3, [0.5, 0.6, 9.0]), Row("c", [1.0] * 3, [2.0] * 3)]
+    rows = [
+        BenchRow("a", [1.0] * 3, [1.0] * 3),
+        BenchRow("b", [1.0] * 3, [0.5, 0.6, 9.0]),
+        BenchRow("c", [1.0] * 3, [2.0] * 3),
+    ]
     assert fastest_first(rows) == ("b", "a", "c")
 
 

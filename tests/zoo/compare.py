@@ -13,7 +13,7 @@ from tests.zoo.reference import given_away
 from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
-from qkeel.capture.calls import Layout, cat_heads, statistics
+from qkeel.capture.calls import HeadLayout, cat_heads, statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.sites.find import find_sites
 
@@ -65,7 +65,7 @@ def compare(entry: Entry, implementation: str) -> Result:
     )
 
 
-def entropies(model: nn.Module, batch: dict[str, Any], layouts: Mapping[str, Layout]) -> list[Tensor]:
+def entropies(model: nn.Module, batch: dict[str, Any], layouts: Mapping[str, HeadLayout]) -> list[Tensor]:
     """Entropy per head of every call of a forward pass."""
     calls: list[CapturedCall] = []
     with torch.no_grad(), CaptureMode(model, calls.append, layouts=layouts):

@@ -93,7 +93,7 @@ def is_low(value: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class HeadLayout:
     """The dimensions of scores in letters: b batch, h heads, t queries, s keys; "bh" is one of both, merged.
 
     `sizes` are those of the dimensions h, in order; any number of dimensions may be b. `headless`: the scores of one
@@ -113,7 +113,7 @@ class Layout:
         """The dimension of the keys."""
         return next(i for i, group in enumerate(self.groups) if "s" in group)
 
-    def fitted(self, shape: torch.Size) -> Layout | None:
+    def fitted(self, shape: torch.Size) -> HeadLayout | None:
         """The layout of other scores of the same site, of this shape; None if they have another one.
 
         Heads that were a dimension of their own on one sequence may be merged with the batch in fact.
@@ -173,7 +173,7 @@ def head_counts(module: nn.Module) -> frozenset[int]:
 
 def layout(
     shape: Sequence[int], hints: frozenset[int], batch: int, keys: int | None = None, rows: int | None = None
-) -> Layout:
+) -> HeadLayout:
     """The layout of scores of this shape, guessed from numbers that are called heads and from the batch size.
 
     Args:
@@ -195,7 +195,7 @@ def layout(
         groups[place] = letter
     headless = not sizes and len(lead) < 2
     guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension is heads"
-    return Layout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
+    return HeadLayout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
 
 
 def _lead(lead: Sequence[int], hints: frozenset[int], batch: int) -> tuple[list[str], tuple[int, ...], bool]:
@@ -362,7 +362,7 @@ class ScoresCall:
     k: Float[Tensor, "b g s d"] | None
     products: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
     lost: tuple[str, ...] = ()
-    layout: Layout | None = None
+    layout: HeadLayout | None = None
     query_mask: Bool[Tensor, "b t"] | None = None
     classes: TokenClasses | None = None
 
@@ -530,7 +530,7 @@ def _device(call: Seen) -> str:
     return (call.logits if isinstance(call, ScoresCall) else call.q).device.type
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """The statistics of some sites as one: their heads one after the other.
 
     Args:
@@ -567,7 +567,7 @@ class SiteStats(Mapping[str, LogitStats]):
     """Statistics by site. They are kept in blocks of sites, each as one; a site's own are taken out when it is asked
     for."""
 
-    def __init__(self, blocks: Iterable[Block] = (), order: Iterable[str] | None = None) -> None:
+    def __init__(self, blocks: Iterable[ScoreBlock] = (), order: Iterable[str] | None = None) -> None:
         """Takes the blocks, and the order of the sites where it is another than theirs."""
         self.blocks = tuple(blocks)
         known = itertools.chain.from_iterable([block.names for block in self.blocks])
@@ -578,7 +578,7 @@ class SiteStats(Mapping[str, LogitStats]):
         """The same of statistics by site."""
         if type(sites) is SiteStats:
             return sites
-        return cls(Block((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
+        return cls(ScoreBlock((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
 
     @functools.cached_property
     def _by_site(self) -> dict[str, LogitStats]:
@@ -690,7 +690,9 @@ class SiteStatistics:
 
 
 @torch.no_grad()
-def _reduced(group: Mapping[str, Found]) -> Block:
+def _reduced(group: Mapping[str, Found]) -> ScoreBlock:
     first, *others = group.values()
     heads = [one.heads for one in group.values()]
-    return Block(tuple(group), tuple([h for h, _ in heads]), tuple([g for _, g in heads]), first.with_others(others))
+    return ScoreBlock(
+        tuple(group), tuple([h for h, _ in heads]), tuple([g for _, g in heads]), first.with_others(others)
+    )

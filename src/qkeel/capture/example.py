@@ -41,7 +41,7 @@ from qkeel.spec.call import make_call
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class Frame:
+class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
     `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `since` the
@@ -50,20 +50,20 @@ class Frame:
 
     name: str
     module: nn.Module
-    parent: Frame | None
+    parent: ModuleCall | None
     batch: int = 0
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
     since: int = 0
 
-    def line(self) -> list[Frame]:
+    def line(self) -> list[ModuleCall]:
         """This frame and those that called it, innermost first."""
-        frames: list[Frame] = [self]
+        frames: list[ModuleCall] = [self]
         while (parent := frames[-1].parent) is not None:
             frames.append(parent)
         return frames
 
-    def shared_with(self, other: Frame) -> Frame:
+    def shared_with(self, other: ModuleCall) -> ModuleCall:
         """The innermost frame that holds both: that of an attention whose softmax is a module of its own."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
@@ -93,10 +93,10 @@ class ModuleStack:
         self._names = {id(module): name for name, module in model.named_modules()} if hooked else {}
         self._modules = list(model.modules()) if hooked else []
         self.called: set[int] = set()  # the ids of modules that were called
-        self.frames: list[Frame] = []  # all calls of a recorded pass
+        self.frames: list[ModuleCall] = []  # all calls of a recorded pass
         self._keep, self._clock = keep_inputs, clock
         self._guard = guard
-        self.root = Frame(name="", module=model, parent=None)
+        self.root = ModuleCall(name="", module=model, parent=None)
         self.top = self.root
 
     def attach(self, undo: ExitStack) -> None:
@@ -121,7 +121,7 @@ class ModuleStack:
         inputs = tuple(tensors((args, kwargs)))
         batch = next((x.shape[0] for x in inputs if x.ndim > 1), 0)
         self.called.add(id(module))
-        self.top = Frame(
+        self.top = ModuleCall(
             name=self._names[id(module)],
             module=module,
             parent=self.top,

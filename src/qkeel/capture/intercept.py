@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.capture.calls import FlexCall, Layout, ScoresCall, Seen, fewest_keys, known_keys
-from qkeel.capture.example import DescribedSiteHooks, Frame, ModuleStack, tensors
+from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
+from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
 from qkeel.capture.products import Scores
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
+    CallGeometry,
     CallObserver,
-    Geometry,
     UnreadError,
     observed_by,
     returned_rows,
@@ -77,12 +77,12 @@ class CapturedCall:
         rows: what its kernel found of each row, where that was asked for.
     """
 
-    frame: Frame
+    frame: ModuleCall
     ordinal: int
     how: str
     call: Seen
     below: bool = False
-    layout: Layout | None = None
+    layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
 
@@ -102,12 +102,12 @@ def _turns(function: Function, args: Args) -> bool:
     return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
 
 
-def _in_own(frame: Frame) -> bool:
+def _in_own(frame: ModuleCall) -> bool:
     """True inside one of qkeel's modules, whose statistics are of its observers: to follow them would be to wait."""
     return any(isinstance(f.module, SpecModule) for f in frame.line())
 
 
-def name_of(frame: Frame, ordinal: int) -> str:
+def name_of(frame: ModuleCall, ordinal: int) -> str:
     """The name of the site of a module's call number `ordinal`, from 0."""
     return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
 
@@ -143,7 +143,7 @@ class CaptureMode(CallObserver):
         record: bool = False,
         rows: bool = False,
         described: Sequence[AttentionSite] = (),
-        layouts: Mapping[str, Layout] | None = None,
+        layouts: Mapping[str, HeadLayout] | None = None,
         guard: Guarded = unguarded,
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
     ) -> None:
@@ -153,8 +153,8 @@ class CaptureMode(CallObserver):
         )
         # Gets q, k, scale and causality of a call of SDPA without a mask in a module that is known, and returns whether
         # that was enough; None where nobody takes it so.
-        self.plain: Callable[[Frame, int, Tensor, Tensor, float, bool], bool] | None = None
-        self.called_in: list[Frame] = []  # the calls of the modules in `only_in`
+        self.plain: Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None = None
+        self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
         self._only_in = only_in
         self.probing = probing
         self.unread: list[UnrecognizedAttention] = []
@@ -234,7 +234,7 @@ class CaptureMode(CallObserver):
         batch = 0
         if self.only is None:  # the layout of hand-written scores may depend on it
             batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
-        self.stack.top = frame = Frame(name=name, module=module, parent=self.stack.top, batch=batch)
+        self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch)
         self.called_in.append(frame)
 
     def _left(self, module: nn.Module) -> None:
@@ -313,16 +313,16 @@ class CaptureMode(CallObserver):
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
         elif not self._elsewhere(top):
-            found: list[Layout] = []
+            found: list[HeadLayout] = []
 
-            def layout_of(q: Tensor, k: Tensor) -> Layout:
+            def layout_of(q: Tensor, k: Tensor) -> HeadLayout:
                 known = self._layouts.get(name_of(top, top.calls))
                 found.append(fused_layout(q, k, top, known=known, names=self._names))
                 return found[0]
 
             known = self.key_heads.get(name_of(top, top.calls))
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
-            call, how = fused(args, kwargs, Geometry(layout_of, keys)), found[0] if found else None
+            call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
             site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
             if site is not None and name == "scaled_dot_product_attention":
@@ -332,7 +332,9 @@ class CaptureMode(CallObserver):
         if self.values is not None:
             self.values.setdefault(site, values)
 
-    def _added(self, name: str, top: Frame, args: Args, kwargs: Kwargs, how: Layout | None) -> ScoresCall | None:
+    def _added(
+        self, name: str, top: ModuleCall, args: Args, kwargs: Kwargs, how: HeadLayout | None
+    ) -> ScoresCall | None:
         """The products that the mask of a fused function is the sum of: positions that queries are multiplied by."""
         if self._names is None or name != "scaled_dot_product_attention":
             return None
@@ -340,7 +342,7 @@ class CaptureMode(CallObserver):
         tag = self.handwritten.tags.get(mask)
         if not isinstance(tag, Scores) or not isinstance(mask, Tensor) or mask.ndim < 3:
             return None
-        how = Layout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
+        how = HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
         return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
@@ -368,10 +370,10 @@ class CaptureMode(CallObserver):
 
     def _saw(
         self,
-        frame: Frame,
+        frame: ModuleCall,
         how: str,
         call: Seen,
-        layout: Layout | None = None,
+        layout: HeadLayout | None = None,
         added: ScoresCall | None = None,
         *,
         below: bool = False,
@@ -397,11 +399,11 @@ class CaptureMode(CallObserver):
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:
-            frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
+            frame = ModuleCall(name=site.name, module=site.module, parent=self.stack.top)
             self._report(CapturedCall(frame=frame, ordinal=0, how="description", call=read()))
 
         self.apart(report)
 
-    def _elsewhere(self, frame: Frame) -> bool:
+    def _elsewhere(self, frame: ModuleCall) -> bool:
         """True if this is the inside of an attention that is reported otherwise."""
         return _in_own(frame) or any(f.name in self._described for f in frame.line())

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from qkeel.capture.example import Frame
+from qkeel.capture.example import ModuleCall
 from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
@@ -19,7 +19,7 @@ PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Operand:
+class ProductOperand:
     """A factor of a product: `x`, whose dimensions `summed` the product sums over.
 
     `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
@@ -81,22 +81,22 @@ class Product:
     multiplied by in the sum that it is a part of.
     """
 
-    left: Operand | None
-    right: Operand | None
+    left: ProductOperand | None
+    right: ProductOperand | None
     operands: tuple[Tensor, Tensor]
     added: Tensor | None = None
     table: bool = False
     factor: float = 1.0
 
     @property
-    def sides(self) -> tuple[Operand, Operand] | None:
+    def sides(self) -> tuple[ProductOperand, ProductOperand] | None:
         """Both factors, where it is known which scores they make."""
         if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
             return None
         return self.left, self.right
 
 
-def apart(sides: tuple[Operand, Operand] | None, but: int | None = None) -> bool:
+def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None = None) -> bool:
     """True if there is a dimension of queries and one of keys, besides that of number `but`: along each, one factor
     changes and the other does not."""
     if sides is None or (index := sides[0].index) is None:
@@ -105,7 +105,7 @@ def apart(sides: tuple[Operand, Operand] | None, but: int | None = None) -> bool
     return {(True, False), (False, True)} <= changes
 
 
-def along_keys(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+def along_keys(sides: tuple[ProductOperand, ProductOperand] | None, dim: int) -> bool:
     """True if a dimension may be one of keys: one factor changes along it and the other does not, or it is one key."""
     if sides is None or (index := sides[0].index) is None:
         return False
@@ -135,7 +135,7 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
     return Product(left=left, right=right, operands=(a, b), added=added, table=kind == "table", factor=factor)
 
 
-def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> Operand:
+def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> ProductOperand:
     """The factor x of `out`, whose dimensions that are not summed over are these dimensions of `out`."""
     index = torch.zeros((1,) * out.ndim, dtype=torch.int64)
     kept = [i for i in range(x.ndim) if i not in summed]
@@ -146,7 +146,7 @@ def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tens
             shape = [n if i == place else 1 for i in range(out.ndim)]
             index = index + step * torch.arange(n).view(shape)
         step *= n
-    return Operand(x=x, summed=summed, index=index.expand(out.shape))
+    return ProductOperand(x=x, summed=summed, index=index.expand(out.shape))
 
 
 def is_weight(x: object) -> bool:
@@ -185,7 +185,7 @@ def _einsum(args: Args, out: Tensor) -> Product | None:
     return Product(left=left, right=right, operands=(a, b), table=kind == "table")
 
 
-def _named(x: Tensor, letters: str, summed: set[str], result: str, out: Tensor) -> Operand:
+def _named(x: Tensor, letters: str, summed: set[str], result: str, out: Tensor) -> ProductOperand:
     places = [result.index(i) for i in letters if i not in summed]
     order = sorted(summed)
     return operand(x, tuple(letters.index(i) for i in order), places, out)
@@ -225,7 +225,7 @@ class Scores:
     """
 
     parts: tuple[Product, ...]
-    frame: Frame
+    frame: ModuleCall
     lost: tuple[str, ...] = ()
     hidden: Tensor | None = None
     uncapped: Tensor | None = None
@@ -279,7 +279,7 @@ class Lost:
     """
 
     operation: str
-    frame: Frame
+    frame: ModuleCall
     rows: int
     columns: int
 

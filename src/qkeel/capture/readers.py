@@ -21,7 +21,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
-from qkeel.capture.calls import Layout, Seen, fewest_keys, flex_call, hides
+from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
 from qkeel.patching.modes import SDPA_KERNELS, Args, FunctionMode, Kwargs, Operator, argument_names, recomputing
@@ -209,7 +209,7 @@ def _detached(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Geometry:
+class CallGeometry:
     """The heads of a call, as far as its arguments do not show them.
 
     Args:
@@ -217,21 +217,21 @@ class Geometry:
         keys: [b g s d] of keys [b h s d] that may be repeated for grouped queries.
     """
 
-    layout: Callable[[Tensor, Tensor], Layout]
+    layout: Callable[[Tensor, Tensor], HeadLayout]
     keys: Callable[[Tensor], Tensor] = fewest_keys
 
 
-Reader = Callable[[Args, Kwargs, Geometry], Seen]
+Reader = Callable[[Args, Kwargs, CallGeometry], Seen]
 
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 
-def sdpa(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
+def sdpa(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     """Reads a call of F.scaled_dot_product_attention."""
     return _sdpa(sdpa_arguments(args, kwargs), geometry)
 
 
-def _sdpa(given: Kwargs, geometry: Geometry) -> Seen:
+def _sdpa(given: Kwargs, geometry: CallGeometry) -> Seen:
     q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
     scale = given.get("scale")
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
@@ -258,7 +258,7 @@ def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causa
 def _kernel(operator: Operator) -> Reader:
     """Reads a call of an operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
 
-    def read(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
+    def read(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
         given = {**dict(zip(argument_names(operator), args)), **kwargs}
         return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, geometry)
 
@@ -266,7 +266,7 @@ def _kernel(operator: Operator) -> Reader:
 
 
 def _call(
-    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: Geometry, *, causal: bool
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: CallGeometry, *, causal: bool
 ) -> AttentionCall:
     """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
     t, s = q.shape[-2], k.shape[-2]
@@ -301,7 +301,7 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
     return mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
 
 
-def mha(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
+def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     """Reads a call of F.multi_head_attention_forward, opaque inside: q and k are computed again from its arguments."""
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()

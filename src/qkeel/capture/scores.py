@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from qkeel.capture.calls import APART, hides, is_low
-from qkeel.capture.example import Frame, tensors
+from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.products import (
     ELEMENTWISE,
     Lost,
-    Operand,
     Powers,
     Product,
+    ProductOperand,
     RowTop,
     Scores,
     Tags,
@@ -43,7 +43,7 @@ MIXTURES = frozenset({"conv1d", "conv2d", "conv3d", "linear", "einsum", "matmul"
 _LIMIT = 4000
 
 
-def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor, frame: Frame) -> Scores:
+def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor, frame: ModuleCall) -> Scores:
     """The tag of factors[0] · one + factors[1] · other, which is `out`, added up while `frame` was running."""
     lost = list(dict.fromkeys((*one.lost, *other.lost)))
     for tag in (one, other):
@@ -67,7 +67,7 @@ def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor,
 def _part(p: Product, factor: float, out: Tensor) -> Product:
     """A product as a part of `out`, which may have more dimensions than it."""
 
-    def wide(side: Operand | None) -> Operand | None:
+    def wide(side: ProductOperand | None) -> ProductOperand | None:
         if side is None or side.index is None:
             return side
         return dataclasses.replace(side, index=side.index.broadcast_to(out.shape))
@@ -75,7 +75,7 @@ def _part(p: Product, factor: float, out: Tensor) -> Product:
     return dataclasses.replace(p, left=wide(p.left), right=wide(p.right), factor=p.factor * factor)
 
 
-def _nearest(one: Scores, other: Scores, frame: Frame) -> Frame:
+def _nearest(one: Scores, other: Scores, frame: ModuleCall) -> ModuleCall:
     """The innermost of the calls in which the products were made, as seen from where they are added up."""
     return max((tag.frame.shared_with(frame) for tag in (one, other)), key=lambda f: len(f.line()))
 
@@ -114,7 +114,7 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
     )
 
 
-def _are_heads(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+def _are_heads(sides: tuple[ProductOperand, ProductOperand] | None, dim: int) -> bool:
     """True if a dimension of scores is one of heads alone."""
     if sides is None or sides[0].varies(dim) != sides[1].varies(dim):
         return False
@@ -300,7 +300,7 @@ def rearranged(
 
     picked = name in _COPIES or (name == "getitem" and not _is_view(args))
 
-    def side(factor: Operand | None) -> Operand | None:
+    def side(factor: ProductOperand | None) -> ProductOperand | None:
         if factor is None or factor.index is None:
             return factor
         index = factor.index.broadcast_to(x.shape)
@@ -400,8 +400,8 @@ def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) ->
 
 
 def _one_factor(
-    parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[Operand], out: Tensor
-) -> Operand | None:
+    parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[ProductOperand], out: Tensor
+) -> ProductOperand | None:
     """The vectors of several factors as those of one; None if they are of unequal size."""
     small = [narrowed(f.index).cpu() for f in factors if f.index is not None]
     first = factors[0]
@@ -419,7 +419,7 @@ def _one_factor(
         index, own = next(each)
         columns.append(index.expand(*lead, x.shape[-1]) + start)
         start += len(own)
-    return Operand(x=torch.cat(vectors), summed=(1,), index=torch.cat(columns, -1).expand(out.shape))
+    return ProductOperand(x=torch.cat(vectors), summed=(1,), index=torch.cat(columns, -1).expand(out.shape))
 
 
 # --- A softmax that is written out: exponentials of scores, less the row's largest or its logsumexp, over their sum
@@ -511,7 +511,7 @@ class LostScores:
         self.ends: dict[str, None] = {}  # the operations that ended scores
         self._tags = tags
 
-    def begin(self, name: str, frame: Frame, tag: Scores, x: Tensor, out: object) -> None:
+    def begin(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, out: object) -> None:
         """`name(…)` of tagged scores x made `out`, which are no scores any more."""
         self.ends[name] = None
         if x.ndim < 4 and not any(apart(part.sides) for part in tag.parts):
@@ -536,7 +536,7 @@ class LostScores:
                 else:
                     self.go_on(name, tag.frame, tag, out)
 
-    def go_on(self, name: str, frame: Frame, tag: Lost, out: object) -> None:
+    def go_on(self, name: str, frame: ModuleCall, tag: Lost, out: object) -> None:
         """`name(…)` of something lost made `out`: a softmax, or exponentials, are an attention that is missed."""
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
@@ -548,7 +548,7 @@ class LostScores:
             else:
                 self._put(part, tag)
 
-    def miss(self, frame: Frame, operation: str, reason: str) -> None:
+    def miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
         """An attention that is not understood."""
         self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 

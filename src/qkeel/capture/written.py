@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, head_counts, layout
-from qkeel.capture.example import Frame
+from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, head_counts, layout
+from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import (
     ELEMENTWISE,
     PRODUCTS,
     READS,
     VIEWS,
     Lost,
-    Operand,
     Powers,
     Product,
+    ProductOperand,
     RowTop,
     Scores,
     Tag,
@@ -81,8 +81,8 @@ class EagerAttentionTracer:
 
     def __init__(
         self,
-        report: Callable[[Frame, ScoresCall, bool], str | None],
-        known: Callable[[Frame], Layout | None] = lambda frame: None,
+        report: Callable[[ModuleCall, ScoresCall, bool], str | None],
+        known: Callable[[ModuleCall], HeadLayout | None] = lambda frame: None,
         names: dict[int, str] | None = None,
         valued: Callable[[str, Tensor], None] = lambda site, values: None,
     ) -> None:
@@ -96,7 +96,7 @@ class EagerAttentionTracer:
         """True if a call of this function can matter now: most can't."""
         return bool(self.tags) or name in PRODUCTS or (name in OUTER and may_be_outer(args))
 
-    def follow(self, name: str, frame: Frame, args: Args, kwargs: Kwargs, out: object) -> None:
+    def follow(self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object) -> None:
         """Take one call of a torch function into account; its name without underscores around it."""
         found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs, out)
         if found is not None and not any(self._is_made(x) for x in found.operands):
@@ -127,7 +127,7 @@ class EagerAttentionTracer:
         tag = self.tags.get(x)
         return not is_lost(tag) and not (isinstance(tag, Scores) and tag.table)
 
-    def _scores(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: object) -> None:
+    def _scores(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, given: Given, out: object) -> None:
         """`name(…)` of tagged scores x made `out`."""
         args, kwargs = given
         top = row_top(name, x, args, kwargs)
@@ -163,7 +163,7 @@ class EagerAttentionTracer:
         elif name not in READS and not tag.table:
             self.lost.begin(new or name, frame, tag, x, out)
 
-    def _sum(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
+    def _sum(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
         """The tag of scores to which others were added, or what else depends on the input; None of any other sum."""
         args, kwargs = given
         operands = [a for n, a in (*enumerate(args), *kwargs.items()) if n != "alpha"]
@@ -182,7 +182,7 @@ class EagerAttentionTracer:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         return joined([(x, tag if isinstance(tag, Scores) else None) for x, tag in tags], dim, out)
 
-    def _others(self, name: str, frame: Frame, tag: object, x: Tensor, given: Given, out: Tensor) -> None:
+    def _others(self, name: str, frame: ModuleCall, tag: object, x: Tensor, given: Given, out: Tensor) -> None:
         """`name(…)` of x, tagged as something that is not scores, made `out`."""
         args, kwargs = given
         same = name in ELEMENTWISE or name in VIEWS
@@ -202,7 +202,7 @@ class EagerAttentionTracer:
             elif (new := raised(name, tag, x, args, kwargs)) is not None:
                 self.tags.put(out, new)
 
-    def _raised(self, frame: Frame, tag: Scores, x: Tensor, out: Tensor) -> None:
+    def _raised(self, frame: ModuleCall, tag: Scores, x: Tensor, out: Tensor) -> None:
         """Exponentials of scores: weights if these were less their logsumexp, else with their sum."""
         x = out.log() if out is x else x
         if tag.normalised:
@@ -228,7 +228,7 @@ class EagerAttentionTracer:
         tagged = [(x, tag) for x in given if (tag := self.tags.get(x)) is not None]
         return min(tagged, key=lambda one: is_lost(one[1]), default=(None, None))
 
-    def _multiplied(self, found: Product, frame: Frame, out: Tensor, kwargs: Kwargs, *, summed: bool) -> None:
+    def _multiplied(self, found: Product, frame: ModuleCall, out: Tensor, kwargs: Kwargs, *, summed: bool) -> None:
         """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
         if not summed:
             self.tags.put(out, found)
@@ -258,7 +258,7 @@ class EagerAttentionTracer:
             assert was is not None
             self.lost.begin("setitem", was.frame, was, x, x)
 
-    def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> str | None:
+    def _softmax(self, frame: ModuleCall, tag: Scores, args: Args, kwargs: Kwargs) -> str | None:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
@@ -268,7 +268,7 @@ class EagerAttentionTracer:
             return None
         return self._report_softmax(frame, tag, x, dim)
 
-    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, dim: int = -1) -> str | None:
+    def _report_softmax(self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1) -> str | None:
         where = tag.frame.shared_with(frame)
         x = x if tag.unshifted is None else tag.unshifted
         call = seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
@@ -331,9 +331,9 @@ def seen_call(
     tag: Scores,
     x: Tensor,
     keys: int,
-    frame: Frame,
+    frame: ModuleCall,
     *,
-    known: Layout | None,
+    known: HeadLayout | None,
     names: dict[int, str] | None,
     alone: bool = True,
 ) -> ScoresCall:
@@ -377,7 +377,9 @@ def seen_call(
     )
 
 
-def fused_layout(q: Tensor, k: Tensor, frame: Frame, *, known: Layout | None, names: dict[int, str] | None) -> Layout:
+def fused_layout(
+    q: Tensor, k: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
+) -> HeadLayout:
     """The layout of the scores that a fused function makes of q and k [... t d], which need not be [b h t d]."""
     shape = torch.Size((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2]))
     out, n = q.detach().new_zeros(()).expand(shape), len(shape)
@@ -398,12 +400,12 @@ def _sides(part: Product, x: Tensor, keys: int, columns: tuple[int, int]) -> Sid
             index = side.index.broadcast_to(x.shape).narrow(keys, columns[0], columns[1] - columns[0])
         except RuntimeError:
             return None
-        found.append(Operand(x=side.x, summed=side.summed, index=index))
+        found.append(ProductOperand(x=side.x, summed=side.summed, index=index))
     left, right = found
     return Sides(query=right, key=left) if _is_key(left, right, keys) else Sides(query=left, key=right)
 
 
-def _is_key(one: Operand, other: Operand, keys: int) -> bool:
+def _is_key(one: ProductOperand, other: ProductOperand, keys: int) -> bool:
     """True if `one` makes the keys: it changes along the softmax; where both do, as with relative positions, it is the
     same for some queries that the other tells apart."""
     if not one.varies(keys) or not other.varies(keys):
@@ -416,10 +418,10 @@ def _layout(
     x: Tensor,
     parts: Sequence[Sides | None],
     keys: int,
-    frame: Frame,
-    known: Layout | None,
+    frame: ModuleCall,
+    known: HeadLayout | None,
     names: dict[int, str] | None,
-) -> Layout:
+) -> HeadLayout:
     """The layout that is known, or found by experiment, or else guessed from the shape."""
     if known is not None and (fitted := known.fitted(x.shape)) is not None and fitted.keys == keys:
         return fitted
@@ -442,12 +444,12 @@ def _layout(
     return found
 
 
-def hints(frame: Frame) -> frozenset[int]:
+def hints(frame: ModuleCall) -> frozenset[int]:
     """The numbers that the innermost module which has any calls heads."""
     return next((found for f in frame.line() if (found := head_counts(f.module))), frozenset())
 
 
-def _factors(sides: Sides | None, how: Layout, keys: int, *, exact: bool) -> Factors:
+def _factors(sides: Sides | None, how: HeadLayout, keys: int, *, exact: bool) -> Factors:
     """The q [b h t d] and k [b g s d] of a product; with `exact` only where each logit is one of these by one of those,
     else those of the first key and of the last query."""
     if sides is None:
@@ -465,5 +467,5 @@ def _factors(sides: Sides | None, how: Layout, keys: int, *, exact: bool) -> Fac
     for place, group in enumerate(how.groups):
         # Keys that all heads share are taken once.
         if group == "h" and narrowed(k.index).shape[place] == 1 and how.groups.count("h") == 1:
-            other, how = other.narrow(place, 0, 1), Layout(groups=how.groups, sizes=(1,))
+            other, how = other.narrow(place, 0, 1), HeadLayout(groups=how.groups, sizes=(1,))
     return q.picked(own), fewest_keys(k.picked(how.apply(other)[:, :, -1]))

@@ -350,12 +350,12 @@ def main() -> int:
     return 0
 
 
-def call_line(cell: Cell, rows: list[Row]) -> str:
+def call_line(cell: Cell, rows: list[BenchRow]) -> str:
     """Returns one line: the call, the first kernel's time, the ratios of the others, and the fastest.
 
     >>> cell = Cell(device="cpu", dtype="float32", head_dim=64, form="folded", gradient=True, statistics="none",
     ...             tokens=128)
-    >>> call_line(cell, [Row("sdpa", [1.0, 1.1, 1.4], [1.0, 1.0, 1.0])])
+    >>> call_line(cell, [BenchRow("sdpa", [1.0, 1.1, 1.4], [1.0, 1.0, 1.0])])
     'folded   float32  d 64  backward  statistics none  T 128   sdpa 1.10 ms  → sdpa'
     """
     base, *others = [(row.name, row.as_dict()) for row in rows]
@@ -404,7 +404,7 @@ def steady(threads: int = 1) -> dict[str, str]:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One case: its milliseconds per round, and its ratios to the base in the same round."""
 
     name: str
@@ -451,7 +451,7 @@ def interleave(
     calls: int = 1,
     warmup: int = 2,
     clock: Callable[[Callable[[], object], int], float] = processor_ms,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Times every case once a round, the order reversed each round, and returns a row per case.
 
     Args:
@@ -465,7 +465,7 @@ def interleave(
     for i in range(rounds):
         for name in cases if i % 2 == 0 else reversed(list(cases)):
             times[name].append(clock(cases[name], calls))
-    return [Row(n, ts, [a / b for a, b in zip(ts, times[base])]) for n, ts in times.items()]
+    return [BenchRow(n, ts, [a / b for a, b in zip(ts, times[base])]) for n, ts in times.items()]
 
 
 # What lies between q·k and the weights. "folded": nothing but the scale and causality; "masked": a mask; "capped": a
@@ -536,7 +536,7 @@ def grid(size: Size, device: str) -> Iterator[Cell]:
                 )
 
 
-def measure(cell: Cell, size: Size) -> list[Row]:
+def measure(cell: Cell, size: Size) -> list[BenchRow]:
     """Returns the times of all kernels that support the call, relative to the first; [] if only one does."""
     tensors = _tensors(cell, size)
     mask = None
@@ -553,7 +553,7 @@ def measure(cell: Cell, size: Size) -> list[Row]:
     return interleave(cases, names[0], size.rounds, calls, warmup=1, clock=clock)
 
 
-def fastest_first(rows: list[Row]) -> tuple[str, ...]:
+def fastest_first(rows: list[BenchRow]) -> tuple[str, ...]:
     """Returns the names of the kernels by their median ratio."""
     return tuple(row.name for row in sorted(rows, key=lambda row: row.ratio))
 

@@ -28,7 +28,7 @@ _LIMIT = 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Norm:
+class GraphNorm:
     """A norm in the graph; `outer` is the last node of it: its own, its gain's or its bias's."""
 
     kind: Kind
@@ -52,9 +52,9 @@ class _At:
     factor: float = 1.0
 
 
-def norms(start: Node, names: dict[int, str]) -> list[Norm] | None:
+def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
     """The norms that everything behind a node came through last; None if something did not, or not plainly."""
-    found: dict[Node, Norm] = {}
+    found: dict[Node, GraphNorm] = {}
     seen: set[Node] = set()
     queue = [_At(node=start)]
     while queue:
@@ -108,7 +108,7 @@ def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
     return [dataclasses.replace(at, node=inputs[1 - i], outer=at.outer or node, gain=parameter, offset=offset)]
 
 
-def _norm(at: _At, names: dict[int, str]) -> Norm | None:
+def _norm(at: _At, names: dict[int, str]) -> GraphNorm | None:
     """The norm that a node is the product (or quotient) of, or that it computes in one."""
     name, node = at.node.name(), at.node
     if name in _FUSED:
@@ -117,12 +117,12 @@ def _norm(at: _At, names: dict[int, str]) -> Norm | None:
     if found is None:
         return None
     kind, size = found
-    return Norm(
+    return GraphNorm(
         kind=kind, size=size, outer=at.outer or node, gain=at.gain, offset=at.offset, bias=at.bias, factor=at.factor
     )
 
 
-def _fused(at: _At, names: dict[int, str]) -> Norm | None:
+def _fused(at: _At, names: dict[int, str]) -> GraphNorm | None:
     node, shape = at.node, normalized_shape(at.node)
     inner = [None if n is None else _parameter(n, names) for n, _ in node.next_functions[1:]]
     unknown = any(p is None and n is not None for p, (n, _) in zip(inner, node.next_functions[1:]))
@@ -132,7 +132,7 @@ def _fused(at: _At, names: dict[int, str]) -> Norm | None:
     offset = at.offset if gain is None else _offset(gain, saved_gain(node))
     if offset is None:
         return None
-    return Norm(
+    return GraphNorm(
         kind=_FUSED[node.name()],
         size=int(shape[0]),
         outer=at.outer or node,
@@ -266,7 +266,7 @@ def seen_gains(x: Float[Tensor, "b h t d"], names: dict[int, str]) -> tuple[Norm
     return tuple(known) if len(known) == len(gains) and served == list(range(x.shape[1])) else ()
 
 
-def _gain(x: Tensor, norm: Norm, names: dict[int, str]) -> NormGain | None:
+def _gain(x: Tensor, norm: GraphNorm, names: dict[int, str]) -> NormGain | None:
     heads, gains, biases, factor = [], [], [], 0.0
     for h in range(x.shape[1]):
         stretch, gain, bias = _reached(x[:, h], norm)
@@ -293,7 +293,7 @@ def _gain(x: Tensor, norm: Norm, names: dict[int, str]) -> NormGain | None:
     )
 
 
-def _reached(x: Tensor, norm: Norm) -> tuple[float, Tensor | None, Tensor | None]:
+def _reached(x: Tensor, norm: GraphNorm) -> tuple[float, Tensor | None, Tensor | None]:
     """The factor from the norm's output to one head [b t d], and the gain and bias entries that reach it."""
     parameters = [p for p in (norm.gain, norm.bias) if p is not None]
     stretch, sums = 0.0, [torch.zeros_like(p, dtype=torch.bool) for p in parameters]

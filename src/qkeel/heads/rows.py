@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from qkeel.capture.calls import Layout
-from qkeel.capture.example import Frame
-from qkeel.capture.products import Operand
+from qkeel.capture.calls import HeadLayout
+from qkeel.capture.example import ModuleCall
+from qkeel.capture.products import ProductOperand
 from qkeel.errors import QkeelError
 from qkeel.functional.norms import widest
 from qkeel.heads.site import HeadSlice, QKProduct
@@ -71,7 +71,7 @@ class Side:
 
 
 def logit_terms(
-    q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: Frame, names: dict[int, str]
+    q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
     """The terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
 
@@ -91,7 +91,7 @@ def logit_terms(
 
 
 def sum_terms(
-    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
     """The terms of a sum of products, each q [b h t d] · k [b g s d], as `logit_terms` of one.
 
@@ -113,7 +113,7 @@ def sum_terms(
 
 
 def normed_on_the_way(
-    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> bool:
     """True if a norm lies between the weights and a logit, a sum of products, each q [b h t d] · k [b g s d]."""
     sides = [(x, what) for pair in products for x, what in zip(pair, "qk")]
@@ -126,7 +126,7 @@ def normed_on_the_way(
     return any(p.normed for one in found for p in one.nearest)
 
 
-def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what: str) -> Side:
+def side(x: Float[Tensor, "b h t d"], frame: ModuleCall, names: dict[int, str], what: str) -> Side:
     """The q or k x [b h t d] of a call, and the projections that made it.
 
     Raises:
@@ -136,7 +136,7 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
-def _walk_back(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Walk:
+def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str) -> Walk:
     """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
     input is q itself), to that of the one around it."""
     if x.grad_fn is None:
@@ -196,7 +196,7 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
     return table(axis=apart[0], size=(rows, columns)[apart[0]].shape[1]) if apart else None
 
 
-def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
+def _within(found: Walk, frame: ModuleCall, model: nn.Module) -> Walk:
     """The same without projections of other modules above those that were found: behind a key that another layer made
     lies all that came before that layer."""
     nearest = [
@@ -208,7 +208,7 @@ def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
     return dataclasses.replace(found, nearest=tuple(nearest))
 
 
-def _in_one_module(one: str, other: str, frame: Frame, model: nn.Module) -> bool:
+def _in_one_module(one: str, other: str, frame: ModuleCall, model: nn.Module) -> bool:
     """True if two weights are of one module: that of the frame, or another as deep inside the model."""
     a, b, around = ([*name.split(".")] for name in (one, other, frame.name or "."))
     shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a[:-1], b[:-1]))]
@@ -350,11 +350,13 @@ Split = tuple[int, int, int]  # of a dimension: the slowest part, heads, the fas
 class Sides:
     """The factors of a product of scores that are queries and keys."""
 
-    query: Operand
-    key: Operand
+    query: ProductOperand
+    key: ProductOperand
 
 
-def layout_of(sides: Sides, shape: torch.Size, keys: int, frame: Frame, names: dict[int, str]) -> Layout | None:
+def layout_of(
+    sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall, names: dict[int, str]
+) -> HeadLayout | None:
     """The layout of scores of this shape, softmax over dimension `keys`; None if the experiment does not show it.
 
     Heads are the dimensions along which q changes its features, or k where q does not change at all. Of the others
@@ -375,7 +377,7 @@ def layout_of(sides: Sides, shape: torch.Size, keys: int, frame: Frame, names: d
     return _read(sides, walks[1], splits, keys)
 
 
-def _walk(side: Operand, frame: Frame, names: dict[int, str]) -> Walk | None:
+def _walk(side: ProductOperand, frame: ModuleCall, names: dict[int, str]) -> Walk | None:
     """The walk from a factor to its projections, None where there are none."""
     if side.x.grad_fn is None:
         return None
@@ -386,7 +388,7 @@ def _walk(side: Operand, frame: Frame, names: dict[int, str]) -> Walk | None:
     return None
 
 
-def _split_of(side: Operand, found: Walk | None, dim: int, keys: int) -> Split | None:
+def _split_of(side: ProductOperand, found: Walk | None, dim: int, keys: int) -> Split | None:
     assert side.index is not None
     size = side.index.shape[dim]
     if size == 1:
@@ -405,7 +407,7 @@ def _small(index: Tensor, dim: int) -> Tensor:
     return index
 
 
-def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int) -> Layout | None:
+def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int) -> HeadLayout | None:
     """The layout from how heads are merged into each dimension."""
     groups = ["b"] * (len(splits) + 1)
     groups[keys] = "s"
@@ -432,10 +434,10 @@ def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int
     if rows is not None:
         groups[rows] = "t"
     sizes = tuple(splits[d][1] for d in sorted(heads))
-    return Layout(groups=tuple(groups), sizes=sizes, headless=not heads and len(groups) == 3)
+    return HeadLayout(groups=tuple(groups), sizes=sizes, headless=not heads and len(groups) == 3)
 
 
-def _are_features(side: Operand, found: Walk | None, keys: int) -> bool:
+def _are_features(side: ProductOperand, found: Walk | None, keys: int) -> bool:
     """True if the softmax runs over features, as in attention between channels: keys are made of different ones."""
     split = None if found is None else _split_of(side, found, keys, keys)
     return split is not None and split[1] > 1

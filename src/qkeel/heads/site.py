@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
-from qkeel.capture.calls import Layout
+from qkeel.capture.calls import HeadLayout
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.frames import Frame
 from qkeel.frames.tables import join, tag
@@ -269,7 +269,7 @@ class AttentionSite:
     query_gains: tuple[NormGain, ...] = ()  #: norms on q's way to the logit
     key_gains: tuple[NormGain, ...] = ()  #: norms on k's way
     key_heads: tuple[int, ...] | None = None
-    layout: Layout | None = None
+    layout: HeadLayout | None = None
     unverified: str = ""
     unscaled: str = ""
 

@@ -286,7 +286,7 @@ class Needles:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class NeedleQuestion:
     """Windows [n, context + 1] that end in questions, one for each needle, each with the value behind it.
 
     Needle i, counted from the beginning, stands at places[i] in all of them; questions[n, i] is where it is asked for.
@@ -310,7 +310,7 @@ def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generat
     return changed
 
 
-def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Asked:
+def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> NeedleQuestion:
     """Returns windows [n, context + 1] with one needle for each key, spread evenly, and all questions at the end.
 
     Chance is 1/VALUES for a model that knows what an answer is.
@@ -324,7 +324,7 @@ def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Aske
         at[:] = end + 2 * rng.permutation(keys)
         text[places] = needles.needle(named, values)
         text[at], text[at + 1] = needles.question(named), needles.value(values)
-    return Asked(asked, places, questions)
+    return NeedleQuestion(asked, places, questions)
 
 
 # A second language made from a text: the words of a clause backwards, their letters exchanged, of the same length.

@@ -56,7 +56,7 @@ Numbers = Mapping[NumberKey, Tensor]
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Row:
+class SentRow:
     """One number of many sites: of each of their heads, or one of each site.
 
     Args:
@@ -86,7 +86,7 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
     """Numbers by site and name. Those of all sites alike are kept as rows; a site's own are taken out when it is asked
     for."""
 
-    def __init__(self, rows: Iterable[Row] = (), single: GivenNumbers | None = None) -> None:
+    def __init__(self, rows: Iterable[SentRow] = (), single: GivenNumbers | None = None) -> None:
         """Takes rows, and numbers that are of none; of several with one key the last counts."""
         self.rows, self.single = tuple(rows), single or {}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
-from qkeel.capture.calls import Block, SiteStats
+from qkeel.capture.calls import ScoreBlock, SiteStats
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
@@ -156,7 +156,7 @@ class Recorder:
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
         stats = SiteStats.of(measured.stats)
         numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
-        table = HeadTable(self.sites, self._width)
+        table = HeadRows(self.sites, self._width)
         for block in stats.blocks:
             table.add_statistics(block)
         seen = set(table.heads)
@@ -190,7 +190,7 @@ class Recorder:
         )
 
 
-class HeadTable:
+class HeadRows:
     """The numbers of one record by name, [layers heads] each, NaN where a layer has fewer heads or was not measured."""
 
     def __init__(self, sites: Sequence[str], width: int) -> None:
@@ -210,7 +210,7 @@ class HeadTable:
             self.heads[name] = np.full((len(self.place), self._width), np.nan)
         self.heads[name].reshape(-1)[to] = values[of]
 
-    def add_statistics(self, block: Block) -> None:
+    def add_statistics(self, block: ScoreBlock) -> None:
         """Takes the statistics of a block of sites."""
         stats, (names, heads, kv_heads) = block.joint, block.layout
         if self.place.keys().isdisjoint(names):

@@ -35,7 +35,7 @@ from qkeel.kernels.statistics import (
 from qkeel.kernels.triton import available
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Row, SiteNumbers, Stats, merged
+from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, SentRow, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
@@ -532,11 +532,11 @@ class Means:
     def read(self) -> SiteNumbers:
         """The means since the last read, once."""
         means, self._means = self._means, {}
-        rows: list[Row] = []
+        rows: list[SentRow] = []
         single: dict[NumberKey, Tensor | PartialValue] = {}
         for (sites, name), (x, n) in means.items():
             if n and isinstance(sites, tuple):
-                rows.append(Row(name=name, sites=sites, counts=(), values=x, weight=n))
+                rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n))
             elif n:
                 assert isinstance(sites, str)
                 single[sites, name] = PartialValue(value=x, weight=torch.full_like(x, n))

@@ -17,7 +17,7 @@ from qkeel.functional.bounds import interaction_norm, step_spectra
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
-from qkeel.monitor.gather import NumberKey, PartialValue, Row, SiteNumbers
+from qkeel.monitor.gather import NumberKey, PartialValue, SentRow, SiteNumbers
 from qkeel.nn.attention import SpecModule
 from qkeel.spec.slot import ParameterSizes, Params
 
@@ -159,7 +159,7 @@ class Places:
         factors = torch.cat([torch.as_tensor(f, dtype=like.dtype).expand(len(parts[0])) for parts, f in wanted])
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
-    def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[Row]:
+    def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
         """The numbers, from the tensor as it is now; `made` of both of a pair, all pairs at once."""
         if len(self._index) == 1:
             found = x[self._index[0]]
@@ -184,8 +184,8 @@ class _Row:
     counts: tuple[int, ...]
     total: int
 
-    def of(self, values: Tensor) -> Row:
-        return Row(name=self.name, sites=self.sites, counts=self.counts, values=values)
+    def of(self, values: Tensor) -> SentRow:
+        return SentRow(name=self.name, sites=self.sites, counts=self.counts, values=values)
 
 
 def _by_name(counts: Mapping[NumberKey, int]) -> tuple[list[_Row], list[NumberKey]]:
@@ -581,7 +581,7 @@ class WeightNorms:
         split: dict[NumberKey, Tensor | PartialValue] = {}
         for one in self._split:
             split |= {(one.site.name, name): share for name, share in one.shares().items()}
-        rows = list[Row]()
+        rows = list[SentRow]()
         for kind, key, parts in self._read():
             whole = joined(parts)
             places = self._places.get((kind, key, whole.device))

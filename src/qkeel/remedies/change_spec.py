@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HIDES, Layout
+from qkeel.capture.calls import HIDES, HeadLayout
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
@@ -326,12 +326,12 @@ def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
     return calls
 
 
-def _layouts(sites: list[AttentionSite]) -> list[Layout]:
+def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
     """The layouts of the scores of a module, each once."""
-    found: list[Layout] = []
+    found: list[HeadLayout] = []
     for site in sites:
         # [b h t s] of a fused function: what it computes inside may be a softmax in torch's functions.
-        layout = site.layout or Layout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
+        layout = site.layout or HeadLayout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
         if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
             found.append(layout)
     if len({len(layout.groups) for layout in found}) < len(found):

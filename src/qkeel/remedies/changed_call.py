@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from qkeel.capture.calls import HIDES, Layout, hides, is_low
+from qkeel.capture.calls import HIDES, HeadLayout, hides, is_low
 from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
@@ -156,7 +156,7 @@ class ChangedCalls(InstanceForward):
         self.bases: dict[float, AttentionSpec] = {}
         self.specs: dict[float, AttentionSpec] = {}
         self.changes: list[PlacedChange] = []
-        self.layouts: list[Layout] = []
+        self.layouts: list[HeadLayout] = []
         self.names: tuple[str, ...] = ()
         self.low = HIDES
         self.masks = SmallMasks()
@@ -280,7 +280,7 @@ class ChangedCalls(InstanceForward):
         weights = softmax(spec.cap.apply(z), -1, visible, spec.normalizer, self.params())
         return how.undo(weights.to(dtype or x.dtype), x.shape)
 
-    def _layout(self, shape: torch.Size, keys: int) -> Layout:
+    def _layout(self, shape: torch.Size, keys: int) -> HeadLayout:
         """The layout of scores of this shape, whose softmax runs over the dimension `keys`."""
         for known in self.layouts:
             how = known.fitted(shape)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from qkeel.capture.calls import Layout, ScoresCall, Seen, SiteStatistics, SiteStats, find, find_maxima
-from qkeel.capture.example import Frame, LastPass, copied, tensors, undisturbed
+from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, SiteStats, find, find_maxima
+from qkeel.capture.example import LastPass, ModuleCall, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
@@ -252,7 +252,7 @@ class _Known:
 
     sites: list[AttentionSite]
     described: list[AttentionSite]
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, HeadLayout]
     key_heads: Mapping[str, tuple[int, int]]
 
 
@@ -647,7 +647,7 @@ class _ForwardPass:
     def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
         self._own(name, call, lambda _: measure(call, rows))
 
-    def _plain(self, frame: Frame, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
+    def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
         """Takes a call of torch's own function into account; returns whether that could be done so."""
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):

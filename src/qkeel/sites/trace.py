@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.capture.calls import Layout, ScoresCall, fewest_keys, key_heads
-from qkeel.capture.example import Frame, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
+from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -116,7 +116,7 @@ class ModelTrace:
     called: frozenset[int]
     minima: dict[str, float]
     operators: Sequence[TorchOperator] = ()
-    frames: Sequence[Frame] = ()
+    frames: Sequence[ModuleCall] = ()
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """These sites, with the reason where an experiment on the recorded operators does not confirm their weights."""
@@ -128,7 +128,7 @@ class ModelTrace:
         """The operators, with who reads and writes what."""
         return Record(self.operators)
 
-    def repeated(self, name: str, values: Values, frame: Frame, x: Tensor) -> tuple[Tensor, Tensor]:
+    def repeated(self, name: str, values: Values, frame: ModuleCall, x: Tensor) -> tuple[Tensor, Tensor]:
         """What a module was given behind a site's attention: as it was, and as it would be with other weights there.
 
         Args:
@@ -271,7 +271,7 @@ def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace,
     found: dict[str, int] = {}
     names: set[str] = set()
     least: dict[str, Tensor] = {}
-    groups: dict[int, tuple[str, Frame]] = {}  # the frame is kept so that no other gets its number
+    groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that no other gets its number
 
     def note(sighting: CapturedCall) -> None:
         name, low = sighting.name, _least(sighting.call)
@@ -328,7 +328,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
     return Sites(found, sites.missed)
 
 
-def _is_plain(layout: Layout | None) -> bool:
+def _is_plain(layout: HeadLayout | None) -> bool:
     """True if heads have a dimension of their own: on one sequence those that are merged with the batch seem to."""
     return layout is None or layout.groups == tuple("bhts")
 
@@ -382,7 +382,7 @@ class _Reading:
         with no_operators_seen():
             self.watcher.guard(self.watcher.apart, functools.partial(self._read, running))
 
-    def _read(self, running: Sequence[Frame]) -> None:
+    def _read(self, running: Sequence[ModuleCall]) -> None:
         left: list[CapturedCall] = []
         for calls in grouped(self._waiting):
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
@@ -740,7 +740,7 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
-def _operand(x: Tensor | None, frame: Frame, names: dict[int, str]) -> Operand | None:
+def _operand(x: Tensor | None, frame: ModuleCall, names: dict[int, str]) -> Operand | None:
     if x is None:
         return None
     leaves = None if x.grad_fn is None else leaves_of(x.grad_fn, nodes_of(frame.inputs))
