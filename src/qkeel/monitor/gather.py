@@ -228,7 +228,7 @@ class Measurement:
         found: dict[NumberKey, Tensor | PartialValue] = {
             key: combined(shares[key].how, [x], [weights[key]]) if key in shares else x for key, x in zip(single, known)
         }
-        kept = [dataclasses.replace(row, values=x) for row, x in zip(rows, values)]
+        kept = [dataclasses.replace(row, values=x, weight=None) for row, x in zip(rows, values)]
         return Measurement(stats=stats, numbers=SiteNumbers(kept, found))
 
     def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
