@@ -31,7 +31,7 @@ from qkeel.nn import Decoder, DecoderConfig
 from qkeel.spec import AttentionSpec, RMSNorm, Rope, Sink
 
 TABLE = Path(__file__).parents[1] / "benchmarks" / "results" / "step-spectra-2026-11-23.json"
-STEPS, EVERY, HEADS, WIDTH = 150, 5, 4, 64
+STEPS, MEASURED, EVERY, HEADS, WIDTH = 150, 2, 5, 4, 64
 LRS = (0.003, 0.01, 0.03, 0.1, 0.3)
 TUNED, JUDGED = range(40, 43), range(50, 56)
 REFERENCE = "qk_norm"
@@ -68,11 +68,14 @@ def train(kind: str, lr: float, seed: int, corpus: Corpus) -> Row:
     stats = {"sink": "all+gates", REFERENCE: "entropy"}.get(kind, "all+updates")
     more = {"probe": (probe,)} if stats == "all+updates" else {}
     losses, gains = dict[int, float](), list[list[tuple[float, float]]]()
-    with qkeel.watch(model, optimizer, stats=stats, rules=(), planned=PlannedRates.of(rates), **more) as monitor:
+    with qkeel.watch(
+        model, optimizer, every=MEASURED, stats=stats, rules=(), planned=PlannedRates.of(rates), **more
+    ) as monitor:
         for step, rate in enumerate(rates):
             if step % EVERY == 0:
                 losses[step] = heldout_loss(model, tokens)
-            gains.append([gain_of(block.attention_norm) for block in model.blocks])
+            if step % MEASURED == 0 or step == STEPS - 1:  # those that the monitor measures
+                gains.append([gain_of(block.attention_norm) for block in model.blocks])
             for group in optimizer.param_groups:
                 group["lr"] = rate
             loss_of(model, torch.from_numpy(batch(corpus, data, seed, step))).backward()
@@ -131,9 +134,9 @@ def judged_course(history: History, gains: np.ndarray, rates: Sequence[float]) -
     row["ratio"] = [float(x) for x in np.quantile(ratio, (0.05, 0.5, 0.95))]
     own = measured[fine] / bound[fine]
     row |= {"records": int(fine.sum()), "over_bound": int((own > 1).sum()), "closest": float(own.max())}
-    clock = np.cumsum(rates)
-    summed = np.nanmax(np.cumsum(np.nan_to_num(bound), axis=0), axis=(1, 2))
-    ahead = summed * clock[-1] / clock[:n]
+    clock = np.cumsum(rates)[history.steps[:n].astype(int)]
+    summed = MEASURED * np.nanmax(np.cumsum(np.nan_to_num(bound), axis=0), axis=(1, 2))
+    ahead = summed * sum(rates) / clock
     # Running maxima: the step at which each threshold is passed for the first time.
     row["ahead"] = [float(f"{x:.5g}") for x in np.maximum.accumulate(ahead)]
     row["steps"] = [int(x) for x in history.steps[:n]]
@@ -198,7 +201,9 @@ def judge(rows: Sequence[Row]) -> Row:
     """Every statement with its numbers and verdict."""
     table = {key(row): row for row in rows}
     own = [row for row in rows if "ahead" in row]
-    wrong = {key(row): is_wrong(row, table[REFERENCE, row["lr"], row["seed"]]) for row in rows if row["kind"] != REFERENCE}
+    wrong = {
+        key(row): is_wrong(row, table[REFERENCE, row["lr"], row["seed"]]) for row in rows if row["kind"] != REFERENCE
+    }
     tuned, held = ([row for row in own if row["seed"] in seeds] for seeds in (TUNED, JUDGED))
     threshold = chosen(tuned, [wrong[key(row)] for row in tuned])
     bad, healthy = ([row for row in held if wrong[key(row)] == state] for state in (True, False))
@@ -262,7 +267,9 @@ def main() -> None:
     found = judge(rows)
     print(json.dumps(found, indent=1, default=str))
     if options.rows.suffix != ".json":
-        text = json.dumps({"command": "python -m predictions.step_spectra run", "verdicts": found, "rows": rows}, default=str)
+        text = json.dumps(
+            {"command": "python -m predictions.step_spectra run", "verdicts": found, "rows": rows}, default=str
+        )
         TABLE.write_text(text + "\n", encoding="utf-8")
 
 
