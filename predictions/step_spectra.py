@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.alarms import lasting_gap
 from torch import Tensor, nn
 
 import qkeel
-from benchmarks.alarms import lasting_gap
 from predictions.order import over_seeds
 from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, OptimConfig
@@ -242,7 +242,7 @@ def judge(rows: Sequence[Row]) -> Row:
         "closest": max(row["closest"] for row in held),
         "threshold": threshold,
         "lead": ahead,
-        "leads": sorted((x for row in bad if (x := lead(row)) is not None)),
+        "leads": sorted(x for row in bad if (x := lead(row)) is not None),
         "wrong_runs": len(bad),
         "wrong_that_fire": sum(fires(row, threshold) is not None for row in bad),
         "wrong_with_alarm": sum(row["alarm"] is not None for row in bad),

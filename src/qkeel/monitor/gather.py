@@ -65,6 +65,7 @@ class SentRow:
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
         weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
+        how: those of several processes make one, see PartialValue.
     """
 
     name: str
@@ -72,12 +73,17 @@ class SentRow:
     counts: tuple[int, ...]
     values: Tensor
     weight: int | None = None
+    how: Reduction = "mean"
 
     def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
         """The numbers of each site."""
         parts = self.values.split(self.counts) if self.counts else self.values.unbind()
         for site, x in zip(self.sites, parts, strict=True):
-            known = x if self.weight is None else PartialValue(value=x, weight=torch.full_like(x, self.weight))
+            known = (
+                x
+                if self.weight is None
+                else PartialValue(value=x, weight=torch.full_like(x, self.weight), how=self.how)
+            )
             yield (site, self.name), known
 
 

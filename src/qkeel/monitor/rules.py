@@ -14,7 +14,7 @@ import numpy as np
 
 from qkeel.monitor import history as thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
-from qkeel.records import NON_FINITE
+from qkeel.records import NON_FINITE, explain_field
 
 # Alarms and rules: a rule is a condition on records, without state.
 
@@ -427,6 +427,49 @@ class GateShut(Rule):
         text = f"the sink's gate is shut: it leaves {value:.2g} of the weight to the keys"
         was = trend(history, gates[:, layer, head])
         return self.alarm(history, text, value, at=RecordPlace("gate_mean", layer, head), trend=was)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Over(Rule):
+    """A recorded number, by its name, is over `threshold`: of heads, layers, blocks, the model or the monitor itself.
+
+    By the tables of qkeel.records; what the monitor says of itself has the prefix monitor_. Where several heads or
+    layers are over it, the alarm names the one that is largest. Silent where the number is not recorded.
+
+    >>> Over(field="block_output_channel_ratio", threshold=100.0).name
+    'block_output_channel_ratio over 100'
+    """
+
+    field: str
+    threshold: float
+    cause: str = "a number is over its threshold"
+    remedy: str = "qkeel.records.explain_field(name) says what the number is"
+
+    def __post_init__(self) -> None:
+        explain_field(self.field)  # there is such a number
+
+    @property
+    def name(self) -> str:
+        """The name of the number with the threshold."""
+        return f"{self.field} over {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        heads = history.heads.get(self.field)
+        layers = None if heads is not None else history.by_layer(self.field)
+        series = history.series(self.field) if layers is None else layers[..., None]
+        if series is None or not len(series) or np.isnan(series[-1]).all():
+            return None
+        at = peak(self.field, series[-1])
+        course = series[:, at.layer, at.head or 0]
+        value = float(course[-1])
+        if not value > self.threshold:
+            return None
+        place = at if heads is not None else RecordPlace(self.field, at.layer, None)
+        text = f"{self.field} is {value:,.4g}, over {self.threshold:g}"
+        found = self.alarm(history, text, value, at=place, trend=trend(history, course))
+        of_layer = history.layers[at.layer] if layers is not None and history.layers else found.layer
+        return dataclasses.replace(found, layer=of_layer)
 
 
 # Every watched run is checked by these; their numbers are in thresholds.py.

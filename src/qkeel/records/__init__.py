@@ -14,6 +14,7 @@ from qkeel.records.files import (
     write_text,
 )
 from qkeel.records.names_and_units import (
+    BLOCK_FIELDS,
     CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
@@ -25,6 +26,7 @@ from qkeel.records.names_and_units import (
     TABLE_COLUMNS,
     TASK_FIELDS,
     VALUE_FIELDS,
+    BlockField,
     Field,
     HeadField,
     LayerField,
@@ -33,10 +35,12 @@ from qkeel.records.names_and_units import (
     head_field,
     layer_fields,
     measured_field,
+    of_layers,
 )
 from qkeel.records.run_directory import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
+    "BLOCK_FIELDS",
     "CLASS_FIELDS",
     "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
@@ -49,6 +53,7 @@ __all__ = [
     "TASK_FIELDS",
     "VALUE_FIELDS",
     "Field",
+    "BlockField",
     "HeadField",
     "HeadRecorder",
     "Heads",
@@ -63,6 +68,7 @@ __all__ = [
     "head_field",
     "layer_fields",
     "measured_field",
+    "of_layers",
     "read_heads",
     "read_json",
     "read_lines",

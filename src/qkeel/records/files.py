@@ -15,7 +15,7 @@ import numpy as np
 from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
-from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
+from qkeel.records.names_and_units import BLOCK_FIELDS, EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
 from qkeel.records.parse import json_value
 
 # Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named.
@@ -579,12 +579,12 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """What stands for several heads [... heads], by records.HEAD_FIELDS or LAYER_FIELDS, as [...]; NaN is not measured.
+    """What stands for several heads or blocks [... n], by the tables of fields, as [...]; NaN is not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
     >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
     0.5
     """
-    field = LAYER_FIELDS.get(name) or head_field(name)
+    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)
