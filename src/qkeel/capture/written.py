@@ -364,6 +364,8 @@ def seen_call(
     assert capped is not None
     q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
     cap = NoCap() if tag.cap is None else Softcap(abs(tag.cap))
+    first, last, width = *columns, x.shape[keys]
+    others = [x.detach().narrow(keys, start, n) for start, n in ((0, first), (last, width - last)) if n]
     return ScoresCall(
         spec=AttentionSpec(scale=Fixed(tag.scale), cap=cap),
         logits=logits,
@@ -374,6 +376,7 @@ def seen_call(
         products=tuple(factors) if names is not None else (),
         lost=tag.lost,
         layout=how,
+        sink=torch.cat([how.apply(one) for one in others], -1).logsumexp(-1) if others else None,
     )
 
 

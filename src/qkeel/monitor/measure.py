@@ -103,15 +103,18 @@ class RowSums:
         self._count((site, "lse"), lse, over)
         sink = self._sink(call)
         if sink is not None:
-            self._sinks[site] = sink
-            self._count((site, "gate"), sink_gate(lse, sink[:, None]), over)
+            self._sinks[site] = sink.mean((0, 2))
+            self._count((site, "gate"), sink_gate(lse, sink), over)
 
     def _sink(self, call: Seen) -> Tensor | None:
-        """The logit [h] of each head's learned sink; None where there is none."""
-        normalizer = call.spec.normalizer if isinstance(call, AttentionCall) else None
-        if not isinstance(call, AttentionCall) or not isinstance(normalizer, Sink) or not normalizer.learned:
+        """The logit [b|1 h t|1] of each head's learned sink, or of the columns that are no keys; None without."""
+        if isinstance(call, ScoresCall):
+            return None if call.sink is None else call.sink.to(widest(call.sink.device))
+        normalizer = call.spec.normalizer
+        if not isinstance(normalizer, Sink) or not normalizer.learned:
             return None
-        return call.params["sink"].detach().flatten().to(widest(call.q.device)).expand(call.q.shape[1])
+        sink = call.params["sink"].detach().flatten().to(widest(call.q.device)).expand(call.q.shape[1])
+        return sink[None, :, None]
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         new = row_moments(x, over)

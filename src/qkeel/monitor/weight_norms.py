@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.dist.sharding import counted, local, shard
-from qkeel.functional.bounds import interaction_norm, step_spectra
+from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
@@ -691,11 +691,14 @@ class WeightNorms:
         return p.numel() // _lines(part, p)
 
 
+_ENTRIES = 1 << 27  # of the small matrices whose spectra are found at once: 1 GiB
+
+
 @final
 class StepSpectra:
     """Compares the q and k weights of some sites before and after a step, per query head [h].
 
-    delta2_*, delta3_*: see `functional.bounds.step_spectra`, of the products of all weights on the way of q and of k,
+    delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the way of q and of k,
         as in WeightNorms: rotations and the gains of a q/k norm are left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
@@ -718,6 +721,7 @@ class StepSpectra:
         """The step is done: what it added; nothing where `before` was not called."""
         kept, self._kept = self._kept, {}
         found: dict[NumberKey, Tensor | PartialValue] = {}
+        products: dict[tuple[int, ...], list[tuple[str, str, Tensor]]] = {}  # by shape: those of many sites at once
         for site in self._sites if kept else ():
             factors: list[Tensor] = []
             for side, chains in _sides(site):
@@ -728,8 +732,16 @@ class StepSpectra:
                 news, olds = ([_rows(part, of[part.parameter]) for part in own] for of in (self._parameters, kept))
                 moved = _length([new - was for new, was in zip(news, olds)], site)
                 found[site.name, f"{side}_update_ratio"] = moved / _length(olds, site)
-            for name, spectrum in zip(("delta2", "delta3"), step_spectra(*factors)):
-                found |= {(site.name, f"{name}_{of}"): x for of, x in spectrum._asdict().items()}
+            for name, product in zip(("delta2", "delta3"), step_products(*factors)):
+                products.setdefault(tuple(product.shape[1:]), []).append((site.name, name, product))
+        for alike in products.values():
+            most = max(1, _ENTRIES // max(1, alike[0][2].numel()))
+            for some in (alike[i : i + most] for i in range(0, len(alike), most)):
+                spectra = spectrum(torch.cat([product for _, _, product in some]))
+                counts = [len(product) for _, _, product in some]
+                for of, values in spectra._asdict().items():
+                    for (site_name, name, _), x in zip(some, values.split(counts)):
+                        found[site_name, f"{name}_{of}"] = x
         return found
 
 
