@@ -571,6 +571,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
     "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
     "mean": _mean,
+    "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
     "share_of_sinks": _share_of_sinks,
     "gap_of_sinks": _gap_of_sinks,
     "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),

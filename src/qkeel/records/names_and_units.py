@@ -40,7 +40,7 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "gap_of_sinks", "max_ratio", "min_ratio"]
+    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "std"]
     column: str = ""
     per_layer: bool = False
 
@@ -205,6 +205,11 @@ LAYER_FIELDS: dict[str, LayerField] = {
         of="sink_share",
         fold="gap_of_sinks",
     ),
+    "entropy_head_std": LayerField(
+        "nats", "standard deviation of the heads' entropies in a layer", of="entropy", fold="std"
+    ),
+    "entropy_head_min": LayerField("nats", "smallest entropy of a head in a layer", of="entropy", fold="min"),
+    "entropy_head_max": LayerField("nats", "largest entropy of a head in a layer", of="entropy", fold="max"),
     "gate_max_ratio": LayerField(
         "1", "largest gate_mean of a head over the median head's", of="gate_mean", fold="max_ratio"
     ),
