@@ -212,7 +212,7 @@ def test_a_shard_is_two_numbers() -> None:
 
 def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(RunDirectoryError, match=r"holds no study.json"):
+    with pytest.raises(RunDirectoryError, match=r"has no study.json"):
         run_plan(plan(tiny), tmp_path, Execution())
     assert not (tmp_path / "runs").exists()
 
