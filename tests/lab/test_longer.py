@@ -187,7 +187,7 @@ def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
         ({"test_lengths": (8 * 10**6,)}, DataError, "the longest has"),
         ({"posthoc": ("pi@12",)}, InvalidValueError, "multiple of the training length 8 above it, got 12"),
         ({"posthoc": ("pi@8",)}, InvalidValueError, "above it, got 8"),
-        ({"posthoc": ("pi@x",)}, InvalidValueError, "length in tokens behind the @"),
+        ({"posthoc": ("pi@x",)}, InvalidValueError, "length in tokens after the @"),
         ({"posthoc": ("knaa/pi",)}, UnknownNameError, "kna"),
         ({"continue_steps": 0}, InvalidValueError, "at least 1 step"),
     ],
