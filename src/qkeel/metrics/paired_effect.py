@@ -141,10 +141,11 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
     """Returns an interval for the centre of a symmetric distribution, given differences drawn from it.
 
     The means of all 2ⁿ - 1 non-empty subsets, sorted, cut the line into 2ⁿ parts, and each part contains the centre
-    with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with probability
-    1 - 2k / 2ⁿ, whatever the distribution; it contains the values that a sign permutation test does not reject. k is
-    the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends are infinite.
-    Ties count as if drawn from a continuous distribution. With more than 18 differences, random subsets are used.
+    with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with
+    probability 1 - 2k / 2ⁿ, whatever the distribution; it contains the values that a sign permutation test does not
+    reject. k is the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends
+    are infinite. Ties count as if drawn from a continuous distribution. With more than 18 differences, random subsets
+    are used.
 
     Args:
         differences: one finite number per seed.
