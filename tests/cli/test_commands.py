@@ -535,7 +535,7 @@ def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(tmp_p
         ("--positions rope window", "window:window=128"),
         ("--positions alibii,rope", "spaces separate them: alibii rope"),
         ("--forms kna+rerope:window=64", "under the training length, got 64 of 64"),
-        ("--continue-at 100", "multiple of the training length 64 above it, got 100"),
+        ("--continue-at 100", "larger multiple of the training length 64, got 100"),
         ("--continue-at 0", "a length in tokens after the @"),
         ("--continue-at 128 --continue-steps 0", "at least 1 step of continued training, got 0"),
         ("--test-sequences 0", "at least 1 held-out sequence, got 0"),

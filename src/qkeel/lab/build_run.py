@@ -387,11 +387,9 @@ def _device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"  # mps has not been shown to be faster
     kind, _, number = name.partition(":")
     if kind == "cuda" and not (torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()):
-        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {_cuda()}; try --device cpu")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        has = f"it has {count} CUDA device(s)" if count else "it has no CUDA"
+        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {has}; try --device cpu")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise InvalidValueError("expected a device of this machine, got 'mps': it has none; try --device cpu")
     return name
-
-
-def _cuda() -> str:
-    return f"it has {torch.cuda.device_count()} CUDA device(s)" if torch.cuda.is_available() else "it has no CUDA"

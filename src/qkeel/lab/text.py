@@ -48,7 +48,11 @@ def read_documents(source: str) -> Documents:
     place, _, column = source.partition("#")
     suffix = Path(place).suffix
     if suffix in (".jsonl", ".parquet"):
-        texts = _rows(Path(place), column or "text")
+        path, column = Path(place), column or "text"
+        if not path.exists():
+            raise _missing(place)
+        values = _parquet(path, column) if suffix == ".parquet" else _jsonl(path, column)
+        texts = _texts(values, f"column {column!r} of {path}")
     else:
         place, texts = source, _files(source)
     return Documents(Path(place).name or place, tuple(texts))
@@ -105,13 +109,6 @@ def _missing(source: str) -> DataError:
         f"no corpus {source!r}: no such file, folder or glob match.{hint} "
         f"Expected {', '.join(BUILT_IN)}, hf:NAME or a path."
     )
-
-
-def _rows(path: Path, column: str) -> Iterator[bytes]:
-    if not path.exists():
-        raise _missing(str(path))
-    values = _parquet(path, column) if path.suffix == ".parquet" else _jsonl(path, column)
-    return _texts(values, f"column {column!r} of {path}")
 
 
 def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
@@ -544,11 +541,12 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
 
 @functools.lru_cache(maxsize=4)
 def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
-    if _is_tokens(source):
+    place, _, kind = source.partition("#")
+    path = Path(place).expanduser()
+    if source not in BUILT_IN and (path.suffix == ".bin" or (path / "train.bin").is_file()):
         if tokens == "bpe":
             raise DataError(f"{source} contains tokens already; tokens bpe need text")
-        place, _, kind = source.partition("#")
-        return _tokens(Path(place).expanduser(), kind or "uint16", vocab_size)
+        return _tokens(path, kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)
     if not train:
@@ -561,11 +559,6 @@ def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[s
         return dataclasses.replace(corpus, lengths=made.lengths, tokenizer=made.sha256)
     parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
     return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
-
-
-def _is_tokens(source: str) -> bool:
-    place = Path(source.partition("#")[0]).expanduser()
-    return source not in BUILT_IN and (place.suffix == ".bin" or (place / "train.bin").is_file())
 
 
 def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:

@@ -84,7 +84,7 @@ def read_json(path: Path, sealed: bool = False) -> Any:
 def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
     r"""Yields the lines of a .jsonl file without their checksums. A torn last line is dropped; any other is an error.
 
-    >>> write_text(Path("b.jsonl"), '{"step": 1}\\n{"st')
+    >>> write_text(Path("b.jsonl"), '{"step": 1}\n{"st')
     >>> list(read_lines(Path("b.jsonl")))
     [{'step': 1}]
 
@@ -548,16 +548,6 @@ def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
     return np.where(counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
 
 
-def _share_of_sinks(values: np.ndarray) -> np.ndarray:
-    """Σ [x > 0.3] / n over the n measured heads."""
-    return _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD))
-
-
-def _gap_of_sinks(values: np.ndarray) -> np.ndarray:
-    """Mean over heads with x > 0.3 minus the mean over the others; NaN if either group is empty."""
-    return _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
-
-
 def _median(values: np.ndarray) -> np.ndarray:
     """Median over the measured heads; NaN if there is none, or if the median is zero."""
     found = np.full(values.shape[:-1], np.nan)
@@ -570,8 +560,10 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
     "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
     "mean": _mean,
-    "share_of_sinks": _share_of_sinks,
-    "gap_of_sinks": _gap_of_sinks,
+    # Σ [x > 0.3] / n over the n measured heads.
+    "share_of_sinks": lambda values: _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD)),
+    # The mean over heads with x > 0.3 minus the mean over the others; NaN if either group is empty.
+    "gap_of_sinks": lambda values: _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD),
     "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
     "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
 }

@@ -148,7 +148,7 @@ def json_script(identifier: str, value: object) -> Markup:
     r"""Returns data for the page's scripts; text in it cannot end the element.
 
     >>> json_script("d", ["</script>"])
-    '<script type="application/json" id="d">["\\\\u003c/script>"]</script>'
+    '<script type="application/json" id="d">["\\u003c/script>"]</script>'
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
     for character in "<\u2028\u2029":

@@ -55,7 +55,7 @@ from qkeel.report.html import (
     thin,
     words,
 )
-from qkeel.report.study.collect import StudyData, differences, written_times
+from qkeel.report.study.collect import StudyData, as_number, differences, written_times
 from qkeel.report.study.provenance import advice
 
 # Reading the directory of a watched model. Nothing on disk is changed.
@@ -135,11 +135,6 @@ def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
     if values is None or not len(values) or not np.isnan(recorded).all():
         return recorded
     return fold_heads(name, values.reshape(len(values), -1))
-
-
-def as_number(value: object) -> float:
-    """Returns a recorded number; NaN for null and text."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else float("nan")
 
 
 def is_watched(path: Path) -> bool:
@@ -541,17 +536,15 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
     fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
-    known = {n: {"meaning": _meaning(n, f.meaning), "unit": f.unit} for n, f in fields.items()}
+    known = {
+        name: {"meaning": ": ".join(filter(None, (field.meaning, name.partition("/")[2]))), "unit": field.unit}
+        for name, field in fields.items()
+    }
     return {
         "alarm": ALARM_THRESHOLD,
         "fields": known,
         "runs": [_run(run, most, MOST_CELLS // len(shown)) for run in shown],
     }
-
-
-def _meaning(name: str, meaning: str) -> str:
-    of = name.partition("/")[2]
-    return f"{meaning}: {of}" if of else meaning
 
 
 def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
@@ -563,7 +556,11 @@ def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
         "step": [run.steps[i] for i in rows],
         "values": {name: series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
         "layers": short_names(run.layers),
-        "lines": {name: _lines(run.heads, name, rows) for name in names if name in run.measured()},
+        "lines": {
+            name: [series(layer) for layer in fold_heads(name, run.heads.values[name][rows]).T]
+            for name in names
+            if name in run.measured()
+        },
         "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
         "last": _last_value(run, cells),
         "alarms": [_alarm_mark(run, alarm) for alarm in run.alarms],
@@ -586,11 +583,6 @@ def short_names(layers: Sequence[str]) -> list[str]:
     back = next((i for i in range(least - front) if len({p[-1 - i] for p in parts}) > 1), least - front)
     short = [".".join(p[front : len(p) - back]) for p in parts]
     return short if all(short) and len(set(short)) == len(short) else list(layers)
-
-
-def _lines(heads: Heads, name: str, rows: np.ndarray) -> list[list[float | int | None]]:
-    """One line per layer, folded over heads."""
-    return [series(line) for line in fold_heads(name, heads.values[name][rows]).T]
 
 
 def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:

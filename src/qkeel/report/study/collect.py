@@ -237,7 +237,10 @@ def _study(path: Path) -> StudyData:
     remedies = [str(remedy) for remedy in about.get("remedies") or ()]
     name, command = about.get("study") or path.name, about.get("command") or ""
     tuned = about.get("tuned") or ()
-    runs = [_with_floor(run, chaos_floors(path, (about.get("base") or {}).get(run.role))) for run in runs]
+    for i, run in enumerate(runs):
+        floor = chaos_floors(path, (about.get("base") or {}).get(run.role)).get((run.remedy, run.lr))
+        if run.row is not None and floor is not None:
+            runs[i] = dataclasses.replace(run, row={**run.row, "chaos_floor": floor})
     chaos = _chaos(path)["pairs"]
     return StudyData(
         name=str(name),
@@ -275,11 +278,6 @@ def _trained(base: object) -> object:
     """A configuration without the cadence of measurements, which does not affect the final loss."""
     cadence = ("log_every", "eval_every", "probe_sequences")
     return {k: v for k, v in base.items() if k not in cadence} if isinstance(base, dict) else None
-
-
-def _with_floor(run: RunData, floors: dict[tuple[str, float], float]) -> RunData:
-    floor = floors.get((run.remedy, run.lr))
-    return run if run.row is None or floor is None else dataclasses.replace(run, row={**run.row, "chaos_floor": floor})
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
@@ -321,7 +319,7 @@ def _row(summary: Row, run: RunData) -> Row:
     row = dict(summary)
     row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
     for name in ("val_loss", "max_logit", "end_max_logit", "end_entropy", "init_loss", "cpu_seconds", "spike_score"):
-        row[name] = _float(row.get(name))
+        row[name] = as_number(row.get(name))
     alarm, steps = row.get("alarm_step"), row.get("steps")
     row["alarm_step"] = int(alarm) if isinstance(alarm, (int, float)) and math.isfinite(alarm) else None
     row["steps"] = int(steps) if isinstance(steps, (int, float)) else None
@@ -351,7 +349,8 @@ def _labelled(run: RunData, label: str) -> RunData:
     return dataclasses.replace(run, remedy=remedy, row=None if run.row is None else {**run.row, "remedy": remedy})
 
 
-def _float(value: object) -> float:
+def as_number(value: object) -> float:
+    """Returns a recorded number; NaN for null and text."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 

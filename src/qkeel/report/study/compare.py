@@ -269,7 +269,8 @@ def _standing(
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
     works = {lr: total for lr, total in by_lr.items() if not collapses(rows, remedy, lr)}
-    best_lr = _lowest(works or by_lr)
+    tried = works or by_lr
+    best_lr = min(tried, key=lambda lr: math.inf if math.isnan(tried[lr].mean) else tried[lr].mean)
     alarms = [(row["alarm_step"], row["lr"]) for row in mine if row["alarm_step"] is not None]
     return Standing(
         remedy=remedy,
@@ -285,10 +286,6 @@ def _standing(
         alarm=min(alarms) if alarms else None,
         cpu_ratio=_cpu_ratio(mine, [row for row in rows if row["remedy"] == baseline]),
     )
-
-
-def _lowest(by_lr: Mapping[float, Spread]) -> float:
-    return min(by_lr, key=lambda lr: math.inf if math.isnan(by_lr[lr].mean) else by_lr[lr].mean)
 
 
 def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
@@ -421,7 +418,8 @@ def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivi
     else:
         cells.append(cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
     top = study.lrs()[-1]
-    note = "all tried" if line.stable_lr == top else _stable(line.stable_lrs)
+    ends = " to ".join("no LR" if end == 0 else rate(end) for end in line.stable_lrs or ())
+    note = "all tried" if line.stable_lr == top else ends
     cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
     return table_row(swatch(study, line.remedy), *cells, cost_cell(line))
 
@@ -450,10 +448,6 @@ def gain_cell(one: PairedGain, small: str) -> Markup:
 def cost_cell(line: Standing) -> Markup:
     """Returns the cell of a remedy's CPU time relative to the baseline."""
     return NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio)
-
-
-def _stable(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else " to ".join("no LR" if end == 0 else rate(end) for end in ends)
 
 
 RUN_COLUMNS: Mapping[str, str] = {
@@ -490,15 +484,12 @@ def _run_line(study: StudyData, run: RunData) -> Markup:
             cells.append(cell("yes" if value else "no", value))
         elif value is None:
             cells.append(NOTHING)
+        elif name in ("val_loss", "init_loss"):
+            cells.append(cell(loss(value), value))
         else:
-            text = loss(value) if name in ("val_loss", "init_loss") else _plain(value)
-            cells.append(cell(text, value))
+            cells.append(cell(f"{value:,}" if isinstance(value, int) else number(value), value))
     head = join([swatch(study, run.remedy), tag("small", {}, _role(run)) if _role(run) else ""])
     return table_row(head, *cells, words(tag("code", {}, run.run_id)))
-
-
-def _plain(value: float | int) -> str:
-    return f"{value:,}" if isinstance(value, int) else number(value)
 
 
 def without_result(study: StudyData) -> Markup:

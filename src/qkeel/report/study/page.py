@@ -44,11 +44,9 @@ from qkeel.report.html import (
     words,
 )
 from qkeel.report.study import compare, other_findings, provenance
-from qkeel.report.study import findings as accuracy_findings
-from qkeel.report.study import findings as chaos_findings
 from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import PairedGain, collapses, gain_cell, judge, swatch
-from qkeel.report.study.findings import findings
+from qkeel.report.study.findings import accuracy_findings, chaos_findings, findings, floors_table, table_of
 from qkeel.report.study.other_findings import by_modality
 from qkeel.report.study.provenance import verdict_table
 
@@ -320,15 +318,16 @@ def study_page(study: StudyData) -> Page:
 def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
     parts = study.parts()
     choice = choices("part") if parts and present else ""
+    wanted = _compares(study) and not parts and study.primary is None
     return [
         Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
         Section("verdict", "Counts" if study.primary else "Verdict", Markup("") if parts else _verdict(study)),
         Section("charts", "Charts", join([choice, figures(study, present)])),
         Section("modality", "By modality", by_modality(study) if other_findings.is_multimodal(study) else Markup("")),
-        Section("chaos", "What rounding does", chaos_findings.floors_table(study)),
-        Section("accuracy", "Accuracy", accuracy_findings.table_of(study)),
+        Section("chaos", "What rounding does", floors_table(study)),
+        Section("accuracy", "Accuracy", table_of(study)),
         Section("ranking", "Secondary comparisons" if study.primary else "Ranking", _ranking(study)),
-        Section("pairs", "Every pair", pair_tables(study) if _pairs_wanted(study, bool(parts)) else Markup("")),
+        Section("pairs", "Every pair", pair_tables(study) if wanted else Markup("")),
         *(Section(f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(parts.items())),
         Section("without", "Runs without a result", compare.without_result(study)),
         Section(
@@ -357,7 +356,7 @@ def _findings(study: StudyData) -> list[Finding]:
     if other_findings.is_multimodal(study):
         return other_findings.modality_findings(study)
     if study.chaos:
-        return chaos_findings.chaos_findings(study)
+        return chaos_findings(study)
     parts = study.parts()
     if parts:
         leads = {name: [f for f in _read(part) if f.kind == "lead"] for name, part in parts.items()}
@@ -371,7 +370,7 @@ def _read(study: StudyData) -> list[Finding]:
     """The findings about long contexts if they were measured, otherwise about remedies."""
     if other_findings.is_long(study):
         return other_findings.length_findings(study)
-    return [*findings(study), *accuracy_findings.accuracy_findings(study)]
+    return [*findings(study), *accuracy_findings(study)]
 
 
 def _named(text: str, remedies: Sequence[str]) -> Markup:
@@ -408,11 +407,6 @@ def _part(part: StudyData) -> Markup:
 def _verdict(study: StudyData) -> Markup:
     """The answer above the charts; studies that do not compare remedies show theirs elsewhere."""
     return verdict_table(study) if _compares(study) else Markup("")
-
-
-def _pairs_wanted(study: StudyData, parts: bool) -> bool:
-    """Whether every pair is judged; not if the study has a primary comparison."""
-    return _compares(study) and not parts and study.primary is None
 
 
 def _compares(study: StudyData) -> bool:

@@ -200,7 +200,7 @@ _READS: Reads = {
     "Compiled kernels": lambda run: run.env.get("compiled_kernels") and "yes",
     "Device": lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k)),
     "Corpus": lambda run: _corpus(run.env.get("corpus")),
-    "Corpus SHA-256": lambda run: _of(run.env.get("corpus"), "sha256"),
+    "Corpus SHA-256": lambda run: corpus.get("sha256") if isinstance(corpus := run.env.get("corpus"), dict) else None,
     "Model": lambda run: _settings(run.config.get("model")),
     "Parameters": lambda run: _number(run.env.get("n_parameters")),
     "Optimizer": lambda run: _settings(run.config.get("optim"), leave=("lr",)),
@@ -253,10 +253,6 @@ def _corpus(corpus: object) -> str | None:
         if isinstance(corpus.get(key), int):
             parts.append(f"{corpus[key]:,} {word}")
     return ", ".join(part for part in parts if part)
-
-
-def _of(value: object, key: str) -> object:
-    return value.get(key) if isinstance(value, dict) else None
 
 
 def _number(value: object) -> str | None:
