@@ -53,6 +53,7 @@ class PolicyRunner:
             InvalidValueError: a decision is for another step or an unknown, unverified or smaller site.
         """
         self.seen += 1
+        # Effects are computed before the policy decides, from the state that it will see.
         due = [number for at, number in self.waiting if at <= self.seen]
         self.waiting = [one for one in self.waiting if one[0] > self.seen]
         effects = [self._effect(self.decisions[number], history) for number in due]
@@ -101,7 +102,7 @@ class PolicyRunner:
         rows = [i for i, site in enumerate(self.sites) if one.site in (None, site.name)]
         own = np.asarray(series, dtype=np.float64)[:, rows]
         own = own[:, :, list(one.heads)] if one.heads else own
-        then = int(np.searchsorted(history.steps, one.step, side="right")) - 1
+        then = int(np.searchsorted(history.steps, one.step, side="right")) - 1  # the last record up to the decision
         tops = [float(np.fmax.reduce(own[k].ravel(), initial=np.nan)) for k in (max(then, 0), -1)]
         return DecisionEffect(
             step=int(history.steps[-1]),
@@ -197,6 +198,7 @@ def _replayed(
         recording.append(values, {name: v[n] for name, v in history.heads.items() if name in FIELDS})
         decisions, effects = deliberation.see(recording.history)
         out += [*effects, *decisions]
+        # A live run learns of a refusal after the decision, so a replay passes it on in the same order.
         for one in refusals:
             if one.step == int(history.steps[n]):
                 deliberation.refuse(one)

@@ -156,7 +156,7 @@ class Autopilot(Handle):
         hooks = [
             StepHooks(lambda _: None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers
         ]
-        self._hooks = hooks
+        self._hooks = hooks  # kept so that _stop() can remove them
         super().__init__(self._take_off, state=lambda: state(self), load=lambda s: load(self, s))
 
     @property
@@ -309,6 +309,7 @@ class Autopilot(Handle):
             n = sample.heads["max_logit"].shape[1] if site is None else site.n_heads
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(one) for one in self.monitor.missed]
+        # All processes must agree on the sites, or their policies would decide differently.
         dist.done_by_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None, patience=dist.PATIENCE)
         known = self.start(facts, missed, list(sites.values()))
         assert self.actuator is not None

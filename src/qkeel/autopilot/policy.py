@@ -1,4 +1,12 @@
-"""Policies of the autopilot: pure functions that map the records of a run to the next remedy."""
+"""Policies of the autopilot: pure functions that map the records of a run to the next remedy.
+
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have are NaN.
+        with np.errstate(invalid="ignore"):
+            over = self.logits[-1] > self.ladder.threshold
+====
+        with np.errstate(invalid="ignore"):  # NaN: heads that were not measured
+            over = self.logits[-1] > self.ladder.threshold
+"""
 
 from __future__ import annotations
 
@@ -445,6 +453,7 @@ class _Step:
         return self._low_entropy(i)
 
     def _beyond_rates(self, i: int) -> str:
+        # Lower rates act more slowly than a clip, so they get twice the patience.
         if self._since(Action.RATES, i) < 2 * self.ladder.patience:
             return ""
         top = float(np.fmax.reduce(self.logits[-1, i]))
@@ -465,7 +474,7 @@ class _Step:
         for (spec, site), (action, heads) in self.held.items():
             i = next((i for i, own in self.sites.items() if own.name == site), None)
             if i is None or (action is Action.CLIP and self._held(Action.RATES, i) is not None):
-                continue
+                continue  # lalr, the later action, is released first
             calm = self._calm(i, action)
             own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
             if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
@@ -493,6 +502,7 @@ class _Step:
         n = self._patience(action, i)
         if self._since(action, i) < n:
             return np.zeros(self.logits.shape[-1], dtype=bool)
+        # Without lalr the logits would grow 1/tau times as fast as observed.
         faster = 1 / self.ladder.tau if action is Action.RATES else 1.0
         with np.errstate(invalid="ignore"):
             low = ~(self.logits[-n:, i] >= 0.5 * self.ladder.threshold).any(0)
@@ -503,7 +513,7 @@ class _Step:
         """Returns the number of calm records before a release; it doubles after each release."""
         site = self.records.sites[i].name
         before = {d.step for d in self.records.decisions if d.release and (d.action, d.site) == (action, site)}
-        return self.ladder.calm * 2 ** min(len(before), 16)
+        return self.ladder.calm * 2 ** min(len(before), 16)  # the limit keeps it a sensible integer
 
     def _since(self, action: Action, i: int | None) -> int:
         """Returns the number of records since the last decision for this action at this site (None: the whole

@@ -333,7 +333,7 @@ class RunRecord:
 
     def share(self, sharing: int) -> None:
         """From now on, counts 1/`sharing` of this process's CPU time for this run."""
-        now = time.process_time()
+        now = time.process_time()  # settle the time so far at the old share
         self._spent, self._clock = self._spent + (now - self._clock) / self._sharing, now
         self._sharing = sharing
 
@@ -373,7 +373,7 @@ class RunRecord:
             probe: statistics of the probe.
             held: held-out numbers; empty if not due.
         """
-        self._write(numbers, probe, held)
+        self._write(numbers, probe, held)  # the bad step is recorded too, so that the page shows why training stopped
         if self._ends(numbers or ()):
             # No checkpoint is written, so a run that is killed here stops at the same step again.
             scale = " at any loss scale" if self.state.loss_scale else ""
@@ -415,7 +415,7 @@ class RunRecord:
             return None
         found = read_checkpoint(place)
         step, sizes = found.progress.step, found.progress.sizes
-        if sizes is None:
+        if sizes is None:  # written by an earlier version
             place.cut_back(step)
         else:
             place.cut_to(sizes)

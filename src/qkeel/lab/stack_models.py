@@ -96,7 +96,7 @@ def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: StackSize, workers: in
     """
     how = check_how(how)
     most = AT_ONCE if how == "auto" else 1 if how == "off" else how
-    most = max(1, min(most, -(-len(runs) // max(1, workers))))
+    most = max(1, min(most, -(-len(runs) // max(1, workers))))  # no stack so large that a worker stays idle
     alike: dict[str, list[tuple[RunConfig, T]]] = {}
     for number, (config, thing) in enumerate(runs):
         kind = _kind(resolve(config), how) if most > 1 else None

@@ -412,6 +412,7 @@ def load(config: DataConfig) -> Corpus:
     Raises:
         DataError: it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
     """
+    # The stamp is part of the cache key, so a changed file is read again.
     corpus = _load(config.source, config.vocab_size, config.tokens, stamp(config.source))
     for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
@@ -478,7 +479,7 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
     """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences."""
     room = len(tokens) - context
-    count = min(sequences, max(1, room // context))
+    count = min(sequences, max(1, room // context))  # at most as many as fit without overlap
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(tokens, starts, context)
 
@@ -516,7 +517,7 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     budget = HELD_OUT * sum(map(len, unique.values()))
     held: set[bytes] = set()
     size = 0
-    for digest in sorted(unique):
+    for digest in sorted(unique):  # by hash, so that the split does not depend on names or order
         if size < 0.9 * budget and size + len(unique[digest]) <= budget:
             held.add(digest)
             size += len(unique[digest])

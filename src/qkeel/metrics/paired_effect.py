@@ -65,7 +65,8 @@ def quantile(level: float, freedom: int) -> float:
     >>> round(quantile(0.95, 7), 6)
     2.364624
     """
-    low, high = -20.0, 60.0  # logarithms of t
+    # Bisection on ln t: with one degree of freedom t spans many orders of magnitude.
+    low, high = -20.0, 60.0
     for _ in range(90):
         middle = (low + high) / 2
         low, high = (middle, high) if two_sided(math.exp(middle), freedom) > 1 - level else (low, middle)
@@ -81,10 +82,11 @@ def power(shift: float, freedom: int, level: float) -> float:
     >>> round(power(2.802, 10_000, 0.95), 2)
     0.8
     """
+    # s has a standard deviation of about 1/√(2ν), so the grid spans 9 of them on each side.
     t, width = quantile(level, freedom), 9 / math.sqrt(2 * freedom)
     s = np.linspace(max(0.0, 1 - width), 1 + width, 401)[1:]
     weight = (freedom - 1) * np.log(s) - freedom * s * s / 2
-    weight = np.exp(weight - weight.max())
+    weight = np.exp(weight - weight.max())  # the largest weight is 1, so nothing underflows
     passed = np.array([math.erfc((t * x - shift) / math.sqrt(2)) / 2 for x in s])
     return float(weight @ passed / weight.sum())
 
@@ -237,6 +239,7 @@ def common_level(decided: Callable[[float], int], rows: int, error: float, looks
     Source: Benjamini & Hochberg 1995; for intervals: Benjamini & Yekutieli 2005, False coverage rate.
     """
     check(rows >= 1, "at least 1 row", rows)
+    # From the most permissive level down: the first that is consistent with its own number of decisions.
     for r in range(rows, 0, -1):
         level = 1 - nominal(error * r / rows, looks)
         if decided(level) >= r:
@@ -324,10 +327,11 @@ def paired_effect(
     values = _checked(differences, margin, level)
     n, mean, spread = len(values), float(values.mean()), float(values.std(ddof=1))
     if spread > _SAME * abs(mean):
-        error = spread / math.sqrt(n)
+        error = spread / math.sqrt(n)  # standard error of the mean
         half, p = quantile(level, n - 1) * error, two_sided(mean / error, n - 1)
         low, high = mean - half, mean + half
     else:
+        # Equal differences: a two-sided sign test, whose p-value is 2 · 2⁻ⁿ.
         spread, p = 0.0, 2.0 ** (1 - n) if mean else 1.0
         low, high = (mean, mean) if not mean or p <= 1 - level else (-math.inf, math.inf)
     return PairedEffect(mean=mean, spread=spread, low=low, high=high, p=p, n=n, level=level, margin=margin)
@@ -373,7 +377,7 @@ def paired_effects(
     levels, test = [level] * len(p), 1 - (1 - level) / max(1, len(p))
     failed = False
     for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        if not failed:
+        if not failed:  # after the first failure all larger p-values fail too, at the level of the first
             test = 1 - (1 - level) / (len(p) - rank)
             failed = p[i] > 1 - test
         levels[i] = test
@@ -413,7 +417,7 @@ def _needed(effect: PairedEffect) -> int | None:
     found = [_first(effect.n, lambda m: power(size * math.sqrt(m), m - 1, level) >= POWER)]
     room = -1.0 if effect.margin is None else effect.margin / effect.spread - size
     if room > 0:
-        # Both sides must hold: each with half of what POWER leaves.
+        # Both one-sided tests must succeed, so each may fail with half of 1 - POWER.
         found.append(_first(effect.n, lambda m: power(room * math.sqrt(m), m - 1, level) >= (1 + POWER) / 2))
     return min((m for m in found if m is not None), default=None)
 

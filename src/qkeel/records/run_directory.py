@@ -331,7 +331,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     Raises:
         RunDirectoryError: another process holds it after `wait` seconds; the message names the process.
     """
-    refuse_irregular(path)
+    refuse_irregular(path)  # opening a pipe would block
     disk.make_directory(path.parent)
     writes = f"cannot write in {path.parent}", ". Choose a writable directory with free space."
     with reported(*writes):
@@ -344,7 +344,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        with reported(*writes):
+        with reported(*writes):  # the process id, for the error of a process that finds the lock taken
             os.ftruncate(file, 0)
             os.write(file, str(os.getpid()).encode())
         yield

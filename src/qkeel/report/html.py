@@ -128,6 +128,7 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
     """
     if len(heights) <= limit:
         return list(range(len(heights)))
+    # Keeping the largest value of each stretch keeps spikes, which averaging would hide.
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
     middle = [max(range(a, b), key=lambda i: _height(heights[i])) for a, b in itertools.pairwise(edges) if b > a]
     return [0, *middle, len(heights) - 1]
