@@ -108,7 +108,7 @@ class LongContexts:
         check(self.continue_steps >= 1, "at least 1 step of continued training", self.continue_steps)
 
     def of(self, form: str) -> Self:
-        """Returns the tests of one form; only "none" if no method names it."""
+        """Returns the tests of one form; only "none" if no method applies to it."""
         methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
         return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
 
