@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
@@ -197,8 +198,8 @@ def nominal(error: float, looks: int) -> float:
 
 def _crossing(each: float, looks: int) -> float:
     """The probability that some look passes the boundary of which one look has this two-sided error."""
-    bound = quantile(1 - each, 10**9)
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    bound = -statistics.NormalDist().inv_cdf(each / 2)
+    nodes, weights = _rule()
     kept, grid, mass = 1.0, np.zeros(1), np.ones(1)
     for k in range(1, looks + 1):
         edge = bound * math.sqrt(k)
@@ -207,6 +208,12 @@ def _crossing(each: float, looks: int) -> float:
         mass = (step @ mass) * weights * edge  # of each node, its weight in the integral included
         grid, kept = new, float(mass.sum())
     return 1 - kept
+
+
+@functools.cache
+def _rule() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights of Gauss and Legendre between -1 and 1."""
+    return np.polynomial.legendre.leggauss(_NODES)
 
 
 def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
