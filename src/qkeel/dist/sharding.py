@@ -11,7 +11,7 @@ from torch import nn
 from qkeel.dist.agreement import on, rank, world
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 from qkeel.dist.agreement import rank
 from qkeel.errors import RefusedError, unknown
 import math
@@ -92,7 +92,7 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
     """
     if world() == 1:
         return []
-    found = [x for x in gc.get_objects() if issubclass(type(x), _kinds())]
+    found = _living(*_kinds())
     inside = {id(m) for m in model.modules()}
     return [w for w in found if id(w) in inside or any(m is model for m in w.modules())]
 
@@ -128,8 +128,16 @@ def stage_of(model: nn.Module) -> tuple[int, bool] | None:
     if (home := sys.modules.get(_PIPELINE)) is None or not on():  # without processes all objects are not gone through
         return None
     base = home.PipelineStage.__mro__[1]  # of a stage that a tracer made too
-    stages = [x for x in gc.get_objects() if issubclass(type(x), base)]
+    stages = _living(base)
     return next(((x.stage_index, x.is_last) for x in stages if any(m is model for m in x.submod.modules())), None)
+
+
+def _living(*kinds: type) -> list[Any]:
+    """All objects of these kinds. Each type is asked once: there are a few thousand of them, and far more objects."""
+    objects = gc.get_objects()
+    types = {id(kind): kind for kind in map(type, objects)}  # by identity: a metaclass may forbid hashes
+    wanted = {number for number, kind in types.items() if issubclass(kind, kinds)}
+    return [x for x in objects if id(type(x)) in wanted] if wanted else []
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:
