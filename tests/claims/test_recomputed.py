@@ -68,8 +68,6 @@ def pocock(each: float, looks: int) -> float:
     return 1 - float(normal.cdf(np.full(looks, bound), lower_limit=np.full(looks, -bound)))
 
 
-
-
 @pytest.fixture(scope="module")
 def judged() -> list[Judged]:
     return judge(RESULTS)
