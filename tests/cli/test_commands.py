@@ -410,7 +410,7 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         done = process.end(300)
     assert done.returncode == 130
-    assert done.stderr == f"interrupted. Resume with: qkeel run {' '.join(long)}\n"
+    assert done.stderr == f"interrupted. Resume with: qkeel run {shlex.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
     assert RunDirectory(place).checkpoint.exists()
 
