@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.records import Field, HeadField, LayerField
+    from qkeel.records import BlockField, Field, HeadField, LayerField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
