@@ -2,6 +2,7 @@
 
     python -m predictions.step_spectra run --seeds 40 41 42 --out ROWS    appends a row for each run that ROWS lacks
     python -m predictions.step_spectra judge ROWS                            prints the verdicts, writes the table
+    python -m predictions.step_spectra judge                                 the same from the table, writes the page
 
 What was predicted is in step_spectra.md, written before the first run.
 """
@@ -21,7 +22,7 @@ from benchmarks.alarms import lasting_gap
 from torch import Tensor, nn
 
 import qkeel
-from predictions.order import over_seeds
+from predictions.order import over_seeds, verdict
 from qkeel.lab.build_run import learning_rate
 from qkeel.lab.config import DataConfig, OptimConfig
 from qkeel.lab.text import Corpus, batch, heldout, load
@@ -31,11 +32,13 @@ from qkeel.nn import Decoder, DecoderConfig
 from qkeel.spec import AttentionSpec, RMSNorm, Rope, Sink
 
 TABLE = Path(__file__).parents[1] / "benchmarks" / "results" / "step-spectra-2026-11-23.json"
+PAGE = Path(__file__).parents[1] / "research" / "results" / "step-spectra.md"
 STEPS, MEASURED, EVERY, HEADS, WIDTH = 150, 2, 5, 4, 64
 LRS = (0.003, 0.01, 0.03, 0.1, 0.3)
 TUNED, JUDGED = range(40, 43), range(50, 56)
 REFERENCE = "qk_norm"
 KINDS = ("none", "lalr:tau=0.1", REFERENCE, "sink")
+TEXTS = ("step_spectra.md", "step_spectra_reading.md")
 LEAST_LEAD, MOST_FALSE, LEAST_ORDER, FACTOR, SHARE = 10, 0.05, 0.8, 3.0, 0.9
 
 Row = dict[str, Any]
@@ -252,6 +255,38 @@ def judge(rows: Sequence[Row]) -> Row:
     }
 
 
+def verdicts(found: Row) -> list[tuple[str, str, str]]:
+    """Of each prediction what was found, and whether it held."""
+
+    def share(of: Sequence[int]) -> str:
+        return f"{of[0]:,} of {of[1]:,}"
+
+    order, lead = found["order"], found["lead"]
+    near, false = found["scale"], found["false"]
+    return [
+        ("order", f"{order[0]:.2f} ({order[1]:.2f} to {order[2]:.2f})", verdict(order, LEAST_ORDER)),
+        (
+            "scale",
+            f"{share(near)} runs; measured / p {found['ratio'][1]:.1f} in the median",
+            "held" if near[0] >= SHARE * near[1] else "refuted",
+        ),
+        ("bound", f"{share(found['over_bound'])} changes are over B", "refuted" if found["over_bound"][0] else "held"),
+        ("lead", f"{lead[0]:.0f} steps ({lead[1]:.0f} to {lead[2]:.0f})", verdict(lead, LEAST_LEAD)),
+        ("false", f"{share(false)} healthy runs", "held" if false[0] <= MOST_FALSE * false[1] else "refuted"),
+    ]
+
+
+def page(found: Row) -> str:
+    """The page of results: the prediction, the verdicts, what was read in them."""
+    own = Path(__file__)
+    before, after = (own.with_name(name).read_text(encoding="utf-8") for name in TEXTS)
+    table = ["| prediction | found | verdict |", "|---|---|---|"]
+    table += [f"| {' | '.join(one)} |" for one in verdicts(found)]
+    head = "# Does what a step adds to the weights predict the logits?\n\n"
+    head += "Made by `python -m predictions.step_spectra judge`.\n"
+    return "\n".join([head, before, "## Verdicts\n", *table, "", after])
+
+
 def main() -> None:
     """Runs or judges."""
     parser = argparse.ArgumentParser(prog="python -m predictions.step_spectra", description=__doc__)
@@ -266,7 +301,9 @@ def main() -> None:
     rows = read(options.rows)
     found = judge(rows)
     print(json.dumps(found, indent=1, default=str))
-    if options.rows.suffix != ".json":
+    if options.rows == TABLE:
+        PAGE.write_text(page(found), encoding="utf-8")
+    else:
         text = json.dumps(
             {"command": "python -m predictions.step_spectra run", "verdicts": found, "rows": rows}, default=str
         )

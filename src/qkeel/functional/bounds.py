@@ -178,9 +178,15 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
 
 
 def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
-    """A matrix with the singular values of aᵀ b, of r rows and columns at most, in float64; NaN where it is not finite.
+    """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
 
-    See `product_spectrum`. Nothing in here waits for a device.
+    R_a R_bᵀ of thin QR factorisations, see `product_spectrum`. The host does not wait for a device.
+
+    Args:
+        a: the left factor.
+        b: the right factor.
+
+    Source: derived.
     """
     finite, device = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1), a.device
     if widest(device) != torch.float64:
@@ -191,8 +197,15 @@ def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Flo
 
 
 def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
-    """The spectrum of matrices in float64, such as those of `small_product` of many sites at once: on a GPU the host
-    waits once for all of them."""
+    """Returns the spectra of matrices in float64, such as those that `small_product` makes of many sites.
+
+    On a GPU the host waits once for all of them.
+
+    Args:
+        product: the matrices.
+
+    Source: the definitions, see `Spectrum`.
+    """
     finite = product.isfinite().flatten(-2).all(-1)
     sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))
     largest = sigma[..., 0]

@@ -20,6 +20,7 @@ from qkeel.functional.norms import STREAM_FORMULAS, StreamValues, widest
 from qkeel.handle import Handle
 from qkeel.monitor.gather import Reduction
 from qkeel.monitor.token_classes import blocks_of
+from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Guarded, Kwargs, ModuleTree, function_name, in_this_thread, put_hooks, unguarded
 from qkeel.records import BLOCK_FIELDS
@@ -235,7 +236,7 @@ class ResidualStream:
         def before(module: nn.Module, args: object, kwargs: object) -> None:
             x = _stream((args, kwargs))
             if x is not None and name not in shown:
-                shown[name] = _Shown(_sample(x), torch.finfo(x.dtype).eps, x.shape, x._version)
+                shown[name] = _Shown(_sample(x), torch.finfo(x.dtype).eps, x.shape, version_of(x))
                 given[0] = x
 
         def after(module: nn.Module, args: object, output: object) -> None:
@@ -243,7 +244,7 @@ class ResidualStream:
             if x is None or given[0] is None:
                 shown.pop(name, None)
             elif one is not None and one.out is None:
-                one.out, one.mutated = _sample(x), given[0]._version != one.version
+                one.out, one.mutated = _sample(x), version_of(given[0]) != one.version
                 one.rounding = max(one.rounding, torch.finfo(x.dtype).eps)
             given[0] = None
 
