@@ -44,6 +44,7 @@ from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.sites.find import all_sites, find_sites, within
 from qkeel.sites.tap import Phase, Tap, Visitor
+from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
@@ -350,6 +351,11 @@ class WatchedSites:
         self.weighed = self.all
         return True
 
+    @property
+    def unaccompanied(self) -> bool:
+        """True where a pass of the model is one of all processes, and not all of them watch."""
+        return spread(self.model) and not self._group.several
+
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
         failed, self._error = self._error is not None, None
@@ -434,6 +440,13 @@ class StepNumbers(Visitor):
     def _look_for_blocks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Finds the blocks, by a pass of its own; in the first measured pass, and in later ones while it is unsure."""
         if self._stream is None:
+            if self._sites.unaccompanied:
+                self._residual = False
+                caution(
+                    "the residual stream is not measured: the weights are split over processes, not all of which "
+                    "watch the model, and the search for its blocks is a forward pass of all of them"
+                )
+                return
             names = [site.name for site in self._sites.all]
             self._stream = ResidualStream(self._sites.model, names, self._means.add, self._guard, self._tree)
         if not self._stream.complete:

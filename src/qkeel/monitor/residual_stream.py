@@ -24,6 +24,7 @@ from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Guarded, Kwargs, ModuleTree, function_name, in_this_thread, put_hooks, unguarded
 from qkeel.records import BLOCK_FIELDS
+from qkeel.sites.trace import spread
 
 # What is known of a block: how it makes its output of its input. It is found by what one pass shows.
 
@@ -198,6 +199,7 @@ class ResidualStream:
         self._copied: set[str] = set()  # blocks that change their input in place
         self._layers: dict[str, tuple[str, ...]] = {}  # what the numbers of a block are filed under
         self._tries, self._said = 0, False
+        self._most = 1 if spread(model) else _TRIES
         self._unsure: list[str] = []  # attentions whose branch added too little to be seen yet
         self._refused: list[str] = []  # those of blocks that are no such sums
         self._open: dict[str, StreamValues] = {}
@@ -206,8 +208,9 @@ class ResidualStream:
 
     @property
     def complete(self) -> bool:
-        """Returns whether no further pass is to be looked at."""
-        return self._tries >= _TRIES or (self._tries > 0 and not self._unsure)
+        """Returns whether no further pass is to be looked at; only one is that all processes take part in, since they
+        may not agree on more."""
+        return self._tries >= self._most or (self._tries > 0 and not self._unsure)
 
     def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:
         """Finds the blocks and their branches by a pass with these arguments, which changes nothing."""
@@ -301,7 +304,7 @@ class ResidualStream:
 
     def _tell(self) -> None:
         """Says once what cannot be measured."""
-        lacking = [*self._refused, *(self._unsure if self._tries >= _TRIES else ())]
+        lacking = [*self._refused, *(self._unsure if self._tries >= self._most else ())]
         if self._said or (self.branches and not lacking):
             return
         self._said = True
