@@ -29,6 +29,7 @@ LR, EPS = 1e-2, 1e-6
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "resid_dropout", "hidden_dropout")
 
 Found = dict[str, np.ndarray]  # by field [h]
+Pair = tuple[np.ndarray, np.ndarray]  # of q and of k, by query head [h d m]
 
 
 class Wide(TorchFunctionMode):
@@ -153,7 +154,7 @@ def gates(z: np.ndarray, seen: np.ndarray, sink: float) -> dict[str, float]:
     return {"sink_logit": sink, "gate_mean": float(np.mean(values)), "gate_std": float(np.std(values))}
 
 
-def projections(model: nn.Module, site: str, h: int, grad: bool = False) -> tuple[np.ndarray, np.ndarray] | None:
+def projections(model: nn.Module, site: str, h: int, grad: bool = False) -> Pair | None:
     """The weights of q and k by query head [h d m], where a module has them as q_proj and k_proj of full heads; or
     their gradients."""
     module = model.get_submodule(site)
@@ -166,14 +167,31 @@ def projections(model: nn.Module, site: str, h: int, grad: bool = False) -> tupl
     return None if heads is None else (heads[0].copy(), np.repeat(heads[1], h // len(heads[1]), 0))
 
 
-def of_weights(
-    old: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray], grad: tuple[np.ndarray, np.ndarray]
-) -> Found:
-    """The numbers of the weights before a step, of gradients and of the step, by dense matrices and singular values."""
+def gained(model: nn.Module, site: str, weights: Pair | None) -> Pair | None:
+    """The same weights, their rows times the gains of the norms behind them, where a module has these."""
+    if weights is None:
+        return None
+    module, found = model.get_submodule(site), []
+    for name, x in zip(("q_norm", "k_norm"), weights):
+        norm = dict(module.named_children()).get(name)
+        h, d = x.shape[:2]
+        gain = np.ones((1, d))
+        if norm is not None and (p := dict(norm.named_parameters()).get("weight")) is not None:
+            gain = p.detach().numpy().reshape(-1, d) + ("Gemma" in type(norm).__name__)
+        found.append(x * np.repeat(gain, h // len(gain), 0)[..., None])
+    return found[0], found[1]
+
+
+def of_weights(old: Pair, new: Pair, grad: Pair, gains: tuple[Pair, Pair]) -> Found:
+    """The numbers of the weights before a step, of gradients and of the step, by dense matrices and singular values.
+
+    `gains` are the weights before and after it with the gains of norms on their rows.
+    """
     (q, k), (dq, dk) = old, (new[0] - old[0], new[1] - old[1])
+    (gq, gk), (sq, sk) = gains[0], (gains[1][0] - gains[0][0], gains[1][1] - gains[0][1])
     found: dict[str, list[float]] = {}
     for i in range(len(q)):
-        second, third = dq[i].T @ k[i] + q[i].T @ dk[i], dq[i].T @ dk[i]
+        second, third = sq[i].T @ gk[i] + gq[i].T @ sk[i], sq[i].T @ sk[i]
         own = {
             "query_weight_norm": np.linalg.norm(q[i]),
             "key_weight_norm": np.linalg.norm(k[i]),
@@ -291,9 +309,11 @@ def differences(entry: Entry) -> dict[str, float]:
                 still(model)
             heads = {site.name: site.n_heads for site in monitor.sites}
             old = {site: projections(model, site.partition("#")[0], heads[site]) for site in sites}
+            first = {site: gained(model, site.partition("#")[0], weights) for site, weights in old.items()}
             grad = {site: projections(model, site.partition("#")[0], heads[site], grad=True) for site in sites}
             optimizer.step()
             new = {site: projections(model, site.partition("#")[0], heads[site]) for site in sites}
+            then = {site: gained(model, site.partition("#")[0], weights) for site, weights in new.items()}
             sample = next(s for s in (monitor.sample_before(1), monitor.sample) if s is not None and s.phase == "train")
     worst: dict[str, float] = {}
 
@@ -305,7 +325,9 @@ def differences(entry: Entry) -> dict[str, float]:
     calls = [statistics(*one, MASKS.get(entry.name, HIDDEN)) for one in operators.seen]
     assert len(calls) == len(sample.layers), (len(calls), sample.layers)
     for i, (site, expected) in enumerate(zip(sample.layers, calls)):
-        weights = of_weights(old[site], new[site], grad[site]) if old.get(site) is not None else {}  # type: ignore[arg-type]
+        weights = (
+            of_weights(old[site], new[site], grad[site], (first[site], then[site])) if old.get(site) is not None else {}
+        )  # type: ignore[arg-type]
         for name, values in (expected | weights).items():
             known = sample.heads.get(name)
             own = np.full(len(values), np.nan) if known is None else known[i, : len(values)]

@@ -699,7 +699,8 @@ class StepSpectra:
     """Compares the q and k weights of some sites before and after a step, per query head [h].
 
     delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the way of q and of k,
-        as in WeightNorms: rotations and the gains of a q/k norm are left out.
+        as in WeightNorms: rotations are left out. The gains of a q/k norm over the rows of the head's weight multiply
+        these rows, before and after the step; what such a norm divides by is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between the two it holds a copy of these weights.
@@ -708,7 +709,9 @@ class StepSpectra:
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self._parameters = dict(model.named_parameters())
         self._sites = sites
-        self._names = list(dict.fromkeys(part.parameter for site in sites for part in (*site.query, *site.key)))
+        weights = [part.parameter for site in sites for part in (*site.query, *site.key)]
+        gains = [norm.parameter for site in sites for norm in (*site.query_gains, *site.key_gains)]
+        self._names = list(dict.fromkeys([*weights, *(name for name in gains if name is not None)]))
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -727,6 +730,10 @@ class StepSpectra:
             for side, chains in _sides(site):
                 now = matrix(chains, lambda part: _rows(part, self._parameters[part.parameter]))
                 old = matrix(chains, lambda part: _rows(part, kept[part.parameter]))
+                norms = site.query_gains if side == "query" else site.key_gains
+                own_heads = site.n_heads if side == "query" else site.n_kv_heads
+                if len(site.terms) == 1 and norms:
+                    old, now = (_gained(x, norms, own_heads, of) for x, of in ((old, kept), (now, self._parameters)))
                 factors += [site.per_query_head(x) for x in (old, now - old)]
                 own = own_rows(chains)
                 news, olds = ([_rows(part, of[part.parameter]) for part in own] for of in (self._parameters, kept))
@@ -743,6 +750,25 @@ class StepSpectra:
                     for (site_name, name, _), x in zip(some, values.split(counts)):
                         found[site_name, f"{name}_{of}"] = x
         return found
+
+
+def _gained(x: Tensor, norms: tuple[NormGain, ...], heads: int, of: Mapping[str, Tensor]) -> Tensor:
+    """The products of weights [n r m] with the gains of the norm behind them on their rows, as diagonal matrices.
+
+    A norm whose gains are not of these rows leaves them as they are.
+    """
+    gains = torch.ones(heads, x.shape[1], dtype=x.dtype, device=x.device)
+    for norm in norms:
+        if norm.parameter is None or norm.index is None or norm.index.shape[1] not in (1, x.shape[1]):
+            return x
+        p = of[norm.parameter].detach()
+        if dist.is_split(p):
+            return x
+        own = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
+        gains[list(norm.heads)] = norm.factor * own.expand(len(norm.heads), x.shape[1])
+    if heads % len(x):
+        return x
+    return x.repeat_interleave(heads // len(x), 0) * gains[..., None]
 
 
 def _rows(part: HeadSlice, x: Tensor) -> Tensor:
