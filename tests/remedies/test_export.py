@@ -299,6 +299,6 @@ def test_the_command_writes_the_same_and_says_where(tmp_path: Path, capsys: pyte
 
 
 def test_models_that_are_not_of_transformers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="expected a model of transformers"):
+    with pytest.raises(RefusedError, match="expected a transformers model"):
         export(decoder(), "qwen3", tmp_path / "out")
     assert set(SHAPES) == {"qwen3", "olmo2", "gemma3"}
