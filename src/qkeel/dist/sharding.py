@@ -7,7 +7,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from torch import Tensor, nn
 from torch import distributed as torch_distributed
@@ -85,7 +85,7 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
     """
     if world() == 1:
         return []
-    found = [x for x in gc.get_objects() if issubclass(type(x), _kinds())]
+    found = _living(*_kinds())
     inside = {id(m) for m in model.modules()}
     return [w for w in found if id(w) in inside or any(m is model for m in w.modules())]
 
@@ -121,8 +121,16 @@ def stage_of(model: nn.Module) -> tuple[int, bool] | None:
     if (home := sys.modules.get(_PIPELINE)) is None or not on():  # spares the search through all objects
         return None
     base = home.PipelineStage.__mro__[1]  # also the base of traced stages
-    stages = [x for x in gc.get_objects() if issubclass(type(x), base)]
+    stages = _living(base)
     return next(((x.stage_index, x.is_last) for x in stages if any(m is model for m in x.submod.modules())), None)
+
+
+def _living(*kinds: type) -> list[Any]:
+    """All objects of these kinds. Each type is asked once: there are a few thousand of them, and far more objects."""
+    objects = gc.get_objects()
+    types = {id(kind): kind for kind in map(type, objects)}  # by identity: a metaclass may forbid hashes
+    wanted = {number for number, kind in types.items() if issubclass(kind, kinds)}
+    return [x for x in objects if id(type(x)) in wanted] if wanted else []
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:
