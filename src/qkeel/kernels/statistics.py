@@ -336,7 +336,9 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
             f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
         )
     if not after.spec.position.folds:
-        raise RefusedError(f"{after.spec.position.formula()} does not fold into a product q·k whose change is defined")
+        raise RefusedError(
+            f"{after.spec.position.formula()} does not fold into q and k, so no change of q·k can be computed"
+        )
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
