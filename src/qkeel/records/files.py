@@ -415,8 +415,7 @@ class Heads:
 
 
 class HeadRecorder:
-    """Appends records of 1 + n_fields · n_layers · n_heads float32 to `directory`/`name`.f32: the step, then the
-    fields.
+    """Appends records of float32 to `directory`/`name`.f32: the step, then n_fields · n_layers · n_heads values.
 
     `layers` are the names of the layers, () if unknown.
     """

@@ -309,8 +309,7 @@ _LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
 
 
 def fix(run: Watched) -> list[str]:
-    """Returns what to do about the most severe alarms: a shell command if the run was started by one, or a line of
-    code.
+    """Returns the fix for the most severe alarms: a shell command if one started the run, or a line of code.
 
     The list is empty if there is nothing to do, or if an autopilot already acts.
     """
@@ -360,8 +359,7 @@ def _growth(run: Watched) -> str:
 
 
 def norm_product(run: Watched) -> np.ndarray | None:
-    """Returns [n layers heads], the product of the largest (otherwise mean) norms of q and k per head; None if not
-    measured."""
+    """Returns the product of the largest (otherwise mean) norms of q and k [n layers heads]; None if unknown."""
     values = run.heads.values
     for query, key in (("query_norm_max", "key_norm_max"), ("query_norm", "key_norm")):
         if query in values and key in values and not np.isnan(values[query] * values[key]).all():
@@ -599,8 +597,7 @@ def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
 
 
 def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
-    """[layer][head] of each field in the last sample, starting with the fields of LINES, as many as fit into
-    `cells`."""
+    """[layer][head] of each field in the last sample, the fields of LINES first, as many as fit into `cells`."""
     if not run.records or not run.heads.values:
         return None
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]

@@ -142,8 +142,7 @@ class StudyData:
         return [run.row for run in self.runs if run.row is not None and run.role == role]
 
     def parts(self) -> dict[str, StudyData]:
-        """Returns the parts of the study by name, e.g. runs of other models or optimizers; empty if there is only one
-        grid.
+        """Returns the parts of the study by name, e.g. runs of other optimizers; empty if there is only one grid.
 
         Each part is a study whose runs form its grid. The remedies keep their order, and therefore their colours.
         """

@@ -194,8 +194,7 @@ def primary_gain(study: StudyData) -> PairedGain | None:
 
 
 def _gains_alone(study: StudyData) -> list[PairedGain]:
-    """Returns the gains of a study with a primary comparison, each with its own interval; only the primary has a
-    verdict.
+    """Returns the gains of a study with a primary comparison; only the primary one has a verdict.
 
     The intervals are not corrected for each other: each one covers its true mean at 95 %, all of them together do not.
     """

@@ -69,8 +69,7 @@ def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
 
 
 def accuracy_findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy without collapse, the settings that cannot be distinguished from it, and the best of
-    none."""
+    """Returns the best accuracy without collapse, settings indistinguishable from it, and the best of none."""
     found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []
