@@ -110,7 +110,7 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether all files must have checksums, because config.json or env.json has one; earlier versions wrote none."""
+        """Whether all files must have checksums, as config.json or env.json has one; earlier versions wrote none."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
