@@ -128,7 +128,7 @@ _OFF = (
 
 @final
 class Autopilot(Handle):
-    """Watches a training run and carries out the decisions of its policy; `qkeel.autopilot` makes one.
+    """Watches a training run and carries out the decisions of its policy; made by `qkeel.autopilot`.
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
     steps, but keeps a norm, which the model was trained with. `events` lists everything it did, as in the run's event
