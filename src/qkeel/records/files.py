@@ -415,7 +415,7 @@ class Heads:
 
 
 class HeadRecorder:
-    """Appends records of float32 to `directory`/`name`.f32: the step, then n_fields · n_layers · n_heads values.
+    """Appends float32 records to `directory`/`name`.f32: the step, then the `fields`, each [n_layers n_heads].
 
     `layers` are the names of the layers, () if unknown.
     """
