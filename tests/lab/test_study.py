@@ -88,12 +88,12 @@ def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> Non
 
 
 def test_two_workers_give_the_table_of_one_and_what_is_done_is_skipped(tiny: Make, tmp_path: Path) -> None:
-    run_plan(plan(tiny), tmp_path / "one", Execution())
-    run_plan(plan(tiny), tmp_path / "two", Execution(workers=2))
+    run_plan(plan(tiny, FOUR), tmp_path / "one", Execution())
+    run_plan(plan(tiny, FOUR), tmp_path / "two", Execution(workers=2))
     assert table(tmp_path / "one") == table(tmp_path / "two")
     seen: list[Outcome] = []
     before = (tmp_path / "two" / "table.csv").read_bytes()
-    run_plan(plan(tiny), tmp_path / "two", Execution(workers=2, on_outcome=seen.append))
+    run_plan(plan(tiny, FOUR), tmp_path / "two", Execution(workers=2, on_outcome=seen.append))
     assert not seen
     assert (tmp_path / "two" / "table.csv").read_bytes() == before
 

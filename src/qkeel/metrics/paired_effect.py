@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
@@ -208,8 +209,8 @@ def nominal(error: float, looks: int) -> float:
 
 def _crossing(each: float, looks: int) -> float:
     """Returns the probability that some look crosses the boundary whose two-sided error in one look is `each`."""
-    bound = quantile(1 - each, 10**9)  # t with that many degrees of freedom is normal
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    bound = -statistics.NormalDist().inv_cdf(each / 2)
+    nodes, weights = _rule()
     kept, grid, mass = 1.0, np.zeros(1), np.ones(1)
     for k in range(1, looks + 1):
         edge = bound * math.sqrt(k)
@@ -218,6 +219,12 @@ def _crossing(each: float, looks: int) -> float:
         mass = (step @ mass) * weights * edge  # per node, multiplied by its quadrature weight
         grid, kept = new, float(mass.sum())
     return 1 - kept
+
+
+@functools.cache
+def _rule() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights of Gauss and Legendre between -1 and 1."""
+    return np.polynomial.legendre.leggauss(_NODES)
 
 
 def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
