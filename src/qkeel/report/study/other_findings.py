@@ -403,6 +403,7 @@ def claims(study: StudyData) -> list[Claim]:
     """Returns the claims that the study's runs can judge."""
     makers = (_norms, _drift, _mass, _mixing, _alarm, _cure, _hidden, _variance)
     found = [claim for make in makers for claim in make(study)]
+    # All claims are tested together, so each gets the level of its own test by Holm's method.
     several = [i for i, claim in enumerate(found) if len(claim.effect.values) > 1]
     for i, judged in zip(several, paired_effects([found[i].effect.numbers for i in several])):
         effect = dataclasses.replace(found[i].effect, level=judged.level)
@@ -522,7 +523,7 @@ def _cells(study: StudyData) -> Cells:
 def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: ReadScores) -> dict[int, float]:
     """One number per seed, the geometric mean over image shares, because runs of one seed are not independent."""
     each = [read(part, lr) for (norm, _, at), part in cells.items() if (norm, at) == (order, variance)]
-    seeds = set.intersection(*(set(found) for found in each)) if each else set()
+    seeds = set.intersection(*(set(found) for found in each)) if each else set()  # finished at every share
     return {
         seed: statistics.geometric_mean([found[seed] for found in each])
         for seed in sorted(seeds)
