@@ -18,8 +18,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadField(Field):
-    """A number of each head. The monitor, its table, the trackers and the report take everything they need from this
-    row.
+    """A number of each head; the monitor, the trackers and the report take everything they need from its row.
 
     fold: how several heads are summarised, by the most critical head or by the mean. count: the field of LogitStats
     that is above 0 if the number was measured. column: heading in the monitor's table; "" leaves it out. per_layer:
@@ -332,8 +331,7 @@ def layer_fields() -> tuple[str, ...]:
 
 
 def measured_field(name: str) -> str:
-    """Returns the number of each head from which a number of each layer is computed; other names are returned
-    unchanged.
+    """Returns the number of each head behind a number of each layer; other names are returned unchanged.
 
     >>> measured_field("sink_head_ratio"), measured_field("entropy")
     ('sink_share', 'entropy')

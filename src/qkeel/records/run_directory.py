@@ -110,8 +110,7 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether the files have checksums: if config.json or env.json has one, all must. Earlier versions wrote
-        none."""
+        """Whether all files must have checksums, as config.json or env.json has one; earlier versions wrote none."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
@@ -248,8 +247,7 @@ class RunDirectory:
             write_json(self.path / "config.json", self.config())
 
     def cut_to(self, sizes: FileSizes) -> None:
-        """Truncates the append-only files to `sizes`, so that a resumed run repeats the steps after a checkpoint bit
-        for bit.
+        """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
 
         Raises:
             DamagedFileError: a file is shorter than that.

@@ -138,8 +138,8 @@ def serve(directory: str | Path, port: int = 0) -> LiveServer:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = False
+    daemon_threads = True  # an open connection does not keep the process alive
+    allow_reuse_address = False  # a second server on the same port fails instead of shadowing the first
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores the error, because browsers may close a connection in the middle of an answer."""
@@ -155,6 +155,7 @@ class _LivePage:
 
     def state(self) -> str:
         """Returns a string that changes whenever a file of the page changes."""
+        # Sizes and times are enough: records are only appended, and other files are replaced.
         places = [self.directory, *sorted(self.directory.glob("runs/*"))]
         seen = []
         for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):

@@ -281,6 +281,7 @@ def verdict(run: Watched) -> Verdict:
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
     head = run.leader()
     where = "" if head is None else f" in {head.name}, head {head.head}"
+    # An alarm is outdated once an autopilot has brought the logits back under the alarm line.
     if grave and not (run.acted and now <= ALARM_THRESHOLD):
         first = grave[0]
         cause = str(first.get("cause") or CAUSE)
@@ -309,8 +310,7 @@ _LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
 
 
 def fix(run: Watched) -> list[str]:
-    """Returns what to do about the most severe alarms: a shell command if the run was started by one, or a line of
-    code.
+    """Returns the fix for the most severe alarms: a shell command if one started the run, or a line of code.
 
     The list is empty if there is nothing to do, or if an autopilot already acts.
     """
@@ -360,8 +360,7 @@ def _growth(run: Watched) -> str:
 
 
 def norm_product(run: Watched) -> np.ndarray | None:
-    """Returns [n layers heads], the product of the largest (otherwise mean) norms of q and k per head; None if not
-    measured."""
+    """Returns the product of the largest (otherwise mean) norms of q and k [n layers heads]; None if unknown."""
     values = run.heads.values
     for query, key in (("query_norm_max", "key_norm_max"), ("query_norm", "key_norm")):
         if query in values and key in values and not np.isnan(values[query] * values[key]).all():
@@ -381,6 +380,7 @@ def _growth_or_angle(run: Watched) -> str:
     logit, norm, angle = (float(s[fine[-1]] / s[fine[0]]) for s in series)
     if not logit > CLEAR:
         return ""
+    # The logit is a product of norms and cosine, so their shares of its growth add up on a logarithmic scale.
     share = math.log(norm) / math.log(norm * angle) if norm * angle > CLEAR else math.nan
     cause = ""
     if math.isfinite(share):
@@ -533,6 +533,7 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
     width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run))) for run in shown)
+    # Large models show fewer records, so that the size of the page stays bounded.
     most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
     fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
@@ -582,6 +583,7 @@ def short_names(layers: Sequence[str]) -> list[str]:
     front = next((i for i in range(least) if len({p[i] for p in parts}) > 1), least)
     back = next((i for i in range(least - front) if len({p[-1 - i] for p in parts}) > 1), least - front)
     short = [".".join(p[front : len(p) - back]) for p in parts]
+    # Fall back to the full names if shortening makes them empty or ambiguous.
     return short if all(short) and len(set(short)) == len(short) else list(layers)
 
 
@@ -599,8 +601,7 @@ def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
 
 
 def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
-    """[layer][head] of each field in the last sample, starting with the fields of LINES, as many as fit into
-    `cells`."""
+    """[layer][head] of each field in the last sample, the fields of LINES first, as many as fit into `cells`."""
     if not run.records or not run.heads.values:
         return None
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]

@@ -142,8 +142,7 @@ class StudyData:
         return [run.row for run in self.runs if run.row is not None and run.role == role]
 
     def parts(self) -> dict[str, StudyData]:
-        """Returns the parts of the study by name, e.g. runs of other models or optimizers; empty if there is only one
-        grid.
+        """Returns the parts of the study by name, e.g. runs of other optimizers; empty if there is only one grid.
 
         Each part is a study whose runs form its grid. The remedies keep their order, and therefore their colours.
         """
@@ -265,6 +264,7 @@ def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
     study's own chaos.json or that of the neighbouring directory `chaos`.
     """
     known: dict[tuple[str, float], list[float]] = {}
+    # The study's own pairs first; the neighbouring chaos study counts only if its training is the same.
     for place in dict.fromkeys((path, path.resolve().parent / "chaos")):
         found = _chaos(place)
         for pair in found["pairs"] if _trained(found["base"]) == _trained(base) else ():
@@ -334,6 +334,7 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
     times = Counter(map(_cell, runs))
     alike = [run for run in runs if times[_cell(run)] > 1]
     settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    # Each label applies only to runs that are still ambiguous after the one before.
     for label in (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id):
         times = Counter(_cell(run) for run in runs)
         runs = [_labelled(run, name) if times[_cell(run)] > 1 and (name := label(run)) else run for run in runs]
