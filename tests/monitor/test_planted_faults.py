@@ -63,6 +63,7 @@ OTHERWISE = {
     "capture.readers:_flash_homes": "kept while no module is loaded: an earlier setting has called it",
 }
 
+
 def train(
     setting: str,
     path: Path | None,
