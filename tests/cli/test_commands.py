@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests import forked
 from tests.cli import answers
+from tests.quick import one_in
 
 import qkeel
 from qkeel.cli.app import main, make_app
@@ -246,7 +247,7 @@ TYPED = {
 SHELLS = ("bash", "zsh", "fish")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", one_in(SHELLS, 3))
 def test_the_script_of_a_shell_has_every_command_and_its_options(shell: str, capsys: Capture) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
