@@ -164,6 +164,28 @@ def test_a_study_writes_table_and_report(tmp_path: Path, capsys: Capture) -> Non
     assert "4 runs, 0 to do" in capsys.readouterr().out
 
 
+def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "qkeel", "--help"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimate(runs: object, jobs: int) -> float:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
+    study = ["study", "lr", "--remedies", "none", "--lrs", "0.1", "--seeds", "0", *TINY, "--out", str(tmp_path / "s")]
+    why = "no estimate of the time: the first steps fail here with RuntimeError: no such device"
+    for words in (["--dry-run"], []):
+        assert main([*study, *words]) == 0
+        assert why in capsys.readouterr().out
+
+
 def test_a_dry_run_names_every_run_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     arguments = [
         "study",

@@ -178,7 +178,7 @@ def register() -> str:
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 _NO_TRAINER = (
     "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "
@@ -192,7 +192,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     `Trainer(callbacks=[QkeelCallback()])` is all. What is measured at optimizer step s goes to every reporter of the
     Trainer (TensorBoard, W&B, MLflow, …) as a log of its own with global step s, however often the Trainer itself
-    logs, and into `trainer.state.log_history`. The last step of the training is always measured.
+    logs, and into `trainer.state.log_history`. The Trainer prints two of the numbers: the largest logit and the mean
+    entropy. The last step of the training is always measured.
 
     With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`), and is bit for
     bit the training without it until its first action. Its state is saved next to each checkpoint and taken up again
@@ -280,8 +281,25 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
             then.global_step = sample.step
             state.log_history.append({**found, "step": sample.step})
             if self._handler is not None:
+                terminal, reporters = _split(self._handler)
                 # A log resets what the control asks for; the Trainer has not acted on its own yet.
-                self._handler.on_log(args, then, copy.copy(control), found)
+                reporters.on_log(args, then, copy.copy(control), found)
+                terminal.on_log(args, then, copy.copy(control), {k: found[k] for k in _PRINTED if k in found})
+
+
+# Of a sample's numbers those that the Trainer prints; its reporters get all, some hundreds for a model of many layers.
+_PRINTED = ("attn/max_logit", "attn/entropy")
+
+
+def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
+    """The handler of the Trainer's own printers alone, and that of all other callbacks."""
+    found = []
+    for prints in (True, False):
+        part = copy.copy(handler)
+        own = handler.callbacks
+        part.callbacks = [c for c in own if isinstance(c, PrinterCallback | ProgressCallback) is prints]
+        found.append(part)
+    return found[0], found[1]
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:

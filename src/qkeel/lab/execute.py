@@ -58,15 +58,14 @@ def last_step(directory: Path) -> int:
 
 
 def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
-    """Seconds the runs will take with `workers` at once, from timing a few steps of the first one here; 0 where these
-    steps fail, since the run itself says why."""
+    """Seconds the runs will take with `workers` at once, from timing a few steps of the first one here.
+
+    Raises: whatever these steps raise.
+    """
     if not runs or workers < 1:
         return 0.0
     steps = sum(run.config.steps for run in runs)
-    try:
-        return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
-    except Exception:
-        return 0.0
+    return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
 
 
 def _seconds_per_step(config: RunConfig) -> float:

@@ -148,7 +148,7 @@ def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: 
     """
     size = refuse_irregular(path, error)
     if size is None:
-        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; name a file that exists.")
     if most is not None and size > most:
         raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. It is not such a file.")
     return _read(path, size or -1, error)  # -1: files of /proc have no size
@@ -164,7 +164,7 @@ def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryErr
     Raises: `error` for what is missing, not regular, or not readable.
     """
     if refuse_irregular(path, error) is None:
-        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; name a file that exists.")
     return _read(path, count, error)
 
 

@@ -23,7 +23,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "demo": (
         "qkeel.lab.studies.grids:DEMO",
-        "See logits explode, and remedies hold them or not, on real text in two minutes.",
+        "See logits explode, and remedies hold them or not, on real text in about a minute.",
     ),
     "extrapolation": (
         "qkeel.lab.studies.grids:EXTRAPOLATION",
