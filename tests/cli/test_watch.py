@@ -180,7 +180,7 @@ with torch.no_grad():
     for layer in net.layers:
         layer.qkv.weight.mul_(40)
 train(net, torch.optim.SGD(net.parameters(), lr=1e-6), 2)
-second = torch.optim.SGD(net.parameters(), lr=1e-3)
+second = torch.optim.SGD(net.parameters(), lr=10.0)
 before = [layer.qkv.weight.detach().clone() for layer in net.layers]
 train(net, second, 1)
 print(max(float((layer.qkv.weight - w)[:32].abs().max()) for layer, w in zip(net.layers, before)))

@@ -233,10 +233,13 @@ class ModelFinder(Handle):
         self,
         start: Callable[[nn.Module, Optimizer], Monitor],
         of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+        another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
     ) -> None:
-        """Takes what starts a watch, and what is called once for a model that the script watches itself."""
+        """Takes what starts a watch, what is called once for a model that the script watches itself, and what is called
+        for another optimizer of a model that is watched already.
+        """
         self.optimizers = 0  # made so far
-        self._start, self._of_script = start, of_script
+        self._start, self._of_script, self._another = start, of_script, another
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
         self._pid = os.getpid()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -266,6 +269,8 @@ class ModelFinder(Handle):
                 old.end()
                 self._watches.remove(old)
                 self._begin(chain, optimizer)
+            elif old.optimizer() is not optimizer and (model := old.model()) is not None:
+                self._another(model, optimizer)
 
     def _over(self, watch: _Watch) -> bool:
         """Returns whether an optimizer made now begins a new phase."""
@@ -429,6 +434,12 @@ class _Remedied:
         self._pass = self._at_next_pass(on_pass, optimizer, refused)
         self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
 
+    def or_with(self, optimizer: Optimizer) -> None:
+        """Another optimizer of the model, of the same phase; see `AtNextPass.or_with`."""
+        for waiting in (self._pass, self._steps):
+            if waiting is not None:
+                waiting.or_with(optimizer)
+
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
@@ -463,7 +474,7 @@ class WatchSession:
         self._runs: list[_WatchedModel] = []
         self._applied: dict[nn.Module, _Remedied] = {}  # kept until the process ends
         self._by_script = False  # the script watches a model itself
-        self._finder = ModelFinder(self._start, self._of_script)
+        self._finder = ModelFinder(self._start, self._of_script, self._another)
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
@@ -493,6 +504,10 @@ class WatchSession:
         self.writer(f"{type(model).__name__} is watched by the script itself, so this command does not measure it")
         if self.plan.fix.applied:
             self._apply(model, optimizer)
+
+    def _another(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if model in self._applied:
+            self._applied[model].or_with(optimizer)
 
     def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply when the model is first called; a script that they cannot be applied to ends,
