@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds of one family in one mode")
+    parser.add_argument("--most", type=int, default=0, help="of a family run so many tests, at even distances; 0: all")
+    parser.add_argument("--said", default="", help="where the checkout is from, for the page")
     parser.add_argument("--out", type=Path, default=Path("internals/suites.md"))
     given = parser.parse_args(arguments)
     wanted = given.only or ["transformers", "samples", "optimizers"]
@@ -70,6 +72,10 @@ def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
     lines = ["## transformers", ""]
     if not given.transformers:
         return [*lines, "Not run: `QKEEL_TRANSFORMERS` names no checkout."], 0
+    if given.said:
+        lines += [f"Checkout: {given.said}.", ""]
+    if given.most:
+        lines += [f"A sample: of each family {given.most} tests, at even distances in the order of its file.", ""]
     lines += [
         "| family | tests that pass without qkeel | with | the same | qkeel's part | others |",
         "|---|---|---|---|---|---|",
@@ -117,7 +123,7 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
         paths = [str(home), str(Path(__file__).parent), str(Path.cwd() / "src")]
         environment = {
             **os.environ, "QKEEL_SUITE": mode, "QKEEL_SUITE_OUT": str(out), "PYTHONPATH": os.pathsep.join(paths),
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QKEEL_SUITE_MOST": str(given.most or ""),
         }  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "peer_plugin", "-k", LEFT_OUT,
