@@ -138,7 +138,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: (
             *found("internals/foreign.md", r"attentions: (\d+) right"),
             *found("internals/foreign.md", r"Their (\d+) attentions"),
-            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) told"),
+            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) reported"),
         ),
     ),
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),

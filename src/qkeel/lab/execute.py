@@ -311,7 +311,7 @@ class MergedStudy:
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
     """Merges directories of the same study, made on several machines, into a new one; the sources stay as they are.
 
-    A run that is in several of them is taken where it is done, else where it is furthest. Unfinished runs come along:
+    Of a run in several of them the finished copy is used, else the most advanced one. Unfinished runs come along:
     the study's own command with `out` continues with them. `out` appears whole or not at all.
 
     >>> from qkeel.lab import RunConfig, study
