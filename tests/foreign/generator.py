@@ -378,7 +378,7 @@ def main() -> None:
 
 
 def run(seeds: Iterable[int]) -> list[Verdict]:
-    """The verdicts on these seeds; what is wrong with which is printed, and the most frequent reasons of reported ones."""
+    """The verdicts on these seeds; what is wrong with which is printed, and the most frequent reasons."""
     torch.set_num_threads(1)
     verdicts: list[Verdict] = []
     reasons: collections.Counter[str] = collections.Counter()

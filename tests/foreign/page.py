@@ -24,8 +24,8 @@ sent through torch's unfused path, and computes with T×T logits in float64. Of 
   weights of queries or keys (tables of relative positions apart, which stay as biases do), and removal restores the
   model; outputs are those of a model whose visible scores are bent.
 
-*right*: all answers are. *reported*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or
-an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included.
+*right*: all answers are. *reported*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`,
+or an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included.
 
 A refusal is right only where the reference shows by an experiment of its own that the remedy would have nothing to do:
 of `lalr`, `qk_clip` and `qk_norm` where logits stay where they are when the verified weights of queries, or those of

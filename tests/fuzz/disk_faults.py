@@ -246,7 +246,7 @@ def damage(name: str, case: tuple[str, str, Files]) -> str:
     if name == "watched" or "half" not in case[0]:
         said = _page(name, files, told)
     again = outcome(name, files, told)
-    return "reported" if "told" in (said, again) else "same"
+    return "reported" if "reported" in (said, again) else "same"
 
 
 def _page(name: str, files: Files, told: str) -> str:
