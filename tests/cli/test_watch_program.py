@@ -190,7 +190,7 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
     (tmp_path / "a b.py").write_text("")
     for world in ("1", "2"):
         monkeypatch.setenv("WORLD_SIZE", world)
-        here("--every", "3", "--", "python", "-u", "a b.py")  # as a worker does
+        here("--every", "3", "--", "python", "a b.py")  # as a worker does
         assert TYPED not in os.environ
     remedy = 'qkeel.apply("lalr", model, optimizer)'
     here("--", "python", "a b.py")  # as under another launcher, which left no word
