@@ -431,7 +431,7 @@ class _Remedied:
         )
         self._before = {name for name, _ in model.named_parameters()}
         self._model = weakref.ref(model)
-        # What is registered last begins first in a pass: remedies on steps see the weights that those of the pass leave.
+        # What is registered last begins first in a pass, so that remedies on steps find what those of the pass leave.
         self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
         self._pass = self._at_next_pass(on_pass, optimizer, refused)
 
