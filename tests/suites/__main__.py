@@ -28,8 +28,8 @@ _INTRODUCTION = """# Peers' own tests
 `make suites` runs the tests of other projects with qkeel in them and writes this page. A test counts as *the same*
 where it has the outcome that it has without qkeel, on the same machine in the same run.
 
-- transformers: its modelling tests, from a checkout or an unpacked sdist that `QKEEL_TRANSFORMERS` names, of the
-  version that is installed; once as they are, once with qkeel's attention wherever the tests would use "sdpa", once
+- transformers: its modelling tests, from a checkout that `QKEEL_TRANSFORMERS` names (an sdist has the common
+  tests alone), of the version that is installed; once as they are, once with qkeel's attention wherever the tests would use "sdpa", once
   with each outermost call of a model watched.
 - torch: the OpInfo samples of `scaled_dot_product_attention`, without dropout, in four dtypes: outputs, strides, errors
   and gradients of `qkeel.nn.functional_attention` against torch's function.
@@ -41,7 +41,7 @@ where it has the outcome that it has without qkeel, on the same machine in the s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 where anything differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.suites", description=__doc__)
-    parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="checkout or sdist")
+    parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="a checkout")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds of one family in one mode")
