@@ -28,9 +28,9 @@ _INTRODUCTION = """# Peers' own tests
 `make suites` runs the tests of other projects with qkeel in them and writes this page. A test counts as *the same*
 where it has the outcome that it has without qkeel, on the same machine in the same run.
 
-- transformers: its modelling tests, from a checkout that `QKEEL_TRANSFORMERS` names (an sdist has the common
-  tests alone), of the version that is installed; once as they are, once with qkeel's attention wherever the tests would use "sdpa", once
-  with each outermost call of a model watched.
+- transformers: its modelling tests, from a checkout that `QKEEL_TRANSFORMERS` names (an sdist has the common tests
+  alone), of the version that is installed; once as they are, once with qkeel's attention wherever the tests would use
+  "sdpa", once with each outermost call of a model watched.
 - torch: the OpInfo samples of `scaled_dot_product_attention`, without dropout, in four dtypes: outputs, strides, errors
   and gradients of `qkeel.nn.functional_attention` against torch's function.
 - torch.optim: every optimizer of `optim_db` with all its sets of arguments, on a layer of attention, under `lalr` and
