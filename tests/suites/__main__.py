@@ -134,6 +134,8 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
                 command, env=environment, cwd=home, timeout=given.timeout, check=False, capture_output=True, text=True
             )
         except subprocess.TimeoutExpired:
+            if out.exists():
+                return json.loads(out.read_text())
             return f"not over after {given.timeout:g} s"
         if out.exists() and (found := json.loads(out.read_text()))["outcomes"]:
             return found

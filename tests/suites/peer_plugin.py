@@ -89,9 +89,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _outcomes[report.nodeid] = report.outcome
         if report.outcome == "failed":
             _reasons[report.nodeid] = str(report.longrepr).strip().splitlines()[-1][:200]
-
-
-def pytest_sessionfinish() -> None:
-    """Writes what was seen."""
-    if _OUT:
-        Path(_OUT).write_text(json.dumps({"outcomes": _outcomes, "reasons": _reasons, "seen": _seen}))
+    if _OUT and report.when == "teardown":  # at each test: the time may be over before the last
+        Path(f"{_OUT}.new").write_text(json.dumps({"outcomes": _outcomes, "reasons": _reasons, "seen": _seen}))
+        Path(f"{_OUT}.new").replace(_OUT)
