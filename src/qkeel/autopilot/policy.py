@@ -354,10 +354,10 @@ class _Step:
         expected = {
             Action.WATCH: "a record every few steps; nothing else changes",
             Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
-            Action.RATES: f"steps of the site's q and k weights {self.ladder.tau:g} times as large or smaller",
+            Action.RATES: f"steps of this layer's query and key weights are at most {self.ladder.tau:g} times as long",
             Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed for it",
             Action.RATE: "the logits grow in proportion to the learning rate",
-            Action.NONE: "nothing: the run continues unchanged",
+            Action.NONE: "no change; the run continues as it is",
         }[action]
         return Decision(
             step=self.records.step,

@@ -60,15 +60,12 @@ def last_step(directory: Path) -> int:
 def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
     """Estimates the duration of the runs with this many workers, by timing a few steps of the first run.
 
-    Returns 0 if these steps fail; the run itself then reports the error.
+    Raises: whatever these steps raise.
     """
     if not runs or workers < 1:
         return 0.0
     steps = sum(run.config.steps for run in runs)
-    try:
-        return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
-    except Exception:
-        return 0.0
+    return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
 
 
 def _seconds_per_step(config: RunConfig) -> float:

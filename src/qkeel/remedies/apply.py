@@ -263,17 +263,26 @@ class AtNextPass(Handle):
     ) -> None:
         check_wrapper(unwrapped(model))
         self.about = "+".join(remedy.name for remedy in parse(named, **more.options))
-        self._named, self._model, self._optimizer, self._more = named, model, optimizer, more
+        self._named, self._model, self._more = named, model, more
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
+        self._optimizers = [optimizer]
         self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
     def __repr__(self) -> str:
         waits = self.active and self._inner is None
         return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
+
+    def or_with(self, optimizer: Optimizer) -> None:
+        """Another optimizer of the model: the remedies get the first one, in this order, that they can be applied with.
+
+        Nothing where they are applied already.
+        """
+        if self._inner is None and self.active:
+            self._optimizers.append(optimizer)
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool) -> None:
         if not self.active or self._inner is not None:
@@ -292,13 +301,22 @@ class AtNextPass(Handle):
 
     def _applied(self, example: _Call) -> Handle:
         own = vars(self._model).get("forward")
-        handle = _apply(self._named, self._model, self._optimizer, self._more, example=example)
+        handle = self._with_the_first_that_fits(example)
         if vars(self._model).get("forward") is not own:
             handle.remove()
             raise RefusedError(
                 f"{self.about} exchanges the model's own forward, whose call has begun. {_GIVE.format(self.about)}"
             )
         return handle
+
+    def _with_the_first_that_fits(self, example: _Call) -> Handle:
+        errors: list[RefusedError] = []
+        for optimizer in self._optimizers:
+            try:
+                return _apply(self._named, self._model, optimizer, self._more, example=example)
+            except RefusedError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
         if self.active and self._inner is None and self._passes.active:

@@ -439,4 +439,4 @@ def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
         ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
     ax.set_yticks(range(len(ordered)), [f"{gain.remedy}, LR {rate(gain.lr)}" for gain in ordered], fontsize=6)
-    ax.set_xlabel(f"held-out loss of {study.baseline} minus that of the remedy ({study.loss_unit()})")
+    ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")

@@ -30,6 +30,8 @@ def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
     ['name adamw', 'name muon']
     >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
     ['--lr 3e-2', '--compile, --lr 3e-3']
+    >>> differences([{"watcher": "qkeel watch -- python t.py"}, {"watcher": "qkeel watch --apply lalr -- python t.py"}])
+    ['', '--apply lalr']
     """
     flat = [dict(_flat(one)) for one in settings]
     names = sorted({name for one in flat for name in one})
@@ -44,7 +46,7 @@ def _flat(settings: Mapping[str, object], under: str = "") -> Iterator[tuple[str
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{under}{name}.")
-        elif name == "command":
+        elif name in ("command", "watcher"):
             yield from _options(str(value))
         else:
             yield f"{under}{name}", None if value is None else str(value)
