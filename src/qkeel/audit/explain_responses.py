@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkeel.frames.tables import join, plain_table, tag
+from qkeel.records import LAYER_TYPES
 
 # The responses of q or k to experiments, read: which norm, over which axes, which gain, which rotation.
 
@@ -291,6 +292,7 @@ class SiteRecipe:
     visible: str = ""  #: the keys that a query sees, in words; "" if unknown
     window: int | None = None  #: tokens of a sliding window, the query's own included; None without
     bias: bool = False  #: whether something is added to scale · q·k
+    layer_type: str = "full"  #: see records.LAYER_TYPES
     idle: tuple[str, ...] = ()  #: norms in the module that change nothing, in words
     unknown: tuple[str, ...] = ()  #: what could not be read, in words
 
@@ -312,6 +314,7 @@ class SiteRecipe:
             f"position  {'no rotation of q and k' if self.rotation is None else self.rotation.text()}",
             f"logit     {self._logit()}",
             f"visible   {self.visible or 'unknown'}",
+            *([] if self.layer_type == "full" else [f"type      {self.layer_type}: {LAYER_TYPES[self.layer_type]}"]),
         ]
         rows += [f"idle      {text}" for text in self.idle]
         return rows + [f"unknown   {text}" for text in self.unknown]

@@ -351,7 +351,7 @@ class ScoresCall:
     norms, angles and weights, the logits are never computed from them; of a logit that is a sum of products neither
     is there. `layout` is that of the scores in the module. In a probe `products` are q and k of every product of the
     sum, and `lost` says what else is in it. `query_mask` [b t]: False leaves a query row out of the statistics;
-    `classes` splits them.
+    `classes` splits them. `gathered`: the keys were picked for each query, so that a column is of no one key.
     """
 
     spec: AttentionSpec
@@ -365,6 +365,7 @@ class ScoresCall:
     layout: HeadLayout | None = None
     query_mask: Bool[Tensor, "b t"] | None = None
     classes: TokenClasses | None = None
+    gathered: bool = False
 
     @property
     def headless(self) -> bool:

@@ -148,14 +148,14 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     factors = [y.grad_fn for part in tag.parts for y in part.operands if y.grad_fn is not None]
     for frame in tag.frame.line():
         stops = nodes_of(frame.inputs)
-        if own := _reached(factors, stops):
-            return bool(_reached([node], own))
+        if own := reached(factors, stops):
+            return bool(reached([node], own))
     own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
 
 
-def _reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
-    """Those of the nodes `stops` that are met first on the way back from `starts`."""
+def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
+    """Those of the nodes `stops` that are met first on the way back from `starts`, in a graph of moderate size."""
     seen: set[Node] = set()
     found: set[Node] = set()
     queue = list(starts) if stops else []

@@ -374,7 +374,14 @@ def seen_call(
         products=tuple(factors) if names is not None else (),
         lost=tag.lost,
         layout=how,
+        gathered=_is_gathered(parts, how),
     )
+
+
+def _is_gathered(parts: Sequence[Sides | None], how: HeadLayout) -> bool:
+    """True if the keys were picked for each query: every product has other keys along queries too."""
+    rows = next((i for i, group in enumerate(how.groups) if group == "t"), None)
+    return rows is not None and bool(parts) and all([p is not None and p.key.varies(rows) for p in parts])  # noqa: C419
 
 
 def fused_layout(

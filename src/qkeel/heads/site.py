@@ -14,6 +14,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout
+from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleType, layer_type
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.frames import Frame
 from qkeel.frames.tables import join, tag
@@ -253,6 +254,9 @@ class AttentionSite:
     `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
     `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
     `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
+
+    `visible` says which keys its queries were seen to reach, and `origin` what the keys are made of; see
+    `capture.visible_sets`.
     """
 
     name: str  #: of the module in the model
@@ -272,6 +276,13 @@ class AttentionSite:
     layout: HeadLayout | None = None
     unverified: str = ""
     unscaled: str = ""
+    visible: VisibleType = "full"
+    origin: KeyOrigin = "tokens"
+
+    @property
+    def layer_type(self) -> LayerType:
+        """The type of the layer, by what was seen of it; see `capture.visible_sets.layer_type`."""
+        return layer_type(self.visible, self.origin)
 
     def __repr__(self) -> str:
         """Short: its name, its heads, and whether the weights behind them are known."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima, scores_change
 from qkeel.capture.example import Arguments, tensors
+from qkeel.capture.visible_sets import LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
 from qkeel.functional.norms import widest
@@ -307,6 +308,9 @@ class WatchedSites:
             self.all += given
             self.all.missed = given.missed
             self.weighed = self.all
+        self.types: Mapping[str, LayerType] = {}  # of the sites that were seen; another object once one has changed
+        self._sets: dict[str, VisibleSets] = {}  # of the call with the most queries so far
+        self._fresh = False  # sets of which `types` does not know yet
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
         self.errors = 0  # searches that failed
@@ -345,6 +349,25 @@ class WatchedSites:
         self.all += [site for site in found if site.name not in described]
         self.weighed = self.all
         return True
+
+    def see(self, name: str, call: Seen) -> None:
+        """A call of a site. Its visible sets are looked at if it has more queries than any before: a window that is
+        longer than the sequence hides nothing."""
+        known = self._sets.get(name)
+        if known is None or call.query_shape[1] > known.queries:
+            origin = next((site.origin for site in self.all if site.name == name), "tokens")
+            self._sets[name], self._fresh = visible_sets(call, origin), True
+
+    def pass_over(self) -> None:
+        """Gives sites that showed other visible sets than so far another type."""
+        if not self._fresh:
+            return
+        self._fresh, seen = False, told_apart(self._sets)
+        for i, site in enumerate(self.all):
+            if seen.get(site.name, site.visible) != site.visible:
+                self.all[i] = dataclasses.replace(site, visible=seen[site.name])
+        unknown = {name: layer_type(visible, "tokens") for name, visible in seen.items()}
+        self.types = unknown | {site.name: site.layer_type for site in self.all}
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
@@ -431,11 +454,13 @@ class StepNumbers(Visitor):
         return None if self._hidden is None or phase == "eval" else self._hidden.attach()
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
+        self._sites.see(name, call)
         if self._rows is not None and phase == "train":
             self._rows.add(name, self._tokens.on(call))
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         self._tokens.end()
+        self._sites.pass_over()
         self._sites.report(seen)
         if phase == "train":
             losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
@@ -443,6 +468,11 @@ class StepNumbers(Visitor):
                 self._means.add(("", "train_loss"), losses[0].detach(), 1)
         if self.pass_over is not None:
             self.pass_over(phase)
+
+    @property
+    def types(self) -> Mapping[str, LayerType]:
+        """The types of the layers that were seen."""
+        return self._sites.types
 
     def failed(self) -> None:
         self._means.drop()
@@ -604,6 +634,13 @@ class WatchedModels:
             return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
         found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
         return merged(found)
+
+    @property
+    def types(self) -> Mapping[str, LayerType]:
+        """The types of the layers of all models that were seen."""
+        if len(self._numbers) == 1 and "" in self._numbers:
+            return self._numbers[""].types
+        return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics show, by records.MONITOR_FIELDS; calls are counted from the start."""

@@ -252,6 +252,16 @@ TASK_FIELDS: dict[str, Field] = {
     "skipped_steps": Field("optimizer steps", "steps skipped because a gradient overflowed fp16, over training"),
 }
 
+# The type of a layer, by what was seen of it. Numbers are comparable within a type: their keys are of one kind.
+LAYER_TYPES: dict[str, str] = {
+    "full": "queries reach all keys, or all up to their own; of packed sequences those of their own sequence",
+    "window": "queries reach a span of keys that moves on with them, and perhaps keys that all of them reach",
+    "sparse": "queries reach keys with hidden ones between them, or keys that were gathered for each query",
+    "compressed": "some keys stand for several tokens each",
+    "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
+    "cross": "keys come of another source than queries",
+}
+
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {
     "remedy": Field("name", "spec string of the remedy"),

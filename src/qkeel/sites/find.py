@@ -303,6 +303,8 @@ def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
         terms=_terms(name, module),
         query_gains=spec_gains(norm, prefix, "q", module.n_heads, module.head_dim),
         key_gains=spec_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
+        visible="full" if module.spec.position.reach is None else "window",
+        origin="latent" if isinstance(module, MLA) else "tokens",
     )
 
 
