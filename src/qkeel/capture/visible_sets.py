@@ -19,7 +19,7 @@ VisibleType = Literal["full", "window", "sparse", "compressed"]
 # What the keys are made of: the tokens of the queries, a vector of each token that is narrower than the keys of all
 # heads, or something else than the queries are made of.
 KeyOrigin = Literal["tokens", "latent", "other"]
-LayerType = Literal["full", "window", "sparse", "compressed", "latent", "cross"]  # see records.LAYER_TYPES
+LayerType = Literal["full", "window", "sparse", "compressed", "latent", "cross", "indexer"]  # see records.LAYER_TYPES
 
 _ROWS = 1 << 22  # pairs that are looked at together
 

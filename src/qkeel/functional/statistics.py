@@ -45,9 +45,10 @@ class LogitStats:
     and rotation. Detached; float32 or wider. `merge` adds data: key blocks, micro-batches, ranks.
 
     Attributes:
-        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; with a sink
+            column it is H_i / ln (n_i + 1).
         sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
-            cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
+            cap, of weights that sum to one over the keys and, like the entropy, over a sink column where there is one.
         share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
         qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
             product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
@@ -187,6 +188,8 @@ class LogitBracket:
 
 # The logsumexp of each query row, and the gate that a learned sink makes of it.
 
+PerRow = Float[Tensor, "b h t"]
+
 
 def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t"]:
     """The share σ(ℓ - β) of its weight that a query row leaves to its keys; the sink takes the rest.
@@ -199,6 +202,28 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
     0.5
     """
     return torch.sigmoid(lse - sink)
+
+
+def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
+    """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
+
+    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the keys:
+    the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
+
+    Args:
+        entropy, first: over the keys alone [b h t], nats and share.
+        lse: logsumexp over the keys, after the cap, in nats.
+        sink: the sink's logit, broadcasts to them; -inf for none.
+
+    >>> two = torch.tensor(2.0)
+    >>> h, p = with_sink(two.log(), 1 / two, two.log(), torch.tensor(0.0))  # three equal weights
+    >>> round(h.exp().item(), 5), round(p.item(), 5)
+    (3.0, 0.33333)
+    """
+    gap = (lse - sink).clamp(-1e4, 1e4)  # beyond that one share is 0, and 0 · inf no number
+    kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
+    logs = torch.nn.functional.logsigmoid
+    return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
 
 
 def row_moments(
@@ -220,7 +245,6 @@ def row_moments(
 
 # Statistics of the logits of each query row, block by block, and how rows become LogitStats.
 
-PerRow = Float[Tensor, "b h t"]
 PerRowAndClass = Float[Tensor, "b h t c"]
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -351,8 +375,12 @@ def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses 
     return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
 
 
-def softmax_rows(z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+def softmax_rows(
+    z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None, sink: Tensor | None = None
+) -> dict[str, Tensor]:
     """Largest capped logit, entropy, first weight and weight by class of the softmax of lowered z; overwrites z.
+
+    With the logits of a sink, entropy and first weight are over it too; weights by class are over the keys alone.
 
     Centred: with m the row maximum, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m); no cancellation at logits of
     thousands.
@@ -364,8 +392,10 @@ def softmax_rows(z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None) -
     mass = p.sum(-1)
     split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
     first = seen.first(p) / mass
-    entropy = mass.log() - p.mul_(z).sum(-1) / mass
-    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first, **split}
+    entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
+    if sink is not None:
+        entropy, first = with_sink(entropy, first, top[..., 0] + mass.log(), sink.to(z.dtype))
+    return {"capped_max": top[..., 0], "entropy": entropy, "first_weight": first, **split}
 
 
 def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
@@ -434,8 +464,10 @@ def reduce_rows(
     keys_seen: Bool[Tensor, "b g s"],
     classes: TokenClasses | None = None,
     of_key: Int[Tensor, " s"] | None = None,
+    sinks: int = 0,
 ) -> LogitStats:
-    """LogitStats of all rows that see a key and count; norms None where they are unknown; of_key: see BandCall."""
+    """LogitStats of all rows that see a key and count; norms None where they are unknown; of_key: see BandCall; sinks:
+    how many columns without a key the entropies are over besides, 0 or 1."""
     split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
@@ -449,8 +481,8 @@ def reduce_rows(
         return x.masked_fill(~where, -torch.inf).amax((0, 2))
 
     q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
-    entropy = rows.entropy.masked_fill(rows.n_keys < 2, 0.0)
-    relative = (entropy / rows.n_keys.clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+    entropy = rows.entropy.masked_fill(rows.n_keys + sinks < 2, 0.0)
+    relative = (entropy / (rows.n_keys + sinks).clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
     return LogitStats(
         max_logit=most(rows.max_logit),
         min_logit=-most(-rows.min_logit),

@@ -320,7 +320,8 @@ class History:
     def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
         """A recorded run."""
         heads = run.heads() if (run.path / "heads.json").exists() else None
-        types = layer_types(run.config(), run.events())
+        described = (run.path / "config.json").exists()
+        types = layer_types(run.config(), run.events()) if described else {}
         return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned, types=types)
 
     def frame(self, rows: Literal["heads", "steps"] = "heads") -> Frame:

@@ -31,7 +31,7 @@ from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
 from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites
+from qkeel.heads.site import INDEX, AttentionSite, HeadSlice, NormGain, QKProduct, Sites, layer_of
 from qkeel.heads.verification import RecordedCall, Verification
 from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
 from qkeel.patching.autograd import CheckpointedParts
@@ -187,7 +187,7 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
                 if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
                     minima, types = whole
-                    sites = Sites(_typed(sites, types), sites.missed)
+                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers)
                     if short.cut and any(s.normed for s in sites):
                         sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
                     return dataclasses.replace(trace, sites=sites, minima=minima)
@@ -257,7 +257,7 @@ def _traced(
     least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
     return ModelTrace(
         model=model,
-        sites=Sites(sites, watcher.missed),
+        sites=Sites(sites, watcher.missed, _indexers(watcher, [site.name for site in sites])),
         given=reading.given,
         calls=calls,
         values=watcher.values or {},
@@ -340,7 +340,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
     found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
-    return Sites(found, sites.missed)
+    return Sites(found, sites.missed, sites.indexers)
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
@@ -615,6 +615,26 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         key_heads=used,
         layout=layout,
     )
+
+
+def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]:
+    """What chooses the keys of one of the sites of these names, one for each layer that has any."""
+    found: dict[str, AttentionSite] = {}
+    for frame, call in watcher.chosen:
+        layer = layer_of(frame.name, names)
+        if layer is not None and layer not in found:
+            found[layer] = AttentionSite(
+                name=f"{layer}{INDEX}",
+                module=frame.module,
+                spec=call.spec,
+                n_heads=call.logits.shape[1],
+                n_kv_heads=call.logits.shape[1],
+                head_dim=0,
+                why="its scores choose keys and weigh no values",
+                layout=call.layout,
+                chooses=True,
+            )
+    return list(found.values())
 
 
 def _of_other_source(sighting: CapturedCall) -> bool:

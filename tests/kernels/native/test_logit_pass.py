@@ -34,7 +34,7 @@ SHAPES += [(1, 4, 2, 512, 512, 64), (1, 2, 2, 70, 200, 24), (1, 2, 1, 200, 70, 1
 SPECS = {
     "plain": AttentionSpec(),
     "capped": AttentionSpec(cap=Softcap(5.0), scale=Fixed(0.3)),
-    "sink": AttentionSpec(scale=Learned(init=0.2, per="head"), normalizer=Sink()),
+    "learned": AttentionSpec(scale=Learned(init=0.2, per="head")),
     "window": AttentionSpec(position=NARROW),
     "negative": AttentionSpec(scale=Fixed(-0.2), cap=Softcap(8.0)),
     **{name: qkeel.preset(name) for name in ("qwen3", "gemma2", "cosa_logn", "swin_v2")},

@@ -119,7 +119,7 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
         return None  # a subclass has its own functions for visibility and biases
     spec = call.spec
     # The maxima alone need less, but are to have the bits of those among the full statistics.
-    if spec.cap.kind == "other" or not spec.normalizer.softmax_over_keys or call.classes is not None:
+    if spec.cap.kind == "other" or spec.normalizer.kind != "softmax" or call.classes is not None:
         return None
     if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
         return None
