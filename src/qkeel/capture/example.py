@@ -44,8 +44,8 @@ from qkeel.spec.call import make_call
 class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes` how
-    often it has chosen keys, `since` the number of operators that had run when it began.
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
+    how often it has chosen keys, `since` the number of operators that had run when it began.
     """
 
     name: str

@@ -35,6 +35,7 @@ from qkeel.capture.readers import (
 )
 from qkeel.capture.scores import products_of
 from qkeel.capture.written import EagerAttentionTracer, fused_layout, index_call, seen_call
+from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.heads.walk import names_of
@@ -293,8 +294,12 @@ class CaptureMode(CallObserver):
         if self._elsewhere(frame) or not (self.probing or self.index is not None):
             return
         known = self.index_layouts(frame.name)
-        call = index_call(tag, x, frame, known=known, names=self._names)
         frame.indexes += 1
+        try:
+            call = index_call(tag, x, frame, known=known, names=self._names)
+        except Exception as error:  # attention beside it is seen all the same
+            caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
+            return
         if self.index is not None:
             self.index(frame, call)
         else:

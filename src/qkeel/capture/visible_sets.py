@@ -195,6 +195,7 @@ def _rows(call: Seen, kept: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 def _is_grouped(call: Seen, kept: Tensor, first: Tensor) -> bool:
     """True if every token belongs to one group, by the first key that it sees, and sees exactly that group."""
     alike = [
-        ((visible == (first[:, rows, None] == first[:, None])) | ~kept[:, None]).all() for rows, visible in _blocks(call)
+        ((visible == (first[:, rows, None] == first[:, None])) | ~kept[:, None]).all()
+        for rows, visible in _blocks(call)
     ]
     return bool(torch.stack(alike).all())

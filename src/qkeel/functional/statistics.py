@@ -207,8 +207,8 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
 def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
     """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
 
-    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the keys:
-    the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
+    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
+    keys: the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
 
     Args:
         entropy, first: over the keys alone [b h t], nats and share.

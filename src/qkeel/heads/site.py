@@ -420,7 +420,9 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
     around = module.split(".") if module else []
     for n in range(len(around), 0, -1):
         path = ".".join(around[:n])
-        if (found := next((s for s, home in homes.items() if home == path or home.startswith(f"{path}.")), None)) is not None:
+        if (
+            found := next((s for s, home in homes.items() if home == path or home.startswith(f"{path}.")), None)
+        ) is not None:
             return found
     return next((site for site, home in homes.items() if not home), None)
 

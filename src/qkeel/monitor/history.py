@@ -314,7 +314,15 @@ class History:
         rates = values.get("lr")
         if rates is not None and not np.isfinite(rates).all():
             rates = None
-        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), planned=planned, types=types or {})
+        return cls(
+            steps=steps,
+            rates=rates,
+            values=values,
+            heads=per_head,
+            layers=tuple(layers),
+            planned=planned,
+            types=types or {},
+        )
 
     @classmethod
     def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:

@@ -141,7 +141,9 @@ def check_threshold(threshold: Threshold) -> None:
             )
         return
     if not threshold:
-        raise InvalidValueError(f"expected the threshold of at least one type of layers ({', '.join(LAYER_TYPES)}), got none")
+        raise InvalidValueError(
+            f"expected the threshold of at least one type of layers ({', '.join(LAYER_TYPES)}), got none"
+        )
     for layer_type, one in threshold.items():
         check_known("type of layers", layer_type, LAYER_TYPES)
         if isinstance(one, Mapping):

@@ -622,17 +622,22 @@ class _ForwardPass:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 self.tap.searched(self.phase, None)  # its attention is computed otherwise now
             return
-        for name, module in self.indexers.items():
-            # Of two places, one in the other, every function would be seen twice.
-            outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
-            where = (name, module) if outer is None else (outer, (self.places[outer] or (None,))[0])
-            self.places[where[0]] = None if where[1] is None else (where[1], None)
+        self._add_indexers()
         local = not (watcher.hidden or self.tap.sees_operators)
         for name, place in self.places.items():
             # Attention of qkeel's modules inside is not to be taken for the module's own.
             if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
                 self.places[name] = None
         self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
+
+    def _add_indexers(self) -> None:
+        """Adds the modules that chose keys to the places. Of two places, one in the other, every function would be seen
+        twice: the outer one is enough, unless attention in the inner one would get its name."""
+        for name, module in self.indexers.items():
+            outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
+            holds = any([place.startswith(f"{name}.") for place in self.places])  # noqa: C419
+            known = (module, None) if outer is None else self.places[outer]
+            self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
 
     def _note_place(self, sighting: CapturedCall) -> None:
         """Notes in which module attention was seen, and by which function."""

@@ -18,7 +18,7 @@ from qkeel.capture.calls import flex_call
 from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats
-from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, SlidingWindow, Softcap
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [
