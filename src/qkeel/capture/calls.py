@@ -351,9 +351,9 @@ class ScoresCall:
     norms, angles and weights, the logits are never computed from them; of a logit that is a sum of products neither
     is there. `layout` is that of the scores in the module. In a probe `products` are q and k of every product of the
     sum, and `lost` says what else is in it. `query_mask` [b t]: False leaves a query row out of the statistics;
-    `classes` splits them. `gathered`: the keys were picked for each query, so that a column is of no one key, and the first key
-    of a row is not known: sink_share is NaN. `sink` is
-    the logsumexp of the columns that are no keys, where some were attached.
+    `classes` splits them. `gathered`: the keys were picked for each query, so that a column is of no one key, and the
+    first key of a row is not known: sink_share is NaN. `sink` is the logsumexp of the columns that are no keys, where
+    some were attached.
     """
 
     spec: AttentionSpec
