@@ -220,10 +220,11 @@ def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tupl
         lse: logsumexp over the keys, after the cap, in nats.
         sink: the sink's logit, broadcasts to them; -inf for none.
 
-    >>> two = torch.tensor(2.0)
-    >>> h, p = with_sink(two.log(), 1 / two, two.log(), torch.tensor(0.0))  # three equal weights
-    >>> round(h.exp().item(), 5), round(p.item(), 5)
-    (3.0, 0.33333)
+    Example:
+        >>> two = torch.full((1, 1, 1), 2.0)
+        >>> h, p = with_sink(two.log(), 1 / two, two.log(), torch.tensor(0.0))  # three equal weights
+        >>> round(h.exp().item(), 5), round(p.item(), 5)
+        (3.0, 0.33333)
     """
     gap = (lse - sink).clamp(-1e4, 1e4)  # beyond that one share is 0, and 0 · inf no number
     kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)

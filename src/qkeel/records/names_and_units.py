@@ -152,10 +152,10 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "gate_std": HeadField("share", "standard deviation of the gate over query rows", "mean"),
     "index_max_logit": HeadField(
-        "1", "largest score by which an indexer chooses keys of the layer", "max", column="index max", per_layer=True
+        "1", "largest score by which an indexer chooses keys of the layer", "max", column="index max"
     ),
     "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
-    "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean", per_layer=True),
+    "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "delta2_spectral_norm": HeadField(
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
