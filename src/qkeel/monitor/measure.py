@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima, scores_change, statistics
 from qkeel.capture.example import Arguments, tensors
-from qkeel.capture.visible_sets import LayerType, VisibleSets, layer_type, told_apart, visible_sets
+from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
 from qkeel.functional.norms import widest
@@ -394,7 +394,7 @@ class WatchedSites:
         longer than the sequence hides nothing."""
         known = self._sets.get(name)
         if known is None or call.query_shape[1] > known.queries:
-            origin = next((site.origin for site in self.all if site.name == name), "tokens")
+            origin: KeyOrigin = next((site.origin for site in self.all if site.name == name), "tokens")
             self._sets[name], self._fresh = visible_sets(call, origin), True
 
     def pass_over(self) -> None:
@@ -405,7 +405,7 @@ class WatchedSites:
         for i, site in enumerate(self.all):
             if seen.get(site.name, site.visible) != site.visible:
                 self.all[i] = dataclasses.replace(site, visible=seen[site.name])
-        unknown = {name: layer_type(visible, "tokens") for name, visible in seen.items()}
+        unknown: dict[str, LayerType] = {name: layer_type(visible, "tokens") for name, visible in seen.items()}
         self.types = unknown | {site.name: site.layer_type for site in self.all}
 
     def pass_failed(self) -> bool:

@@ -199,7 +199,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             f"none of the sites ({', '.join(site.name for site in sites)}) has a module of its name in this "
             f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
         )
-    return Sites(found, *((sites.missed, _bound_indexers(sites, model)) if isinstance(sites, Sites) else ()))
+    return Sites(found, sites.missed, _bound_indexers(sites, model)) if isinstance(sites, Sites) else Sites(found)
 
 
 def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:

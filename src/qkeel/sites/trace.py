@@ -280,7 +280,8 @@ def _same_calls(
     """The smallest visible logits of a pass without a graph, of which nothing is kept, and the visible sets that it
     shows; None unless it shows the sites of the trace with as many heads, and misses what that missed."""
     sites = trace.sites
-    origins, types = {site.name: site.origin for site in sites}, dict[str, VisibleSets]()
+    origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
+    types: dict[str, VisibleSets] = {}
     found: dict[str, int] = {}
     names: set[str] = set()
     least: dict[str, Tensor] = {}
