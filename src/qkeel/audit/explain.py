@@ -372,6 +372,7 @@ def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
         n_kv_heads=site.n_kv_heads,
         head_dim=site.head_dim,
         key_heads=site.key_heads,
+        layer_type=site.layer_type,
     )
     if name not in experiment.base:
         return recipe(

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,25 @@ from qkeel.records.files import (
     whole_bytes,
     write_json,
 )
+
+TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
+
+
+def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
+    """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
+    versions say none.
+
+    >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
+    {'h.0': 'window'}
+    """
+    sites = about.get("sites")
+    known = [site for site in sites if isinstance(site, dict)] if isinstance(sites, (list, tuple)) else []
+    types = {str(site["name"]): str(site["type"]) for site in known if "type" in site and "name" in site}
+    for event in events:
+        if event.get("event") == TYPES_EVENT and isinstance(changed := event.get("types"), dict):
+            types |= {str(layer): str(of) for layer, of in changed.items()}
+    return types
+
 
 # Provenance of records: system, number of cores and commit, without the name of a machine or a person.
 

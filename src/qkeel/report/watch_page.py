@@ -23,6 +23,7 @@ from qkeel.records import (
     RunStatus,
     fold_heads,
     head_field,
+    layer_types,
     measured_field,
 )
 from qkeel.records.run_directory import note_checksums
@@ -100,6 +101,11 @@ class Watched:
     def layers(self) -> tuple[str, ...]:
         """The names of the attention layers."""
         return self.heads.layers
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each layer, where the run says it."""
+        return layer_types(self.about, self.notes)
 
     def measured(self) -> list[str]:
         """Returns the head fields that were ever measured, in the order of the file."""
@@ -845,16 +851,17 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         last = {n: run.heads.values[of][-1] for n in COLUMNS if (of := measured_field(n)) in run.heads.values}
         shown = [name for name, heads in last.items() if not np.isnan(heads).all()]
         folded = {name: fold_heads(name, last[name]) for name in shown}
-        head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
-        body = [_layer(run, i, folded) for i in range(len(run.layers))]
+        names = ("Layer", "Type")[: 1 + any(of != "full" for of in run.types.values())]
+        head = [*columns(*names, kind="text"), *columns(*(COLUMNS[name] for name in shown))]
+        body = [_layer(run, i, folded, typed=len(names) > 1) for i in range(len(run.layers))]
         inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
         parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))
     return join(parts)
 
 
-def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
-    cells = []
+def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: bool) -> Markup:
+    cells = [words(run.types.get(run.layers[i], ""))] if typed else []
     for name, values in folded.items():
         heads = run.heads.values[measured_field(name)][-1][i]
         field = head_field(name)
