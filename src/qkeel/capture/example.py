@@ -400,9 +400,9 @@ class LastPass:
     alive. A loop that keeps its batch until it has the next one needs no more memory for that.
     """
 
-    def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
+    def __init__(self, device: str, args: Args, kwargs: Mapping[str, object]) -> None:
+        """Takes the type of the device that the model is on, besides what it was called with."""
         self.args, self.kwargs = mapped((args, dict(kwargs)), _detached)
-        device = next((p.device.type for p in model.parameters()), "cpu")
         self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
 

@@ -42,6 +42,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
     INSIDE,
+    SDPA_BY_NAME,
     Args,
     Function,
     Guarded,
@@ -49,15 +50,17 @@ from qkeel.patching.modes import (
     ModeInModules,
     OperatorMode,
     TorchOperator,
+    begin_taking,
+    end_taking,
     function_name,
     in_vmap,
     leave,
     suspended,
+    take_named_calls,
     transformed_now,
     unguarded,
 )
 
-_SDPA = F.scaled_dot_product_attention
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -75,6 +78,7 @@ class CapturedCall:
         layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
         added: in a probe the products that a fused function's additive mask is the sum of.
         rows: what its kernel found of each row, where that was asked for.
+        named: whether it is a call of F.scaled_dot_product_attention that was made by that name.
     """
 
     frame: ModuleCall
@@ -85,6 +89,7 @@ class CapturedCall:
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
+    named: bool = False
 
     @property
     def name(self) -> str:
@@ -169,6 +174,7 @@ class CaptureMode(CallObserver):
         self.key_heads: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
         self._names = names_of(model) if probing else None
+        self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
@@ -183,7 +189,7 @@ class CaptureMode(CallObserver):
             return super().__torch_function__(func, types, args, kwargs)
         if func not in self.only:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func is not _SDPA or self.plain is None:
+        if func not in SDPA_BY_NAME or self.plain is None:
             return super().__torch_function__(func, types, args, kwargs)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if not _READING.get():
@@ -225,10 +231,21 @@ class CaptureMode(CallObserver):
     def look(self, around: ExitStack) -> None:
         """Sees the calls of the pass that begins, until `around` is closed."""
         if self._only_in is None:
+            if take_named_calls(around):
+                begin_taking(self._take_named)
+                around.callback(end_taking, self._take_named)
             self.__enter__()
             around.callback(leave, self)
         else:
             ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
+
+    def _take_named(self, function: Function, types: object, args: Args, kwargs: dict[str, object]) -> object:
+        """Notes that a call of SDPA was made by its name."""
+        before, self._by_name = self._by_name, args
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._by_name = before
 
     def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         batch = 0
@@ -324,7 +341,9 @@ class CaptureMode(CallObserver):
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
             call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
+            # Where somebody between has made another call of it, its name does not lead there.
+            named = bool(args) and [*map(id, args)] == [*map(id, self._by_name)]
+            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows, named=named)
             if site is not None and name == "scaled_dot_product_attention":
                 self._valued(site, sdpa_arguments(args, kwargs)["value"])
 
@@ -378,6 +397,7 @@ class CaptureMode(CallObserver):
         *,
         below: bool = False,
         rows: KernelRows | None = None,
+        named: bool = False,
     ) -> str | None:
         if self._elsewhere(frame):
             return None
@@ -393,6 +413,7 @@ class CaptureMode(CallObserver):
                 layout=layout,
                 added=added,
                 rows=rows,
+                named=named,
             )
         )
         return name_of(frame, ordinal)

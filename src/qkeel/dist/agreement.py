@@ -26,9 +26,12 @@ from torch.optim import Optimizer
 
 # The processes that run this model.
 
+_AVAILABLE = torch_distributed.is_available()
+
+
 def on() -> bool:
     """Returns whether torch.distributed is in use."""
-    return torch_distributed.is_available() and torch_distributed.is_initialized()
+    return _AVAILABLE and torch_distributed.is_initialized()
 
 
 def world() -> int:

@@ -198,17 +198,18 @@ class HeadRows:
         self.heads: dict[str, np.ndarray] = {}
         self.classes = False  # whether some statistics are split by class
         self._width = width
+        self._nothing = np.full((len(sites), width), np.nan)
         self._known: set[str] = set()
         self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
 
     def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
         """Takes the numbers of the heads of some sites, one after the other."""
         to, of = self._at(sites, counts)
-        if not len(to):
-            return
-        if name not in self.heads:
-            self.heads[name] = np.full((len(self.place), self._width), np.nan)
-        self.heads[name].reshape(-1)[to] = values[of]
+        if len(to):
+            table = self.heads.get(name)
+            if table is None:
+                table = self.heads[name] = self._nothing.copy()
+            table.reshape(-1)[to] = values[of]
 
     def add_statistics(self, block: ScoreBlock) -> None:
         """Takes the statistics of a block of sites."""
@@ -221,24 +222,31 @@ class HeadRows:
             None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
         )
         with_maxima = own["max_logit"] != -np.inf
-        for name, field in HEAD_FIELDS.items():
+        groups = sum(kv_heads)
+        to, of = self._at(names, heads)
+        every = len(of) == sum(heads)
+        # Next to no call of Python's for each name: there are some twenty in every measured step.
+        for name, count_of in _COUNTS.items():
             x = own.get(name)
             if x is None:
-                if name not in statistics.RECORDED:  # no call of Python's for each number of the weights
-                    continue
                 value = stats.value(name)
                 if value is None:
                     continue
                 x = value.double().numpy()
-            count = own[field.count] > 0
+            count = own[count_of] > 0
             if name in _OF_MAXIMA:  # where maxima alone were looked for
                 count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
-            if count.any():
+            if np.logical_or.reduce(count):
                 self._known.add(name)
-            x = np.where(count, x, np.nan)
-            if group is not None and len(x) == sum(kv_heads):
+            x = x.astype(np.float64)  # a copy
+            x[~count] = np.nan
+            if group is not None and len(x) == groups:
                 x = x[group]
-            self.put(name, names, heads, x)
+            if len(to):
+                table = self.heads.get(name)
+                if table is None:
+                    table = self.heads[name] = self._nothing.copy()
+                table.reshape(-1)[to] = x if every else x[of]
 
     def measured(self, name: str) -> bool:
         """Returns whether some head's number was."""
@@ -257,6 +265,8 @@ class HeadRows:
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
+# Of each recorded number of a call's logits, the count of those it was made of.
+_COUNTS = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:

@@ -19,6 +19,7 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
 from qkeel.monitor.gather import NumberKey, PartialValue, SentRow, SiteNumbers
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.modes import without_gradients
 from qkeel.spec.slot import ParameterSizes, Params
 
 # The heads of many weights in few operations: those of one shape are one tensor.
@@ -167,11 +168,13 @@ class Places:
             found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
         found = found if self._factors is None else found * self._factors
         alone, pairs = found.tensor_split([self._n_alone])
-        rows = [row.of(part) for row, part in zip(self._alone, alone.split([row.total for row in self._alone]))]
+        parts = [*alone.split_with_sizes([row.total for row in self._alone])] if self._alone else []
         if self._pairs:
-            parts = made(*pairs.chunk(2)).split([row.total for row in self._pairs])
-            rows += [row.of(part) for row, part in zip(self._pairs, parts)]
-        return rows
+            parts += made(*pairs.chunk(2)).split_with_sizes([row.total for row in self._pairs])
+        return [
+            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=part)
+            for row, part in zip((*self._alone, *self._pairs), parts)
+        ]
 
 
 @final
@@ -183,9 +186,6 @@ class _Row:
     sites: tuple[str, ...]
     counts: tuple[int, ...]
     total: int
-
-    def of(self, values: Tensor) -> SentRow:
-        return SentRow(name=self.name, sites=self.sites, counts=self.counts, values=values)
 
 
 def _by_name(counts: Mapping[NumberKey, int]) -> tuple[list[_Row], list[NumberKey]]:
@@ -402,7 +402,7 @@ class GainBounds:
         self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._places: Places | None = None
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> SiteNumbers:
         """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
         and key of which this one knows its part.
@@ -575,7 +575,7 @@ class WeightNorms:
         """The sites whose q and k weights are here whole and are matrices that multiply one another."""
         return self._squared
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> SiteNumbers:
         """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
         split: dict[NumberKey, Tensor | PartialValue] = {}
