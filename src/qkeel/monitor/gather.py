@@ -324,7 +324,7 @@ class AsyncGather:
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for of in by_dtype.values():
             own = [given[i].detach() for i in of]
-            flat = [x.reshape(-1) if x.device == device else _on(device, dtype, x) for x in own]
+            flat = [(x if x.ndim == 1 else x.reshape(-1)) if x.device == device else _on(device, dtype, x) for x in own]
             parts.append(torch.cat(flat).to(dtype))
         sizes = [1, *[given[i].numel() for i in order]]
 

@@ -222,31 +222,33 @@ class HeadRows:
             None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
         )
         with_maxima = own["max_logit"] != -np.inf
-        groups = sum(kv_heads)
-        to, of = self._at(names, heads)
-        every = len(of) == sum(heads)
-        # Next to no call of Python's for each name: there are some twenty in every measured step.
-        for name, count_of in _COUNTS.items():
-            x = own.get(name)
-            if x is None:
-                value = stats.value(name)
-                if value is None:
-                    continue
-                x = value.double().numpy()
-            count = own[count_of] > 0
+        found = {name: own[name] if name in own else stats.value(name) for name in _COUNTS}
+        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
+        counts = {count: own[count] > 0 for count in _COUNTS.values()}
+        for name in values if group is not None else ():
+            if len(values[name]) == sum(kv_heads):  # of key heads
+                values[name] = values[name][group]
+        for count in counts if group is not None else ():
+            if len(counts[count]) == sum(kv_heads):
+                counts[count] = counts[count][group]
+        # All names as one table: there are some twenty in every measured step.
+        table = np.array([*values.values()], dtype=np.float64)
+        known = np.array([counts[_COUNTS[name]] for name in values])
+        for i, name in enumerate(values):
             if name in _OF_MAXIMA:  # where maxima alone were looked for
-                count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
-            if np.logical_or.reduce(count):
-                self._known.add(name)
-            x = x.astype(np.float64)  # a copy
-            x[~count] = np.nan
-            if group is not None and len(x) == groups:
-                x = x[group]
-            if len(to):
-                table = self.heads.get(name)
-                if table is None:
-                    table = self.heads[name] = self._nothing.copy()
-                table.reshape(-1)[to] = x if every else x[of]
+                known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
+        table[~known] = np.nan
+        some = np.logical_or.reduce(known, axis=1).tolist()
+        self._known.update([name for name, any_head in zip(values, some) if any_head])
+        to, of = self._at(names, heads)
+        if not len(to):
+            return
+        new = [name for name in values if name not in self.heads]
+        blank = np.empty((len(new), *self._nothing.shape))
+        blank.fill(np.nan)
+        self.heads |= zip(new, blank)
+        for name, row in zip(values, table if len(of) == table.shape[1] else table[:, of]):
+            self.heads[name].reshape(-1)[to] = row
 
     def measured(self, name: str) -> bool:
         """Returns whether some head's number was."""

@@ -26,6 +26,7 @@ from qkeel.spec.slot import ParameterSizes, Params
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
 _K = TypeVar("_K", bound=Hashable)
+TOGETHER = 1 << 16  # numbers of small weights that are read together on the host: they stay in a core's cache
 UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
 
 
@@ -41,13 +42,13 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
     """
     norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
     if all([x.device.type in UNSTACKED for x in heads]):  # noqa: C419
-        kinds: dict[torch.dtype, torch.dtype] = {}
-        for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
-            kind = kinds.get(x.dtype) or kinds.setdefault(x.dtype, wide(x.dtype))
-            norms.append(([i], torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
-            if i < squared:
+        for own in _small_together(heads, squared):
+            x = heads[own[0]] if len(own) == 1 else torch.cat([heads[i] for i in own])
+            kind = wide(x.dtype)
+            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
+            if own[0] < squared:
                 rows = x if x.dtype == kind else x.to(kind)
-                grams.append(([i], rows @ rows.mT))
+                grams.append((own, rows @ rows.mT))
         return norms, grams
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
         own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
@@ -68,6 +69,25 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
             rows = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
             grams.append((some, rows @ rows.mT))
     return norms, grams
+
+
+def _small_together(heads: Sequence[Tensor], squared: int) -> Iterator[list[int]]:
+    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype, of which
+    products are wanted or not. What an operation costs is more than a copy of them."""
+    waiting: dict[object, list[int]] = {}
+    for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
+        n = x.numel()
+        if n > TOGETHER:
+            yield [i]
+            continue
+        kind = x.shape, x.dtype, i < squared
+        own = waiting.get(kind)
+        if own is None:
+            own = waiting[kind] = []
+        own.append(i)
+        if len(own) * n > TOGETHER:
+            yield waiting.pop(kind)
+    yield from waiting.values()
 
 
 def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
