@@ -33,14 +33,14 @@ def command_pages() -> dict[str, str]:
 
 
 def own_texts(cls: type) -> dict[str, str]:
-    """The texts at the fields that a class of qkeel's adds or changes: behind `#:`, or in quotes on the next line."""
+    """The texts at the fields that a class of qkeel's adds or changes: behind `#:` or in quotes, before or after it."""
     if not cls.__module__.startswith("qkeel"):
         return {}
     source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
     body = re.search(rf"^class {cls.__name__}\b.*\n(?:[ )].*\n|\n)*", source, flags=re.M)
-    pattern = r'^    (\w+): (?:.*#: (.+)|.*\n    """(.+?)(?:""")?$)'
+    pattern = r'^(?:    #: (.+)\n    (\w+): |    (\w+): (?:.*#: (.+)|.*\n    """(.+?)(?:""")?$))'
     found = re.finditer(pattern, body[0] if body else "", flags=re.M)
-    return {field[1]: field[2] or field[3] for field in found}
+    return {field[2] or field[3]: field[1] or field[4] or field[5] for field in found}
 
 
 def field_texts(cls: type) -> dict[str, str]:
