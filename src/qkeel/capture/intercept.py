@@ -44,6 +44,7 @@ from qkeel.patching.modes import (
     INSIDE,
     SDPA_BY_NAME,
     Args,
+    EagerOperatorMode,
     Function,
     Guarded,
     Kwargs,
@@ -165,7 +166,8 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
-        self._below = OperatorMode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
+        mode = EagerOperatorMode if record else OperatorMode
+        self._below = mode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextvars
 import functools
+import inspect
 import re
 import sys
 import threading
@@ -118,8 +119,8 @@ def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
 
 
 def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
-    """Returns a function under which autograd records nothing. torch.no_grad() as a decorator takes ten Python calls for
-    each call, too many for what every step calls."""
+    """Returns the function with gradients turned off. torch.no_grad() as a decorator takes ten Python calls for each
+    call, too many for what every step calls."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> T:
@@ -726,6 +727,20 @@ class OperatorMode(TorchDispatchMode):
                 with _recording(), self if self._keep else nullcontext():
                     self._guard(self._read, function_name(func), args, kwargs, out)
         return out
+
+
+class EagerOperatorMode(OperatorMode):
+    """An OperatorMode for passes under torch.compiler.set_stance("force_eager").
+
+    Nothing is compiled there, so torch need not keep its compiler out of every call of the mode, which takes longer
+    than the call itself.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = inspect.unwrap(OperatorMode.__torch_dispatch__)
 
 
 @contextmanager
