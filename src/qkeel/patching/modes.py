@@ -940,6 +940,8 @@ class ModeInModules:
     def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
         """Gives a call to the mode as if that had been entered when its module's call began: a mode that was entered
         since, such as that of a remedy, comes first and may change the call."""
+        if threading.get_ident() != self._thread:  # one that took over this thread's context
+            return function(*args, **kwargs)
         inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
         if not inner:
             return self._mode.__torch_function__(function, types, args, kwargs)

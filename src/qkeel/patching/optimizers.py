@@ -35,8 +35,8 @@ class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of one optimizer, or of all optimizers.
 
     `before` is called as by `before_change`; None for nothing before the step. Steps that only fill the optimizer's
-    state are skipped. Exceptions reach the step's caller. Hooks cannot be removed while torch iterates over them: during
-    a step `remove()` only disables them, and a later `remove()` deletes them.
+    state are skipped. Exceptions reach the step's caller. Hooks cannot be removed while torch iterates over them:
+    during a step `remove()` only disables them, and a later `remove()` deletes them.
     """
 
     def __init__(self, before: Act | None, after: Act, optimizer: Optimizer | None = None) -> None:
