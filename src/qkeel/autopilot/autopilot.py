@@ -153,9 +153,7 @@ class Autopilot(Handle):
         self._later = [Handle(lambda: None) for _ in self.optimizers]
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
-        hooks = [
-            StepHooks(lambda _: None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers
-        ]
+        hooks = [StepHooks(None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers]
         self._hooks = hooks  # kept so that _stop() can remove them
         super().__init__(self._take_off, state=lambda: state(self), load=lambda s: load(self, s))
 

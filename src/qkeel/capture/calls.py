@@ -41,6 +41,7 @@ from qkeel.kernels.statistics import (
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.patching.modes import without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -564,7 +565,7 @@ class ScoreBlock(NamedTuple):
             yield self.names[0], self.joint
             return
         parts = {
-            name: x.split(self.kv_heads if name.startswith(("key_", "n_keys")) else self.heads)
+            name: x.split_with_sizes(self.kv_heads if name.startswith(("key_", "n_keys")) else self.heads)
             for name, x in self.joint.tensors().items()
         }
         for i, site in enumerate(self.names):
@@ -607,7 +608,7 @@ class SiteStats(Mapping[str, LogitStats]):
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             x = block.joint.tensors()[name]
-            found |= zip(block.names, x.split(block.heads)) if len(block.names) > 1 else {block.names[0]: x}
+            found |= zip(block.names, x.split_with_sizes(block.heads)) if len(block.names) > 1 else {block.names[0]: x}
         return found
 
     def merged(self, other: SiteStats) -> SiteStats:
@@ -698,7 +699,7 @@ class SiteStatistics:
         return SiteStats.of(stats)
 
 
-@torch.no_grad()
+@without_gradients
 def _reduced(group: Mapping[str, Found]) -> ScoreBlock:
     first, *others = group.values()
     heads = [one.heads for one in group.values()]

@@ -23,9 +23,12 @@ from qkeel.patching.modes import CollectiveMode, process_store
 # The processes that train one model.
 
 
+_AVAILABLE = torch_distributed.is_available()
+
+
 def on() -> bool:
     """True if torch.distributed is initialised."""
-    return torch_distributed.is_available() and torch_distributed.is_initialized()
+    return _AVAILABLE and torch_distributed.is_initialized()
 
 
 def world() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import NamedTuple
 
@@ -118,7 +118,6 @@ class LogitStats:
     def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
         """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0."""
 
-        @functools.cache
         def number(value: float, count: bool) -> Tensor:
             return torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
 
@@ -127,16 +126,21 @@ class LogitStats:
     @classmethod
     def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
         """Returns the neutral element with expanded scalars from `number(value, is_count)`, shared by equal fields."""
-
-        def full(name: str, merge: Merge) -> Tensor:
-            heads = n_kv_heads if name.startswith(("key_", "n_keys")) else n_heads
-            shape = (heads, POSITION_BINS) if name.endswith("_by_position") else (heads,)
-            return number(float(merge.neutral), merge.how == "sum").expand(shape)
-
-        return cls(**{name: full(name, merge) for name, merge in MERGES.items()})  # type: ignore[arg-type]
+        heads = n_heads, n_kv_heads
+        kinds = {kind: number(*kind) for kind in {form[0] for form in _FORMS.values()}}
+        return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
 
 
 MERGES = merge_rules(LogitStats)
+# Of each field its neutral number and whether it is a count, whether it is of key heads, and its other sizes.
+_FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
+    name: (
+        (float(merge.neutral), merge.how == "sum"),
+        name.startswith(("key_", "n_keys")),
+        (POSITION_BINS,) if name.endswith("_by_position") else (),
+    )
+    for name, merge in MERGES.items()
+}
 TENSORS = tuple(MERGES)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
@@ -541,10 +545,7 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
     seen = seen & known
     norm = norm.masked_fill(~seen, 0.0)
     count = seen.sum((0, 2))
-    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
-    # Bins beyond the last key are empty.
-    edges = edges[: 1 + sum(edge < norm.shape[2] for edge in edges[1:])]
-    bins = list(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else norm.shape[2]]))
+    bins = _bins(norm.shape[2])
     if of_key is not None and of_key.numel():
         offset = _offsets(seen, of_key)
         inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
@@ -557,7 +558,7 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
         norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
         sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
         counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
-    left = (0, POSITION_BINS - len(edges))
+    left = (0, POSITION_BINS - len(bins))
     sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
     return {
         "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
@@ -566,6 +567,15 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
         "key_norm_by_position": sums / counts.clamp_min(1),
         "n_keys_by_position": counts,
     }
+
+
+@functools.lru_cache(maxsize=64)
+def _bins(n_keys: int) -> tuple[tuple[int, int | None], ...]:
+    """The first place of each bin of POSITION_BINS and the one after its last, None for no last. Bins that begin after
+    the last key hold nothing and are left out."""
+    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
+    edges = edges[: 1 + sum(edge < n_keys for edge in edges[1:])]
+    return tuple(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else n_keys]))
 
 
 def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:

@@ -221,17 +221,18 @@ class HeadRows:
         self.heads: dict[str, np.ndarray] = {}
         self.classes = False  # whether some statistics are split by class
         self._width = width
+        self._nothing = np.full((len(sites), width), np.nan)
         self._known: set[str] = set()
         self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
 
     def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
         """Takes the numbers of the heads of some sites, one after the other."""
         to, of = self._at(sites, counts)
-        if not len(to):
-            return
-        if name not in self.heads:
-            self.heads[name] = np.full((len(self.place), self._width), np.nan)
-        self.heads[name].reshape(-1)[to] = values[of]
+        if len(to):
+            table = self.heads.get(name)
+            if table is None:
+                table = self.heads[name] = self._nothing.copy()
+            table.reshape(-1)[to] = values[of]
 
     def add_statistics(self, block: ScoreBlock) -> None:
         """Takes the statistics of a block of sites."""
@@ -244,24 +245,33 @@ class HeadRows:
             None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
         )
         with_maxima = own["max_logit"] != -np.inf
-        for name, field in HEAD_FIELDS.items():
-            x = own.get(name)
-            if x is None:
-                if name not in statistics.RECORDED:  # no call of Python's for each number of the weights
-                    continue
-                value = stats.value(name)
-                if value is None:
-                    continue
-                x = value.double().numpy()
-            count = own[field.count] > 0
+        found = {name: own[name] if name in own else stats.value(name) for name in _COUNTS}
+        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
+        counts = {count: own[count] > 0 for count in _COUNTS.values()}
+        for name in values if group is not None else ():
+            if len(values[name]) == sum(kv_heads):  # of key heads
+                values[name] = values[name][group]
+        for count in counts if group is not None else ():
+            if len(counts[count]) == sum(kv_heads):
+                counts[count] = counts[count][group]
+        # All names as one table: there are some twenty in every measured step.
+        table = np.array([*values.values()], dtype=np.float64)
+        known = np.array([counts[_COUNTS[name]] for name in values])
+        for i, name in enumerate(values):
             if name in _OF_MAXIMA:  # where maxima alone were looked for
-                count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
-            if count.any():
-                self._known.add(name)
-            x = np.where(count, x, np.nan)
-            if group is not None and len(x) == sum(kv_heads):
-                x = x[group]
-            self.put(name, names, heads, x)
+                known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
+        table[~known] = np.nan
+        some = np.logical_or.reduce(known, axis=1).tolist()
+        self._known.update([name for name, any_head in zip(values, some) if any_head])
+        to, of = self._at(names, heads)
+        if not len(to):
+            return
+        new = [name for name in values if name not in self.heads]
+        blank = np.empty((len(new), *self._nothing.shape))
+        blank.fill(np.nan)
+        self.heads |= zip(new, blank)
+        for name, row in zip(values, table if len(of) == table.shape[1] else table[:, of]):
+            self.heads[name].reshape(-1)[to] = row
 
     def measured(self, name: str) -> bool:
         """Returns whether some head's number was."""
@@ -280,6 +290,8 @@ class HeadRows:
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
+# Of each recorded number of a call's logits, the count of those it was made of.
+_COUNTS = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:

@@ -671,7 +671,7 @@ class WatchedModels:
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics to read."""
-        return any(tap.has(phase) for tap in self.taps)
+        return any([tap.has(phase) for tap in self._taps.values()])  # noqa: C419
 
     def read(self, phase: Phase) -> Stats:
         """The statistics of all sites since the last read."""

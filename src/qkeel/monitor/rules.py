@@ -187,8 +187,16 @@ def largest(history: History, name: str) -> Extreme | None:
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
     """The place where one record [layers heads] is largest; at least one entry must be a number."""
-    layer, head = np.unravel_index(int(np.nanargmax(record)), record.shape)
-    return RecordPlace(name, int(layer), int(head))
+    layer, head = divmod(_largest_at(record), record.shape[1])
+    return RecordPlace(name, layer, head)
+
+
+def _largest_at(values: np.ndarray) -> int:
+    """The place of the first largest number among all, NaN aside: np.nanargmax in fewer calls of Python's."""
+    known = values.astype(np.float64)  # a copy
+    known[np.isnan(known)] = -np.inf
+    at = int(known.argmax())
+    return at if known.flat[at] > -np.inf else int(np.nanargmax(values))
 
 
 def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
@@ -374,7 +382,7 @@ class EntropyCollapse(Rule):
         means = _layer_means(history)
         if means is None or np.isnan(means[1]).all():
             return None
-        layer = int(np.nanargmin(means[1]))
+        layer = _largest_at(-means[1])
         low = float(means[1, layer])
         if not low < self.threshold:
             return None

@@ -38,6 +38,7 @@ from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
+    SDPA_BY_NAME,
     Args,
     FaultGuard,
     Function,
@@ -233,13 +234,13 @@ Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _NOTHING: Look = "nothing"
 _SELDOM = 17  # a prime: batches of kinds that take turns are all met
-_FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
+_FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
 # The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
 _LOCAL: dict[str, frozenset[Function] | None] = {
     "scaled_dot_product_attention": _FUSED,
     "multi_head_attention_forward": _FUSED,
     "softmax": None,
-    **dict.fromkeys(FLASH_AND_FLEX, frozenset()),
+    **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
 }
 
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
@@ -491,10 +492,12 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
-        if self._keeps and phase == "train" and not is_empty(args, kwargs):
-            self.latest = LastPass(self.model, args, kwargs)
+        empty = is_empty(args, kwargs)
+        if self._keeps and phase == "train" and not empty:
+            first = self.tree.first_parameter()
+            self.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs)
         look = self._due(self.model.training, compiled)
-        if is_empty(args, kwargs):
+        if empty:
             self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.tree)
@@ -646,7 +649,7 @@ class _ForwardPass:
         if sighting.below or sighting.headless or not name or not known or sighting.how not in _LOCAL:
             self.places[name] = None
         else:
-            only = _LOCAL[sighting.how]
+            only = SDPA_BY_NAME if sighting.named else _LOCAL[sighting.how]
             if name not in self.places:
                 self.places[name] = sighting.frame.module, only
             elif (old := self.places[name]) is not None:
@@ -756,6 +759,9 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
     (True, False)
     """
+    for x in (*args, *kwargs.values()):  # most often the first one tells, without a call of Python's
+        if isinstance(x, Tensor) and x.ndim and x.numel():
+            return False
     sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
     return bool(sizes) and not any(sizes)
 
