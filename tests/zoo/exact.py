@@ -96,28 +96,35 @@ def statistics(
         raw = cap * capped.reshape(z.shape).numpy()
     found: dict[str, list[float]] = {}
     for i in range(h):
-        own = by_head(raw[:, i], z[:, i], seen[:, i], q[:, i], k[:, i])
-        if sink is not None:
-            own |= gates(z[:, i], seen[:, i], float(sink.reshape(b, h, -1)[0, i, 0]))
+        beta = None if sink is None else float(sink.reshape(b, h, -1)[0, i, 0])
+        own = by_head(raw[:, i], z[:, i], seen[:, i], q[:, i], k[:, i], beta)
+        if beta is not None:
+            own |= gates(z[:, i], seen[:, i], beta)
         for name, value in own.items():
             found.setdefault(name, []).append(value)
     return {name: np.array(values) for name, values in found.items()}
 
 
-def by_head(raw: np.ndarray, z: np.ndarray, seen: np.ndarray, q: np.ndarray, k: np.ndarray) -> dict[str, float]:
-    """The statistics of one head: raw and capped logits [b t s], which pairs are visible, q [b t d], k [b s d]."""
+def by_head(
+    raw: np.ndarray, z: np.ndarray, seen: np.ndarray, q: np.ndarray, k: np.ndarray, sink: float | None
+) -> dict[str, float]:
+    """The statistics of one head: raw and capped logits [b t s], which pairs are visible, q [b t d], k [b s d].
+
+    With a sink entropies and the weight of the first key are over it too.
+    """
     entropies, relative, first, lses = [], [], [], []
     for n, row in np.ndindex(*z.shape[:2]):
         own = z[n, row][seen[n, row]]
         if not len(own):
             continue
         lse = float(own.max() + math.log(math.fsum(np.exp(own - own.max()))))
-        p = np.exp(own - lse)
+        every = own if sink is None else np.append(own, sink)
+        p = np.exp(every - np.logaddexp.reduce(every))
         entropy = -math.fsum(x * math.log(x) for x in p if x > 0)
         lses.append(lse)
         entropies.append(entropy)
         if len(own) > 1:
-            relative.append(entropy / math.log(len(own)))
+            relative.append(entropy / math.log(len(every)))
             first.append(float(p[0]))
     lengths, widths = np.linalg.norm(q, axis=-1), np.linalg.norm(k, axis=-1)
     products = q @ k.swapaxes(-1, -2)
@@ -325,9 +332,9 @@ def differences(entry: Entry) -> dict[str, float]:
     calls = [statistics(*one, MASKS.get(entry.name, HIDDEN)) for one in operators.seen]
     assert len(calls) == len(sample.layers), (len(calls), sample.layers)
     for i, (site, expected) in enumerate(zip(sample.layers, calls)):
-        weights = (
-            of_weights(old[site], new[site], grad[site], (first[site], then[site])) if old.get(site) is not None else {}
-        )  # type: ignore[arg-type]
+        weights: Found = {}
+        if old[site] is not None:
+            weights = of_weights(old[site], new[site], grad[site], (first[site], then[site]))  # type: ignore[arg-type]
         for name, values in (expected | weights).items():
             known = sample.heads.get(name)
             own = np.full(len(values), np.nan) if known is None else known[i, : len(values)]

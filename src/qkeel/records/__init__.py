@@ -19,6 +19,7 @@ from qkeel.records.names_and_units import (
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
     LAYER_FIELDS,
+    LAYER_TYPES,
     MONITOR_FIELDS,
     NON_FINITE,
     SINK_HEAD,
@@ -37,7 +38,7 @@ from qkeel.records.names_and_units import (
     measured_field,
     of_layers,
 )
-from qkeel.records.run_directory import RunDirectory, RunStatus, fresh_directory
+from qkeel.records.run_directory import TYPES_EVENT, RunDirectory, RunStatus, fresh_directory, layer_types
 
 __all__ = [
     "BLOCK_FIELDS",
@@ -45,10 +46,12 @@ __all__ = [
     "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
     "LAYER_FIELDS",
+    "LAYER_TYPES",
     "MONITOR_FIELDS",
     "NON_FINITE",
     "SINK_HEAD",
     "STEP_FIELDS",
+    "TYPES_EVENT",
     "TABLE_COLUMNS",
     "TASK_FIELDS",
     "VALUE_FIELDS",
@@ -67,6 +70,7 @@ __all__ = [
     "fresh_directory",
     "head_field",
     "layer_fields",
+    "layer_types",
     "measured_field",
     "of_layers",
     "read_heads",
