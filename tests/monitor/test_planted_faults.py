@@ -47,6 +47,7 @@ COSTS = {
 # Where a fault has another end than one warning and a monitor that is off.
 OTHERWISE = {
     "capture.intercept:CaptureMode.__torch_function__": "the entry, which dispatches: what reads a call is guarded",
+    "capture.intercept:CaptureMode._take_named": "as the one before, of calls by name",
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
     "capture.products:Tags.put.<locals>.forget": "called by Python when a tensor dies, which drops its faults",

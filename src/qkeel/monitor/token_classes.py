@@ -20,7 +20,7 @@ from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.gather import NumberKey
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded
+from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded, without_gradients
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -195,7 +195,7 @@ class HiddenNorms:
             self._final = True
             self._found.append(((), _norms(state.detach())))
 
-    @torch.no_grad()
+    @without_gradients
     def _over(self) -> None:
         """The pass is over: the means of all blocks at once, where they are alike."""
         found, self._found, last, self._last = self._found, [], self._last, None

@@ -19,12 +19,14 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
 from qkeel.monitor.gather import NumberKey, PartialValue, SentRow, SiteNumbers
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.modes import without_gradients
 from qkeel.spec.slot import ParameterSizes, Params
 
 # The heads of many weights in few operations: those of one shape are one tensor.
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
 _K = TypeVar("_K", bound=Hashable)
+TOGETHER = 1 << 16  # numbers of small weights that are read together on the host: they stay in a core's cache
 UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
 
 
@@ -40,13 +42,13 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
     """
     norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
     if all([x.device.type in UNSTACKED for x in heads]):  # noqa: C419
-        kinds: dict[torch.dtype, torch.dtype] = {}
-        for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
-            kind = kinds.get(x.dtype) or kinds.setdefault(x.dtype, wide(x.dtype))
-            norms.append(([i], torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
-            if i < squared:
+        for own in _small_together(heads, squared):
+            x = heads[own[0]] if len(own) == 1 else torch.cat([heads[i] for i in own])
+            kind = wide(x.dtype)
+            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
+            if own[0] < squared:
                 rows = x if x.dtype == kind else x.to(kind)
-                grams.append(([i], rows @ rows.mT))
+                grams.append((own, rows @ rows.mT))
         return norms, grams
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
         own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
@@ -67,6 +69,25 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
             rows = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
             grams.append((some, rows @ rows.mT))
     return norms, grams
+
+
+def _small_together(heads: Sequence[Tensor], squared: int) -> Iterator[list[int]]:
+    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype, of which
+    products are wanted or not. What an operation costs is more than a copy of them."""
+    waiting: dict[object, list[int]] = {}
+    for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
+        n = x.numel()
+        if n > TOGETHER:
+            yield [i]
+            continue
+        kind = x.shape, x.dtype, i < squared
+        own = waiting.get(kind)
+        if own is None:
+            own = waiting[kind] = []
+        own.append(i)
+        if len(own) * n > TOGETHER:
+            yield waiting.pop(kind)
+    yield from waiting.values()
 
 
 def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -167,11 +188,13 @@ class Places:
             found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
         found = found if self._factors is None else found * self._factors
         alone, pairs = found.tensor_split([self._n_alone])
-        rows = [row.of(part) for row, part in zip(self._alone, alone.split([row.total for row in self._alone]))]
+        parts = [*alone.split_with_sizes([row.total for row in self._alone])] if self._alone else []
         if self._pairs:
-            parts = made(*pairs.chunk(2)).split([row.total for row in self._pairs])
-            rows += [row.of(part) for row, part in zip(self._pairs, parts)]
-        return rows
+            parts += made(*pairs.chunk(2)).split_with_sizes([row.total for row in self._pairs])
+        return [
+            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=part)
+            for row, part in zip((*self._alone, *self._pairs), parts)
+        ]
 
 
 @final
@@ -183,9 +206,6 @@ class _Row:
     sites: tuple[str, ...]
     counts: tuple[int, ...]
     total: int
-
-    def of(self, values: Tensor) -> SentRow:
-        return SentRow(name=self.name, sites=self.sites, counts=self.counts, values=values)
 
 
 def _by_name(counts: Mapping[NumberKey, int]) -> tuple[list[_Row], list[NumberKey]]:
@@ -402,7 +422,7 @@ class GainBounds:
         self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._places: Places | None = None
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> SiteNumbers:
         """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
         and key of which this one knows its part.
@@ -575,7 +595,7 @@ class WeightNorms:
         """The sites whose q and k weights are here whole and are matrices that multiply one another."""
         return self._squared
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> SiteNumbers:
         """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
         split: dict[NumberKey, Tensor | PartialValue] = {}

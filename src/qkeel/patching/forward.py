@@ -26,7 +26,6 @@ from qkeel.patching.modes import (
     compiler_loaded,
     hooks_before,
     inferring_shapes,
-    is_compiled,
     recomputing,
     run_uncompiled,
     running_frames,
@@ -249,7 +248,7 @@ class ForwardPasses(Handle):
         self.around = ExitStack()  # closed at the end of the current pass, even if it fails
         # Keeps the compiler from inlining the hooks and from compiling what they call.
         run_uncompiled(_DormantHook.__call__.__code__)
-        enter, leave = (_DormantHook(torch.compiler.disable(f), owner) for f in (self._enter, self._leave))
+        enter, leave = (_DormantHook(f, owner) for f in (self._enter, self._leave))
         self._hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
@@ -277,7 +276,7 @@ class ForwardPasses(Handle):
         if elsewhere:
             self._tell_overlap()
         elif self._depth == 1:
-            compiled = compiled or self._tree.any_compiled() or any(map(is_compiled, self._wrappers()))
+            compiled = compiled or self._tree.any_compiled()
             self._guard(self._before, args, kwargs, compiled)
 
     def _in_another_thread(self) -> bool:
@@ -312,10 +311,6 @@ class ForwardPasses(Handle):
         """Ends a pass that an interrupt left without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
             self._end(None, failed=True)
-
-    def _wrappers(self) -> list[nn.Module]:
-        """Returns the modules of the model that torch.compile wrapped."""
-        return [m for _, m in self._tree.of_kind(torch._dynamo.OptimizedModule)] if compiler_loaded() else []
 
     def _here(self) -> bool:
         return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()
@@ -355,7 +350,11 @@ class _Running:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.error = sys.exception()  # an exception that was already being handled before the call
-        self.frame = next((f for f in running_frames() if f.f_code.co_filename == calls.__file__), None)
+        # The innermost running call of a module, found without a Python call per frame.
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != calls.__file__:
+            frame = frame.f_back
+        self.frame = frame
 
     @property
     def failing(self) -> bool:
@@ -377,13 +376,17 @@ class _DormantHook:
 
     def __init__(self, act: Any, owner: object) -> None:
         self.act, self.owner = act, owner
+        self.uncompiled = torch.compiler.disable(act)
 
     def __call__(self, module: nn.Module, args: object, last: object) -> None:
         if torch.compiler.is_compiling():
             return
         # Inlined, since torch.compile would compile a function's frame: is the compiler about to compile this call?
         ready = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore[reportAttributeAccessIssue]
-        self.act(module, args, last, ready is not None and ready is not False)
+        if ready is None or ready is False:
+            self.act(module, args, last, False)
+        else:
+            self.uncompiled(module, args, last, True)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle

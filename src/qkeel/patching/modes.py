@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextvars
 import functools
+import inspect
 import re
 import sys
 import threading
@@ -18,6 +20,7 @@ from torch import Tensor, distributed, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.algorithms.join import Joinable
+from torch.nn import functional as F
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -113,6 +116,22 @@ def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
     may call at the same time."""
     own = threading.get_ident()
     return lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None
+
+
+def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
+    """Returns the function with gradients turned off. torch.no_grad() as a decorator takes ten Python calls for each
+    call, too many for what every step calls."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
 
 
 def unguarded(act: Callable[..., T], *args: object) -> T:
@@ -233,14 +252,27 @@ class ModuleTree:
 
     def of_kind(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Returns the modules that are instances of these classes."""
-        named = self.named()
+        self.named()
+        return self._kind(kinds)
+
+    def _kind(self, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
         if kinds not in self._of_kind:
-            self._of_kind[kinds] = [(name, module) for name, module in named if isinstance(module, kinds)]
+            self._of_kind[kinds] = [(name, module) for name, module in self._named if isinstance(module, kinds)]
         return self._of_kind[kinds]
 
+    def first_parameter(self) -> nn.Parameter | None:
+        """The first parameter of the modules as they were when somebody last asked for them; None without any."""
+        for _, module in self._named or self.named():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    return parameter
+        return None
+
     def any_compiled(self) -> bool:
-        """True if `compile()` was called on one of the modules."""
-        return any([module._compiled_call_impl is not None for _, module in self.named()])  # noqa: C419
+        """True if calls of one of the modules run compiled code."""
+        if any([module._compiled_call_impl is not None for _, module in self.named()]):  # noqa: C419
+            return True
+        return compiler_loaded() and bool(self._kind((torch._dynamo.OptimizedModule,)))
 
 
 @final
@@ -465,6 +497,9 @@ def process_store() -> distributed.Store:
     return distributed.distributed_c10d._get_default_store()
 
 
+_STAGES = "torch.distributed.pipelining.stage"
+
+
 def joined(model: nn.Module) -> bool:
     """True inside torch's Join context, where processes may end at different steps. `model` must be the wrapper that
     the context was given, such as DistributedDataParallel."""
@@ -482,12 +517,14 @@ def running_stage() -> int | None:
 
 def inferring_shapes() -> bool:
     """True in the pass in which a stage infers the shapes of its outputs, on memory without data."""
+    if _STAGES not in sys.modules:  # asked in every pass
+        return False
     return any(frame.f_code.co_name == "_compute_outputs" for frame in _stage_frames())
 
 
 def _stage_frames() -> Iterator[FrameType]:
     """Yields the running frames of torch's pipeline stage module, innermost first."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
+    module = sys.modules.get(_STAGES)
     if module is not None:
         yield from (frame for frame in running_frames() if frame.f_code.co_filename == module.__file__)
 
@@ -692,6 +729,20 @@ class OperatorMode(TorchDispatchMode):
         return out
 
 
+class EagerOperatorMode(OperatorMode):
+    """An OperatorMode for passes under torch.compiler.set_stance("force_eager").
+
+    Nothing is compiled there, so torch need not keep its compiler out of every call of the mode, which takes longer
+    than the call itself.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = inspect.unwrap(OperatorMode.__torch_dispatch__)
+
+
 @contextmanager
 def no_operators_seen() -> Iterator[None]:
     """Hides operators in this context from an OperatorMode that is the innermost mode, for gradients that are computed
@@ -761,11 +812,80 @@ def leave(mode: FunctionMode) -> None:
             _push_mode(other)
 
 
+# F.scaled_dot_product_attention, reached by that name: code that looks it up in torch.nn.functional each time that it
+# calls it, as nearly all models do, can be seen without a mode, which every function of torch around the call would
+# pass through.
+
+_SDPA = F.scaled_dot_product_attention
+_HOLDERS = "qkeel_holders"
+_NAMED_CALLS = threading.Lock()
+# Called as a FunctionMode is, with the function, types, args and kwargs; returns what the function returns.
+TakeCall = Callable[[Function, object, Args, dict[str, Any]], Any]
+# Per thread: who gets the calls, the last one first.
+_TAKERS: contextvars.ContextVar[tuple[TakeCall, ...]] = contextvars.ContextVar("qkeel_takers", default=())
+
+
+def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for F.scaled_dot_product_attention under its name, and gives calls to who takes them in this thread."""
+    takers = () if torch.compiler.is_compiling() else _TAKERS.get()
+    if not takers:
+        return _SDPA(*args, **kwargs)
+    if len(takers) == 1:
+        return takers[0](_SDPA, (), args, kwargs)
+    before = _TAKERS.set(takers[:-1])
+    try:
+        return takers[-1](scaled_dot_product_attention, (), args, kwargs)
+    finally:
+        _TAKERS.reset(before)
+
+
+vars(scaled_dot_product_attention)[_HOLDERS] = 0
+# What a call of F.scaled_dot_product_attention may be of: torch's function, or what stands in for it.
+SDPA_BY_NAME: frozenset[Function] = frozenset({_SDPA, scaled_dot_product_attention})
+
+
+def take_named_calls(undo: ExitStack) -> bool:
+    """Lets calls of F.scaled_dot_product_attention by that name go to their thread's takers until `undo` is closed.
+
+    Returns False, and does nothing, where somebody has put another function in its place.
+    """
+    with _NAMED_CALLS:
+        if F.scaled_dot_product_attention not in SDPA_BY_NAME:
+            return False
+        vars(scaled_dot_product_attention)[_HOLDERS] += 1
+        F.scaled_dot_product_attention = scaled_dot_product_attention
+    undo.callback(_release_named_calls)
+    return True
+
+
+def _release_named_calls() -> None:
+    with _NAMED_CALLS:
+        vars(scaled_dot_product_attention)[_HOLDERS] -= 1
+        free = not vars(scaled_dot_product_attention)[_HOLDERS]
+        if free and F.scaled_dot_product_attention is scaled_dot_product_attention:
+            F.scaled_dot_product_attention = _SDPA
+
+
+def begin_taking(take: TakeCall) -> None:
+    """From now on `take` gets this thread's calls; those that it makes go to who took them before."""
+    _TAKERS.set((*_TAKERS.get(), take))
+
+
+def end_taking(take: TakeCall) -> None:
+    """Takes back one `begin_taking`, which need not be the last one."""
+    takers = [*_TAKERS.get()]
+    if take in takers:
+        del takers[len(takers) - 1 - takers[::-1].index(take)]
+        _TAKERS.set(tuple(takers))
+
+
 class ModeInModules:
     """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
 
     The modules carry hooks from `attach` until its stack is closed. The hooks act in the thread that attached them. The
-    mode's `only` is set to the functions of interest in each module.
+    mode's `only` is set to the functions of interest in each module. Where that is SDPA_BY_NAME in all of them, the
+    mode gets these calls by their name and is not entered at all. Its `begin`, which is for other functions, is not
+    called either.
 
     Args:
         mode: the mode to enter; `attach` calls its `begin` once.
@@ -784,40 +904,81 @@ class ModeInModules:
         self._mode, self._hooked, self._before, self._after = mode, modules, before, after
         self._entered: list[frozenset[Function] | None] = []  # previous values of `only`, one per running call
         self._thread = threading.get_ident()
+        self._take: TakeCall | None = None  # gets the calls by name, where that is how they come
+        self._modes = 0  # how many modes were entered when the outermost call began
 
     def attach(self, undo: ExitStack) -> None:
         """Installs the hooks until `undo` is closed."""
-        self._mode.begin(undo)
+        named = all([only == SDPA_BY_NAME for _, only in self._hooked.values()])  # noqa: C419
+        if named and take_named_calls(undo):
+            self._take = self._take_call
+        else:
+            self._mode.begin(undo)
         undo.callback(self._leave_all)
-        tables = []
+        tables: list[dict[Any, Any]] = []
         undo.callback(lambda: [table.pop(self, None) for table in tables])
+        leave = self._exit
         for name, (module, only) in self._hooked.items():
             before = functools.partial(self._enter, name, only)
-            tables += put_hooks(module, self, before, self._exit)
+            tables += put_hooks(module, self, before, leave)
 
     def _enter(
         self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
     ) -> None:
         if threading.get_ident() != self._thread:
             return
-        self._entered.append(self._mode.only)
-        self._mode.only = only
+        mode = self._mode
+        self._entered.append(mode.only)
+        mode.only = only
         self._before(name, module, args, kwargs)
-        _push_on_torch_function_stack(self._mode)
+        if self._take is None:
+            _push_on_torch_function_stack(mode)
+        elif len(self._entered) == 1:
+            self._modes = torch._C._len_torch_function_stack()
+            _TAKERS.set((*_TAKERS.get(), self._take))
+
+    def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
+        """Gives a call to the mode as if that had been entered when its module's call began: a mode that was entered
+        since, such as that of a remedy, comes first and may change the call."""
+        if threading.get_ident() != self._thread:  # one that took over this thread's context
+            return function(*args, **kwargs)
+        inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
+        if not inner:
+            return self._mode.__torch_function__(function, types, args, kwargs)
+        for mode in (self._mode, *reversed(inner)):
+            _push_on_torch_function_stack(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in inner:
+                _pop_torch_function_stack()
+            _take_off(self._mode)
+            for mode in reversed(inner):
+                _push_on_torch_function_stack(mode)
 
     def _exit(self, module: torch.nn.Module, args: object, output: object) -> None:
         if threading.get_ident() != self._thread or not self._entered:
             return
-        if (top := _pop_torch_function_stack()) is not self._mode:  # other code has not left its mode
-            _push_mode(top)
-            _take_off(self._mode)
+        self._put_down()
         self._mode.only = self._entered.pop()
         self._after(module)
+
+    def _put_down(self) -> None:
+        """Ends what `_enter` has begun."""
+        if self._take is not None:
+            if len(self._entered) == 1:
+                end_taking(self._take)
+        elif (top := _pop_torch_function_stack()) is not self._mode:  # somebody forgot to leave a mode of theirs
+            _push_mode(top)
+            _take_off(self._mode)
 
     def _leave_all(self) -> None:
         """Cleans up after an interrupt, which ends a pass without calling the hooks."""
         while self._entered:
-            _take_off(self._mode)
+            if self._take is None:
+                _take_off(self._mode)
+            elif len(self._entered) == 1:
+                end_taking(self._take)
             self._mode.only = self._entered.pop()
 
 

@@ -34,21 +34,22 @@ Act = Callable[[Optimizer], None]
 class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of one optimizer, or of all optimizers.
 
-    `before` is called as by `before_change`. Steps that only fill the optimizer's state are skipped. Exceptions reach
-    the step's caller. Hooks cannot be removed while torch iterates over them: during a step `remove()` only disables
-    them, and a later `remove()` deletes them.
+    `before` is called as by `before_change`; None for nothing before the step. Steps that only fill the optimizer's
+    state are skipped. Exceptions reach the step's caller. Hooks cannot be removed while torch iterates over them:
+    during a step `remove()` only disables them, and a later `remove()` deletes them.
     """
 
-    def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:
+    def __init__(self, before: Act | None, after: Act, optimizer: Optimizer | None = None) -> None:
         # Optimizer steps may be compiled; these hooks must not be compiled with them.
-        pre: Any
-        post: Any
         idle = self._idle_once_removed
-        pre, post = (torch.compiler.disable(hook) for hook in (before_change(idle(before)), idle(after)))
-        if optimizer is None:
-            self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
-        else:
-            self._hooks = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
+        post: Any = torch.compiler.disable(idle(after))
+        self._hooks: list[RemovableHandle] = []
+        if before is not None:
+            pre: Any = torch.compiler.disable(before_change(idle(before)))
+            hook = register_optimizer_step_pre_hook if optimizer is None else optimizer.register_step_pre_hook
+            self._hooks.append(hook(pre))
+        hook = register_optimizer_step_post_hook if optimizer is None else optimizer.register_step_post_hook
+        self._hooks.append(hook(post))
         super().__init__(lambda: None)
 
     def remove(self) -> None:
@@ -60,11 +61,11 @@ class StepHooks(Handle):
 
     def come_first(self) -> None:
         """Moves `after` in front of the other hooks behind the step."""
-        go_first(self._hooks[1])
+        go_first(self._hooks[-1])
 
     def come_last(self) -> None:
         """Moves `after` behind the other hooks behind the step. None of these may call this method."""
-        _move(self._hooks[1], last=True)
+        _move(self._hooks[-1], last=True)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: (
