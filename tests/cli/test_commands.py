@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 from tests import forked
 from tests.cli import answers
+from tests.quick import one_in
 
 import qkeel
 from qkeel.cli.app import main, make_app
 from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
-from qkeel.cli.console import number, ranking, spent
+from qkeel.cli.console import StudyView, make_console, number, ranking, spent
 from qkeel.cli.report import ANSWERS
 from qkeel.lab import RunConfig
+from qkeel.lab.plan import PlannedRun
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.run_directory import locked
 from qkeel.remedies import REMEDIES
@@ -163,6 +166,45 @@ def test_a_study_writes_table_and_report(tmp_path: Path, capsys: Capture) -> Non
     assert "4 runs, 0 to do" in capsys.readouterr().out
 
 
+def test_the_time_that_is_left_counts_the_steps_of_a_stack_that_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(steps=10, eval_sequences=1)
+    runs = [PlannedRun(config=dataclasses.replace(config, seed=seed)) for seed in range(4)]
+    with monkeypatch.context() as patched:
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 0.0)
+        view = StudyView(make_console(), runs, tmp_path)
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 60.0)
+        first, second, *_ = view.runs
+        patched.setattr("qkeel.cli.console.last_step", lambda place: 10 if str(place) in (first, second) else 0)
+        view.over.add(first)
+        assert view._left() == "; about 1 min 00 s left"  # of four, two stacked runs are at their end
+        view.over.update(view.runs)  # one of them failed before its end
+        assert view._left() == ""
+
+
+def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "qkeel", "--help"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimate(runs: object, jobs: int) -> float:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
+    study = ["study", "lr", "--remedies", "none", "--lrs", "0.1", "--seeds", "0", *TINY, "--out", str(tmp_path / "s")]
+    why = "no estimate of the time: the first steps fail here with RuntimeError: no such device"
+    for words in (["--dry-run"], []):
+        assert main([*study, *words]) == 0
+        assert why in capsys.readouterr().out
+
+
 def test_a_dry_run_names_every_run_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     arguments = [
         "study",
@@ -246,7 +288,7 @@ TYPED = {
 SHELLS = ("bash", "zsh", "fish")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", one_in(SHELLS, 3))
 def test_the_script_of_a_shell_has_every_command_and_its_options(shell: str, capsys: Capture) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out

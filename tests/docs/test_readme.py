@@ -117,7 +117,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: ratio("full statistics at every 10th step, eager"),
     ),
     (
-        r"maximum at every step \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
+        r"largest logit at every step, of a model that calls `qkeel.attention` \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
         lambda: ratio("training step, certified maximum at every step"),
     ),
     (
@@ -138,7 +138,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: (
             *found("internals/foreign.md", r"attentions: (\d+) right"),
             *found("internals/foreign.md", r"Their (\d+) attentions"),
-            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) told"),
+            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) reported"),
         ),
     ),
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),

@@ -99,8 +99,8 @@ class QueryOrKey:
             return NormRecipe(kind="unknown", why=why)
         over = reach(a)
         if over in ("", "some tokens"):
-            why = "a number of one token reaches others, by a convolution or pooling"
-            return NormRecipe(kind="unknown", why=why if over else "no number of its projection reaches it")
+            why = "one token affects others, by a convolution or pooling"
+            return NormRecipe(kind="unknown", why=why if over else "its projection does not affect it")
         if over not in ("head", "layer"):
             return NormRecipe(kind="RMS" if not subtracts_mean(a) else "layer", over=over, gain="unknown")
         kind = "layer" if subtracts_mean(a) else "RMS"
@@ -122,9 +122,9 @@ class QueryOrKey:
         given = sum(self._given(s, 0).square().sum(-1).expand(len(first)) for s in self.slices)
         ratio = first.norm(dim=-1) / torch.as_tensor(given).sqrt()
         if not close(ratio, ratio[:1].expand_as(ratio), 1e-2):
-            return NormRecipe(why="what multiplies it differs by head")
+            return NormRecipe(why="its factor differs by head")
         if reach(self.answers) == "some tokens":
-            return NormRecipe(why="a number of one token reaches others, by a convolution or pooling")
+            return NormRecipe(why="one token affects others, by a convolution or pooling")
         value = float(ratio.median())
         return NormRecipe(factor=1.0 if abs(value - 1) < 1e-3 else value)
 
@@ -256,7 +256,7 @@ def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
     got = recipe.total_scale
     if math.isnan(got) or abs(got / said - 1) < 2e-3:
         return ""
-    return f"{name} means logits {said:.4g} · q·k, seen was {scale_text((got,), recipe.head_dim)}"
+    return f"{name} means logits {said:.4g} · q·k, observed was {scale_text((got,), recipe.head_dim)}"
 
 
 def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -266,7 +266,7 @@ def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
     said, got = config[key], recipe.softcap
     if (said or None) == got or (said and got and abs(got / said - 1) < 1e-3):
         return ""
-    return f"config.{key} is {said}, the cap seen is {'none' if got is None else f'{got:g}'}"
+    return f"config.{key} is {said}, the observed cap is {'none' if got is None else f'{got:g}'}"
 
 
 def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -289,7 +289,7 @@ def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
     ):
         said = config.get(key)
         if isinstance(said, int) and got not in _named(config, word):
-            return f"config.{key} is {said}, seen were {got}"
+            return f"config.{key} is {said}, observed: {got}"
     return ""
 
 
@@ -301,7 +301,7 @@ def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
         return ""
     if any(abs(g / value - 1) < 0.05 for value in said for g in (got, whole)):
         return ""
-    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, the one seen is {got:,.6g}"
+    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, the observed one is {got:,.6g}"
 
 
 _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
@@ -372,6 +372,7 @@ def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
         n_kv_heads=site.n_kv_heads,
         head_dim=site.head_dim,
         key_heads=site.key_heads,
+        layer_type=site.layer_type,
     )
     if name not in experiment.base:
         return recipe(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkeel.frames.tables import join, plain_table, tag
+from qkeel.records import LAYER_TYPES
 
 # Interpreting responses: which norm over which axes, which gain, which rotation.
 
@@ -302,6 +303,7 @@ class SiteRecipe:
     visible: str = ""  #: the keys that a query sees; "" if unknown
     window: int | None = None  #: tokens of a sliding window, the query's own included; None without
     bias: bool = False  #: whether something is added to scale · q·k
+    layer_type: str = "full"  #: see records.LAYER_TYPES
     idle: tuple[str, ...] = ()  #: norms in the module that have no effect
     unknown: tuple[str, ...] = ()  #: what could not be determined
 
@@ -323,6 +325,7 @@ class SiteRecipe:
             f"position  {'no rotation of q and k' if self.rotation is None else self.rotation.text()}",
             f"logit     {self._logit()}",
             f"visible   {self.visible or 'unknown'}",
+            *([] if self.layer_type == "full" else [f"type      {self.layer_type}: {LAYER_TYPES[self.layer_type]}"]),
         ]
         rows += [f"idle      {text}" for text in self.idle]
         return rows + [f"unknown   {text}" for text in self.unknown]

@@ -264,8 +264,7 @@ class RemedyManager:
         return next((i for i, ids in enumerate(held) if ids & own), 0)
 
     def try_all(self) -> Refusals:
-        """Returns what sites refuse, by applying each remedy and removing it again, which changes no bit of the
-        model."""
+        """Returns what sites refuse, by applying each remedy and removing it again; the model keeps its bits."""
         found: Refusals = []
         verified = [site for site in self.sites if site.verified]
         for action, spec in ((Action.CLIP, "qk_clip"), (Action.RATES, "lalr")):

@@ -128,7 +128,7 @@ _OFF = (
 
 @final
 class Autopilot(Handle):
-    """Watches a training run and carries out the decisions of its policy; `qkeel.autopilot` makes one.
+    """Watches a training run and carries out the decisions of its policy; made by `qkeel.autopilot`.
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
     steps, but keeps a norm, which the model was trained with. `events` lists everything it did, as in the run's event
@@ -252,8 +252,7 @@ class Autopilot(Handle):
             self._later[number] = when_hooks_are_done(optimizer, act)
 
     def next_sample(self, *, lag: int) -> Sample | None:
-        """Returns the next record to decide on, from at least `lag` steps before the last step; None if there is
-        none."""
+        """Returns the next record to decide on, from at least `lag` steps before the last step, or None."""
         sample = self.monitor.sample_before(self.monitor.steps - lag) or self.carried
         steps = self.recording.history.steps
         return sample if sample is not None and (not len(steps) or sample.step > steps[-1]) else None

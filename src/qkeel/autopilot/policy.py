@@ -354,10 +354,10 @@ class _Step:
         expected = {
             Action.WATCH: "a record every few steps; nothing else changes",
             Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
-            Action.RATES: f"steps of the site's q and k weights {self.ladder.tau:g} times as large or smaller",
+            Action.RATES: f"steps of this layer's query and key weights are at most {self.ladder.tau:g} times as long",
             Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed for it",
             Action.RATE: "the logits grow in proportion to the learning rate",
-            Action.NONE: "nothing: the run continues unchanged",
+            Action.NONE: "no change; the run continues as it is",
         }[action]
         return Decision(
             step=self.records.step,
@@ -372,8 +372,7 @@ class _Step:
         )
 
     def watch(self) -> list[Decision]:
-        """Watches closer at the start, where logits change most, and while they grow; returns to normal once all is
-        calm."""
+        """Watches closer at the start, where logits change most, and while they grow; then returns to normal."""
         spec = self.specs[Action.WATCH]
         heads = growing(self.history, thresholds.CLIPS)[list(self.sites)] if self.sites else np.zeros(0, dtype=bool)
         if (spec, None) not in self.held:
@@ -386,8 +385,7 @@ class _Step:
         return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is active")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
-        """Clips the heads that an alarm concerns; at sites with an active remedy, also heads over the threshold without
-        an alarm."""
+        """Clips the heads that an alarm concerns; at sites with a remedy, all heads over the threshold."""
         if self.normed:
             return []
         with np.errstate(invalid="ignore"):
@@ -497,8 +495,7 @@ class _Step:
         )
 
     def _calm(self, i: int, action: Action) -> np.ndarray:
-        """Returns, per head [heads], whether it is far below the threshold and would stay below it without the
-        action."""
+        """Returns whether each head [heads] is far below the threshold and would stay so without the action."""
         n = self._patience(action, i)
         if self._since(action, i) < n:
             return np.zeros(self.logits.shape[-1], dtype=bool)
@@ -516,8 +513,7 @@ class _Step:
         return self.ladder.calm * 2 ** min(len(before), 16)  # the limit keeps it a sensible integer
 
     def _since(self, action: Action, i: int | None) -> int:
-        """Returns the number of records since the last decision for this action at this site (None: the whole
-        model)."""
+        """Returns the number of records since the last decision for this action at this site (None: the model)."""
         site = None if i is None else self.records.sites[i].name
         steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
         return int((self.history.steps > max(steps, default=-1)).sum())

@@ -45,8 +45,8 @@ from qkeel.spec.call import make_call
 class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `since` the
-    number of operators that had run when it began.
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
+    how often it has chosen keys, `since` the number of operators that had run when it began.
     """
 
     name: str
@@ -56,6 +56,7 @@ class ModuleCall:
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
     since: int = 0
+    indexes: int = 0
 
     def line(self) -> list[ModuleCall]:
         """This frame and those that called it, innermost first."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
-from qkeel.capture.products import Scores
+from qkeel.capture.products import Lost, Scores
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -33,7 +33,9 @@ from qkeel.capture.readers import (
     returned_rows,
     sdpa_arguments,
 )
-from qkeel.capture.written import EagerAttentionTracer, fused_layout, seen_call
+from qkeel.capture.scores import products_of
+from qkeel.capture.written import EagerAttentionTracer, fused_layout, index_call, seen_call
+from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.heads.walk import names_of
@@ -175,6 +177,10 @@ class CaptureMode(CallObserver):
         # repeated, which waits for a device.
         self.key_heads: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
+        # Gets the calls of modules that choose keys; a probe keeps the first of each, with what they are made of.
+        self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
+        self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
+        self._chosen: dict[str, tuple[ModuleCall, ScoresCall, frozenset[tuple[int, int]], Scores | Lost]] = {}
         self._names = names_of(model) if probing else None
         self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
@@ -182,6 +188,7 @@ class CaptureMode(CallObserver):
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
             self._valued,
+            self._chose,
         )
 
     def __torch_function__(
@@ -301,6 +308,28 @@ class CaptureMode(CallObserver):
                 yield
         finally:
             _READING.reset(token)
+
+    def _chose(self, frame: ModuleCall, tag: Scores | Lost, x: Tensor) -> None:
+        if self._elsewhere(frame) or not (self.probing or self.index is not None):
+            return
+        known = self.index_layouts(frame.name)
+        frame.indexes += 1
+        try:
+            call = index_call(tag, x, frame, known=known, names=self._names)
+        except Exception as error:  # attention beside it is seen all the same
+            caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
+            return
+        if self.index is not None:
+            self.index(frame, call)
+        else:
+            of = frozenset(products_of(tag)) if isinstance(tag, Scores) else tag.products
+            self._chosen.setdefault(frame.name, (frame, call, of, tag))  # the tag keeps what it is made of
+
+    @property
+    def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
+        """The scores of a probe by which keys were chosen, but for those that a softmax took as well."""
+        weighed = self.handwritten.lost.weighed
+        return [(frame, call) for frame, call, of, _ in self._chosen.values() if of.isdisjoint(weighed)]
 
     @property
     def operations(self) -> Sequence[TorchOperator]:

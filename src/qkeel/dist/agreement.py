@@ -233,7 +233,9 @@ def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
                 words_of_all(what, "")  # raises, and releases the others
             over = [other for other in ranks if store.check([f"{at}/{other}"])]
             if (over or time.monotonic() > give_up) and not store.check(keys):
-                raise RefusedError(f"{what}: {_processes(over or ranks)} did not come to {operator}, as this one did")
+                raise RefusedError(
+                    f"{what}: {_processes(over or ranks)} did not reach {operator}, which this process reached"
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         words = [store.get(key).decode() for key in keys]

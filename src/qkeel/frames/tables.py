@@ -166,7 +166,7 @@ _ROWS = 100_000  # rows buffered per Parquet write, because each write becomes a
 
 @final
 class TableFiles:
-    """Files NAME.csv or NAME.parquet in one `folder`; `append("heads", frame)` adds the rows of a frame.
+    """Files NAME.csv or NAME.parquet (by `kind`) in one `folder`; `append("heads", frame)` adds rows.
 
     The columns of a file are those `announced` for it, or those of its first frame. Columns that appear later are left
     out, with one warning. CSV can be read at any time, Parquet only after `close()`. NaN is an empty cell in CSV.

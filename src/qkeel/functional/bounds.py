@@ -82,6 +82,7 @@ def gram_interaction_norms(
     """Returns Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
     ‖·‖_F² = Σ a ∘ b; for the spectral norm see `interaction_norm`. NaN where a or b is not finite.
+    Source: as `logit_frobenius`.
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()

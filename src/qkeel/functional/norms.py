@@ -77,14 +77,14 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
 
 
 def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype."""
+    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: that of x's norm."""
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)
 
 
 def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
-    """Returns 1 / max(‖x‖₂, eps), the factor of `l2_norm`, in float32 or wider.
+    """Returns 1 / max(‖x‖₂, eps), the factor of `l2_norm` (source there), in float32 or wider.
 
     >>> inverse_l2(torch.tensor([3.0, 4.0]))
     tensor([0.2000])
@@ -93,7 +93,7 @@ def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor
 
 
 def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch 1"]:
-    """Returns 1 / sqrt(mean(x²) + eps), the factor of `rms_norm`, in float32 or wider.
+    """Returns 1 / sqrt(mean(x²) + eps), the factor of `rms_norm` (source there), in float32 or wider.
 
     >>> inverse_rms(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.2828])

@@ -48,9 +48,10 @@ class LogitStats:
     Tensors are detached, float32 or wider. `merge` combines key blocks, micro-batches and ranks.
 
     Attributes:
-        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; of
+            H_i / ln (n_i + 1) with a sink column.
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
-            dropout. Weights sum to one over the keys, so a sink column is excluded, as in the entropy.
+            dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
         qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
             product. A scale that the model folds into q is included. Divide by √d for logits under 1/√d.
@@ -195,6 +196,8 @@ class LogitBracket:
 
 # Row logsumexps, and the gate of a learned sink.
 
+PerRow = Float[Tensor, "b h t"]
+
 
 def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t"]:
     """Returns the share σ(ℓ - β) of its weight that a query row leaves to its keys; the sink takes the rest.
@@ -210,6 +213,29 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
     return torch.sigmoid(lse - sink)
 
 
+def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
+    """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
+
+    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
+    keys: the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
+
+    Args:
+        entropy, first: over the keys alone [b h t], nats and share.
+        lse: logsumexp over the keys, after the cap, in nats.
+        sink: the sink's logit, broadcasts to them; -inf for none.
+
+    Example:
+        >>> two = torch.full((1, 1, 1), 2.0)
+        >>> h, p = with_sink(two.log(), 1 / two, two.log(), torch.tensor(0.0))  # three equal weights
+        >>> round(h.exp().item(), 5), round(p.item(), 5)
+        (3.0, 0.33333)
+    """
+    gap = (lse - sink).clamp(-1e4, 1e4)  # beyond that one share is 0, and 0 · inf no number
+    kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
+    logs = torch.nn.functional.logsigmoid
+    return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
+
+
 def row_moments(x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]) -> Float[Tensor, "3 h"]:
     """Returns the number of rows in `over` and the sums of x and x² over them, by head. Sums of calls add up.
 
@@ -221,7 +247,6 @@ def row_moments(x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]) -> Flo
 
 # Statistics of each query row, block by block, and their reduction to LogitStats.
 
-PerRow = Float[Tensor, "b h t"]
 PerRowAndClass = Float[Tensor, "b h t c"]
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -352,8 +377,12 @@ def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses 
     return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
 
 
-def softmax_rows(z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+def softmax_rows(
+    z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None, sink: Tensor | None = None
+) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
+
+    Given the logit of a sink, entropy and first weight include it; class weights are over the keys alone.
 
     With the row maximum m subtracted, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m) has no cancellation at logits of
     thousands.
@@ -365,8 +394,10 @@ def softmax_rows(z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None) -
     mass = p.sum(-1)
     split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
     first = seen.first(p) / mass
-    entropy = mass.log() - p.mul_(z).sum(-1) / mass
-    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first, **split}
+    entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
+    if sink is not None:
+        entropy, first = with_sink(entropy, first, top[..., 0] + mass.log(), sink.to(z.dtype))
+    return {"capped_max": top[..., 0], "entropy": entropy, "first_weight": first, **split}
 
 
 def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
@@ -435,8 +466,10 @@ def reduce_rows(
     keys_seen: Bool[Tensor, "b g s"],
     classes: TokenClasses | None = None,
     of_key: Int[Tensor, " s"] | None = None,
+    sinks: int = 0,
 ) -> LogitStats:
-    """Returns LogitStats over counted rows that see a key. Norms may be None; for `of_key` see BandCall."""
+    """Returns LogitStats over counted rows that see a key. Norms may be None; for `of_key` see BandCall. `sinks` is the
+    number of columns without a key that the entropies include, 0 or 1."""
     split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
@@ -450,8 +483,8 @@ def reduce_rows(
         return x.masked_fill(~where, -torch.inf).amax((0, 2))
 
     q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
-    entropy = rows.entropy.masked_fill(rows.n_keys < 2, 0.0)
-    relative = (entropy / rows.n_keys.clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+    entropy = rows.entropy.masked_fill(rows.n_keys + sinks < 2, 0.0)
+    relative = (entropy / (rows.n_keys + sinks).clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
     return LogitStats(
         max_logit=most(rows.max_logit),
         min_logit=-most(-rows.min_logit),

@@ -189,7 +189,7 @@ def register() -> str:
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 _NO_TRAINER = (
     "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "
@@ -203,7 +203,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     Add it with `Trainer(callbacks=[QkeelCallback()])`. What is measured at optimizer step s goes to every reporter of
     the Trainer (TensorBoard, W&B, MLflow, …) in a separate log with global step s, however often the Trainer itself
-    logs, and into `trainer.state.log_history`. The last step is always measured.
+    logs, and into `trainer.state.log_history`. The Trainer prints two of the numbers: the largest logit and the mean
+    entropy. The last step is always measured.
 
     With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
     action, training is bit for bit the same as without. Its state is saved with each checkpoint and restored on resume.
@@ -297,8 +298,25 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
             then.global_step = sample.step
             state.log_history.append({**found, "step": sample.step})
             if self._handler is not None:
+                terminal, reporters = _split(self._handler)
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
-                self._handler.on_log(args, then, copy.copy(control), found)
+                reporters.on_log(args, then, copy.copy(control), found)
+                terminal.on_log(args, then, copy.copy(control), {k: found[k] for k in _PRINTED if k in found})
+
+
+# The numbers of a sample that the Trainer prints. Its reporters get all: hundreds for a model of many layers.
+_PRINTED = ("attn/max_logit", "attn/entropy")
+
+
+def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
+    """Returns the handler of the Trainer's own printers alone, and that of all other callbacks."""
+    found = []
+    for prints in (True, False):
+        part = copy.copy(handler)
+        own = handler.callbacks
+        part.callbacks = [c for c in own if isinstance(c, PrinterCallback | ProgressCallback) is prints]
+        found.append(part)
+    return found[0], found[1]
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import time
@@ -17,6 +18,19 @@ from qkeel.frames.tables import TableFormat
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 from qkeel.monitor.record import sample_html, sample_line
 from qkeel.records import HEAD_FIELDS, fresh_directory
+
+
+class _LibrarySink(Sink):
+    """A sink on an outside library, which is imported when it is first needed."""
+
+    def require(self) -> None:
+        """Checks that the library is installed."""
+        self._library()
+
+    @abc.abstractmethod
+    def _library(self) -> Any:
+        """Imports the library, or raises MissingLibraryError."""
+
 
 # CSV and Parquet: every number of every head, as tables for pandas, polars, R or a spreadsheet.
 
@@ -84,16 +98,12 @@ class ParquetSink(CSVSink):
 
 
 @final
-class TensorBoardSink(Sink):
+class TensorBoardSink(_LibrarySink):
     """Writes event files under `directory`, one file per run as is usual for TensorBoard."""
 
     def __init__(self, directory: str | Path = "runs/qkeel") -> None:
         self.directory = Path(directory)
         self._writer: Any = None
-
-    def require(self) -> None:
-        """Checks that the library is installed."""
-        self._library()
 
     def _library(self) -> Any:
         with needed("the TensorBoard sink", "tensorboard"):
@@ -137,7 +147,7 @@ _LATE = (
 
 
 @final
-class WandbSink(Sink):
+class WandbSink(_LibrarySink):
     """Logs to the active run, or to a new run that it also finishes.
 
     In a run that someone else started, each sample is merged into the owner's next log call, so that the owner keeps
@@ -154,10 +164,6 @@ class WandbSink(Sink):
         self._waiting: list[dict[str, object]] = []
         self._histogram: Foreign = None
         self._place = -1  # the run's step counter when a sample was last merged
-
-    def require(self) -> None:
-        """Checks that the library is installed."""
-        self._library()
 
     def _library(self) -> Any:
         with needed("the W&B sink", "wandb"):
@@ -212,7 +218,7 @@ class WandbSink(Sink):
 
 
 @final
-class MLflowSink(Sink):
+class MLflowSink(_LibrarySink):
     """Logs to the active run, or to a new run that it also ends. MLflow's settings decide where runs are stored."""
 
     def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
@@ -221,10 +227,6 @@ class MLflowSink(Sink):
         self._client: Any = None
         self._run_id = ""
         self._own = False
-
-    def require(self) -> None:
-        """Checks that the library is installed."""
-        self._library()
 
     def _library(self) -> Any:
         with needed("the MLflow sink", "mlflow"):
@@ -269,7 +271,7 @@ class MLflowSink(Sink):
 
 
 @final
-class TrackioSink(Sink):
+class TrackioSink(_LibrarySink):
     """Logs to the active run, or to a new run in `project` that it also finishes.
 
     Data stays on the machine unless trackio is configured otherwise.
@@ -280,10 +282,6 @@ class TrackioSink(Sink):
         self._run: Any = None
         self._own = False
         self._histogram: Foreign = None
-
-    def require(self) -> None:
-        """Checks that the library is installed."""
-        self._library()
 
     def _library(self) -> Any:
         with needed("the trackio sink", "trackio"):
@@ -327,7 +325,7 @@ class TrackioSink(Sink):
 
 
 @final
-class NotebookSink(Sink):
+class NotebookSink(_LibrarySink):
     """Shows a table in the running cell and updates it with each sample, at most every `seconds`."""
 
     def __init__(self, seconds: str = "0.5") -> None:
@@ -336,10 +334,6 @@ class NotebookSink(Sink):
         self._sample: Sample | None = None
         self._alarms: list[Alarm] = []
         self._shown = -math.inf
-
-    def require(self) -> None:
-        """Checks that the library is installed."""
-        self._library()
 
     def _library(self) -> Any:
         with needed("the notebook sink", "ipython"):

@@ -155,7 +155,7 @@ ready, backward_ready = OPERATORS.ready, BACKWARD.ready
 # Attention from a few new tokens to a long cache on a CPU in C++, for inference. Keys may be latents.
 
 ROWS, TOKENS = 128, 32  # queries per key head and per query head, beyond which other kernels are faster
-LATENT_ROWS = 512  # queries of all heads that share a latent, beyond which torch is faster
+LATENT_ROWS = 512  # queries of all heads that share a latent, beyond which torch computes
 
 
 @final

@@ -146,9 +146,9 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     read = _read(call, "sampled statistics")
     if read is None:
         return None
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
-    top, low = sampled.extremes(read.q, read.k, read.scale, counted=call.query_mask, **read.how)
+    top, low = statistics.extremes(read.q, read.k, read.scale, counted=call.query_mask, **read.how)
     return top.amax((0, 2)), low.amin((0, 2))
 
 
@@ -170,23 +170,22 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
     if read is None:
         return None
     from qkeel.kernels.triton import statistics
-    from qkeel.kernels.triton import statistics as sampled
 
     q, k, scale, how = read
     s, counted = k.shape[2], call.query_mask
-    known = None if lse is None else (lse, sampled.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
-    tops = sampled.extremes(q, k, scale, counted=counted, known=known, **how)
+    known = None if lse is None else (lse, statistics.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
+    tops = statistics.extremes(q, k, scale, counted=counted, known=known, **how)
     rows, picked = statistics.rows_of(q, k, scale, cap=call.spec.cap.limit, sample=(strata, next(_SEEDS)), **how)
-    return sampled.sampled_head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
+    return statistics.sampled_head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
 
 
 def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
     """Returns bounds [2 h] on the largest logits from a call's logsumexps, in one GPU launch; None elsewhere."""
     if lse.dtype != torch.float32 or not lse.numel() or not available.trusted("sampled statistics", lse.device):
         return None
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
-    return sampled.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
+    return statistics.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:

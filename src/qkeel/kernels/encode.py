@@ -183,9 +183,9 @@ def both_operator(device: torch.device) -> BothOperator | None:
     """Returns the operator that handles q and k in one launch, gradient included; None if there is none."""
     if device.type == "cpu" or not available.trusted("norm and rotation", device):
         return None
-    from qkeel.kernels.triton import norm_rope as norm_rope_two
+    from qkeel.kernels.triton import norm_rope as triton_norm_rope
 
-    return norm_rope_two.norm_rope_two
+    return triton_norm_rope.norm_rope_two
 
 
 def _tables(

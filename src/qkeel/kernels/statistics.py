@@ -33,6 +33,7 @@ from qkeel.functional.statistics import (
     reduce_kernel_rows,
     reduce_rows,
     softmax_rows,
+    with_sink,
 )
 from qkeel.kernels.contract import extremes, head_numbers, lse_bounds, row_blocks, row_statistics, sampled_numbers
 from qkeel.kernels.encode import folded
@@ -41,7 +42,7 @@ from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
 from qkeel.spec.call import AttentionCall, of_key
-from qkeel.spec.logits import Cap
+from qkeel.spec.logits import Cap, Sink
 from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import Outputs, PerRow
 
@@ -108,6 +109,7 @@ class FoundRows(Found):
     keys_seen: Bool[Tensor, "b g s"]
     classes: TokenClasses | None = None
     of_key: Int[Tensor, " s"] | None = None
+    sinks: int = 0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -118,7 +120,7 @@ class FoundRows(Found):
         if self.classes is not None or self.of_key is not None:
             return ()
         x, keys = self.rows.total, self.keys_seen
-        known = self.q_norm is None, self.k_norm is None, id(self.counted)
+        known = self.q_norm is None, self.k_norm is None, id(self.counted), self.sinks
         return FoundRows, x.shape[0], x.shape[2], keys.shape[0], keys.shape[2], x.dtype, x.device, *known
 
     @property
@@ -133,7 +135,7 @@ class FoundRows(Found):
             q_norm = None if q_norm is None else torch.cat([x for one in every if (x := one.q_norm) is not None], 1)
             k_norm = None if k_norm is None else torch.cat([x for one in every if (x := one.k_norm) is not None], 1)
             seen = torch.cat([one.keys_seen for one in every], 1)
-        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.of_key)
+        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.of_key, self.sinks)
 
 
 @final
@@ -274,6 +276,7 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
 
 def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundRows | FoundPacked:
     """Returns the row statistics behind `logit_stats`. Call it without gradients and autocast."""
+    sink = sink_logit(call)
     fast = logit_pass.rows_of(call, threshold)
     if fast is not None:
         fields, n_keys, k_norm = fast
@@ -295,9 +298,20 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
         # The order matters: logit_rows lowers z, _weight_rows overwrites it.
         angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
         found = logit_rows(z, seen, threshold, classes)
-        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes, sink)))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
+    sinks = int(sink is not None)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call), sinks)
+
+
+def sink_logit(call: AttentionCall) -> Float[Tensor, "#h 1"] | None:
+    """The logit of each head's sink; None where the softmax has none."""
+    normalizer = call.spec.normalizer
+    if not isinstance(normalizer, Sink):
+        return None
+    if not normalizer.learned:
+        return torch.full((1, 1), normalizer.init, device=call.q.device)
+    return call.params["sink"].detach().flatten()[:, None]
 
 
 def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPacked | None:
@@ -336,7 +350,9 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
             f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
         )
     if not after.spec.position.folds:
-        raise RefusedError(f"{after.spec.position.formula()} does not fold into a product q·k whose change is defined")
+        raise RefusedError(
+            f"{after.spec.position.formula()} does not fold into q and k, so no change of q·k can be computed"
+        )
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
@@ -407,6 +423,10 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
 
 def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | FoundStats:
     """Returns the findings behind `stats_of_rows`. Call it without gradients."""
+    sink = sink_logit(call)
+    if sink is not None:
+        entropy, _ = with_sink(rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse))
+        rows = rows._replace(entropy=entropy)
     heads = head_numbers(rows, call.query_mask)
     if heads is not None:
         return FoundStats(_of_heads(call, heads))
@@ -420,7 +440,7 @@ def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
     `entropy_error` is half the width of a 95 % interval. entropy_min is NaN. n_queries is an estimate if rows are
     excluded or see nothing. None if no kernel supports the call, or if all rows cost as little.
     """
-    heads = sampled_numbers(call, rate)
+    heads = sampled_numbers(call, rate) if sink_logit(call) is None else None  # its entropies are over keys alone
     return None if heads is None else _of_heads(call, heads)
 
 
@@ -474,13 +494,15 @@ def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slic
     return products, 1.0
 
 
-def _weight_rows(call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None) -> dict[str, Tensor]:
+def _weight_rows(
+    call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None, sink: Tensor | None
+) -> dict[str, Tensor]:
     """Returns largest capped logit, entropy, first weight and class weights of lowered logits; overwrites them."""
     cap, normalizer = call.spec.cap, call.spec.normalizer
     if cap.kind != "none":
         z = seen.lower_(seen.blank_(cap.apply(z)))
     if normalizer.softmax_over_keys:
-        return softmax_rows(z, seen, keys)
+        return softmax_rows(z, seen, keys, sink)
     weights = normalizer.weights(z, seen.whole(z), call.params)
     total = weights.sum(-1)
     total = torch.where(total > 0, total, 1.0)
@@ -587,7 +609,8 @@ def _no_fused_call(call: AttentionCall) -> str:
 @torch.no_grad()
 def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> LogitBracket:
     """Returns exact largest logit and entropy per head by a separate pass, for calls without a logsumexp."""
-    heads = sampled_numbers(call, rate) if (rate := sample_rate(price)) else None
+    rate = sample_rate(price)
+    heads = sampled_numbers(call, rate) if rate and sink_logit(call) is None else None
     if heads is not None:
         note = f"by one pass over q and k, the entropies by a sample of rows: {why}"
         return LogitBracket.exact(heads.largest, heads.entropy, note, heads.error)

@@ -214,8 +214,7 @@ RECORDS = 75  # an autopilot gets at least this many records, if the run has as 
 
 
 def canonical(text: str) -> str:
-    """Returns the canonical spelling of a run's remedy: an autopilot with options of its policy, or a `qkeel.apply`
-    spec.
+    """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
 
     Raises:
         InvalidValueError: an autopilot is combined with other remedies, or may add parameters, which the checkpoint of
@@ -324,8 +323,7 @@ def width_ratio(config: ModelConfig) -> float:
 
 
 def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
-    """Returns the spec with scale 1/√d times √(base_head_dim / d), because µP divides q·k by d. Other scales are
-    kept."""
+    """Multiplies the scale 1/√d by √(base_head_dim / d), because µP divides q·k by d; other scales are kept."""
     size = config.head_dim or config.d_model // config.n_heads
     return spec.replace(scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5))
 

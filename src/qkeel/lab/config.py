@@ -266,8 +266,7 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def identity(self) -> Json:
-        """The configuration without checkpoint cadence and device number, and without the settings that its task does
-        not use."""
+        """The configuration without checkpoint cadence, device number and settings that its task does not use."""
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
         for section, names in _NEWER.items():
             table = values[section] if section else values

@@ -60,15 +60,12 @@ def last_step(directory: Path) -> int:
 def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
     """Estimates the duration of the runs with this many workers, by timing a few steps of the first run.
 
-    Returns 0 if these steps fail; the run itself then reports the error.
+    Raises: whatever these steps raise.
     """
     if not runs or workers < 1:
         return 0.0
     steps = sum(run.config.steps for run in runs)
-    try:
-        return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
-    except Exception:
-        return 0.0
+    return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
 
 
 def _seconds_per_step(config: RunConfig) -> float:
@@ -248,8 +245,7 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
-    """Returns the shard's unfinished or damaged runs, the longest first so that all workers finish at about the same
-    time."""
+    """Returns the shard's unfinished or damaged runs, the longest first, so that all workers finish together."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
     left = []
     for run in mine:
@@ -261,8 +257,7 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
 
 
 def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
-    """Executes the rest of the plan and yields each outcome as it arrives; closing the generator stops all running
-    jobs."""
+    """Executes the rest of the plan and yields each outcome as it arrives; closing it stops all running jobs."""
     place = executor(execution.executor)
     # Other machines start in other folders, so jobs get absolute paths; outcomes name the paths that were typed.
     typed = {str(run_directory(out, run).absolute()): run for run in pending(plan, out, execution.shard)}

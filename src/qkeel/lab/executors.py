@@ -110,8 +110,7 @@ class Shard:
 
 
 def units_of(jobs: Sequence[Job], workers: int, stack: StackSize) -> list[list[Job]]:
-    """Groups jobs into units that train as one; the longest come first, so that all workers finish at about the same
-    time.
+    """Groups jobs into units that train as one, the longest first, so that all workers finish together.
 
     `stack` selects which jobs train as one, see `plan_stacks`; it changes no result.
     """
@@ -289,8 +288,7 @@ def unreached(what: str, why: str) -> RefusedError:
 
 
 def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Turns outcomes of runs that finished elsewhere but are not visible here into errors: the machines share no
-    folder."""
+    """Turns outcomes whose files are not visible here into errors: the machines share no folder."""
     deadline = time.monotonic() + NETWORK_WAIT
     lost = (
         "done on the cluster, but its files are not here: --out must be a folder that this machine and the cluster "

@@ -368,8 +368,7 @@ def _growing(short: int, length: int) -> list[int]:
 
 
 def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
-    """Accuracy on the last `short` tokens of each text with `context` tokens of context, so the tokens are always the
-    same."""
+    """Accuracy on the last `short` tokens of each text, given `context` tokens of context."""
     seen = windows[:, -context - 1 :]
     return _share(predict(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:])
 
@@ -434,8 +433,7 @@ def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
 
 
 def long_rows(out: Path, about: Json) -> list[Json]:
-    """Returns one row per run, method and length, by records.EXTRAPOLATION_COLUMNS; empty cells if unknown or
-    refused."""
+    """Returns one row per run, method and length, by records.EXTRAPOLATION_COLUMNS; None if not measured."""
     table = []
     for entry in about["runs"]:
         place = RunDirectory(out / "runs" / entry["run_id"])

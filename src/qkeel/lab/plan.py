@@ -321,8 +321,7 @@ def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
 
 
 def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """One product per combination of the grid's blocks and optimizers, named by its role; plain "grid" without these
-    axes."""
+    """One product per combination of the grid's blocks and optimizers, named by its role; otherwise one "grid"."""
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []

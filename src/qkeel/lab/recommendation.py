@@ -85,8 +85,7 @@ def predict(config: RunConfig, law: Law, summed: float) -> Expected:
 
 
 def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
-    """Returns the expected largest logit (nats, over layers, heads and probe) when the learning rates sum to
-    `summed`."""
+    """Returns the expected largest logit (nats, over layers and heads) when the learning rates sum to `summed`."""
     log = predict(config, law, summed)
     return Expected(value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
 

@@ -103,8 +103,7 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
 
 
 def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
-    """val_loss/KIND for each kind that occurs, from kinds and losses [2 n]; val_loss averages the kinds used in
-    training."""
+    """val_loss/KIND for each kind, from kinds and losses [2 n]; val_loss averages the kinds used in training."""
     kinds = each[0].long()
     sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
     there = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
@@ -352,8 +351,7 @@ class RunRecord:
         return step == self.config.steps or bool(every and step % every == 0)
 
     def wants_held(self, *numbers: float) -> bool:
-        """Whether the record of the finished step includes held-out numbers; `numbers` are its loss and gradient
-        norm."""
+        """Whether the record of this step includes held-out numbers; `numbers` are its loss and gradient norm."""
         every = self.config.eval_every
         due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
         return due or self._ends(numbers)

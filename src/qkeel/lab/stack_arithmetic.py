@@ -41,8 +41,7 @@ StackParameters = Sequence[nn.Parameter]
 
 @final
 class StackedAdamW:
-    """Takes the AdamW steps of many runs at once. The hooks of each run are called, and each optimizer keeps its own
-    state.
+    """Takes the AdamW steps of many runs at once, with the hooks of each run and the state of each optimizer.
 
     A hook may step some weights itself, as `lalr` does with `remedies.steps.fused_adam`; this pass then skips them.
     """
@@ -82,8 +81,7 @@ class StackedAdamW:
         self._gradients = {i: g.contiguous() for i, g in enumerate(gradients) if g is not None}
 
     def clip(self, limit: float) -> Tensor:
-        """Clips the gradients of each run to the norm `limit` (0: no clipping); returns their norms [runs] before
-        clipping."""
+        """Clips each run's gradients to the norm `limit` (0: no clipping); returns the norms [runs] before."""
         return operators.clip_(list(self._gradients.values()), limit)
 
     @torch.no_grad()
@@ -193,8 +191,7 @@ class StackedArithmetic(TrainingBackend):
         return losses
 
     def backward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Returns losses [runs], and gradients [runs ...] by parameter, for logits [runs n vocab] and targets
-        [runs·n]."""
+        """Returns losses [runs] and gradients [runs ...], for logits [runs n vocab] and targets [runs·n]."""
         runs, surprise = len(logits), F.log_softmax(logits.flatten(0, 1), -1)
         pairs = zip(surprise.detach().chunk(runs), targets.chunk(runs))
         losses = torch.stack([F.nll_loss(mine, right) for mine, right in pairs])

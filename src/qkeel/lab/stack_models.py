@@ -252,8 +252,7 @@ class StackedNorm(nn.Module):
 
 @final
 class _StackedHidden(torch.autograd.Function):
-    """gelu(x Wᵀ) by run. It stores the slope of gelu in place of the product, so the backward pass can run only
-    once."""
+    """gelu(x Wᵀ) by run. It replaces the product by the slope of gelu, so the backward pass can run only once."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
@@ -363,8 +362,7 @@ class StackedAttention:
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
 
     def _read(self, call: AttentionCall) -> tuple[Tensor, KernelRows] | None:
-        """Returns attention and the row statistics of its kernel, if an observer asks for them and the kernel provides
-        them."""
+        """Returns attention with its kernel's row statistics, if an observer asks for them and the kernel has them."""
         asked = any(isinstance(o, Connection) and o.reads for own in self.own for o in own.observers)
         return run_with_rows(call, self.module.impl) if asked else None
 
@@ -406,16 +404,14 @@ class StackedAttention:
 
 
 def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates sequences [b h t d] of all runs with the memory layout of a single run, which fixes the order of
-    sums."""
+    """Concatenates [b h t d] of all runs with the memory layout of a single run, which fixes the order of sums."""
     if parts[0].stride(1) < parts[0].stride(2):
         return torch.cat([x.transpose(1, 2) for x in parts]).transpose(1, 2)
     return torch.cat(list(parts))
 
 
 def _factors_only(spec: AttentionSpec, params: Params) -> bool:
-    """Whether the only parameters are factors of q and k that the heads of a run share and that precede any
-    rotation."""
+    """Whether all parameters are factors of q and k, shared by the heads of a run and applied before rotation."""
     norm = spec.norm
     if norm.kind != "none":
         each = norm.over == "layer" or norm.bias or norm.gain not in ("none", "dim", "one_plus_dim", "scalar")
@@ -426,8 +422,7 @@ def _factors_only(spec: AttentionSpec, params: Params) -> bool:
 
 
 def _only_gains(spec: AttentionSpec, params: Params) -> bool:
-    """Whether the only parameters are gains of q and k, so that everything after the encoding is the same in every
-    run."""
+    """Whether all parameters are gains of q and k, so that all runs are the same after the encoding."""
     return "v" not in spec.norm.sides and {"q_norm", "k_norm"}.issuperset(params) and spec.position.keeps
 
 
@@ -437,8 +432,7 @@ def heads_in_a_row(x: Tensor, runs: int) -> Tensor:
 
 
 def by_head(p: Tensor, heads: int) -> Tensor:
-    """Expands a factor by run ([runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1]) to one by head [runs·h 1
-    1|d]."""
+    """Expands a factor [runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1] to [runs·h 1 1] or [runs·h 1 d]."""
     wide = p.view(len(p), 1, 1, -1) if p.ndim <= 2 else p[:, :, None] if p.ndim == 3 else p
     return wide.expand(-1, heads, -1, -1).flatten(0, 1)
 
@@ -447,8 +441,7 @@ def by_head(p: Tensor, heads: int) -> Tensor:
 
 
 def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.Module:
-    """Returns one model for all runs; the parameters of the given models become views into its own and keep their
-    values.
+    """Returns one model for all runs, with the parameters of the given models as views into its own.
 
     `compiled` uses leaves with compiled operators, with equal results up to rounding.
 
@@ -471,8 +464,7 @@ def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.M
 
 
 def _stacked_parameters(own: Sequence[nn.Module], joined: dict[int, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Returns the parameters [runs ...] of a module by name; `joined` caches them by the id of the first run's
-    parameter."""
+    """Returns the parameters [runs ...] of a module; `joined` caches them by the id of the first run's parameter."""
     tables = [dict(module.named_parameters(recurse=False)) for module in own]
     for name, first in tables[0].items():
         if id(first) not in joined:  # a head may share its weight with the embedding

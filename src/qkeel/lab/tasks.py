@@ -198,8 +198,7 @@ class FusedTask(Task):
         return _examples(rows)
 
     def heldout(self, count: int) -> Examples:
-        """Half of the sequences have an image, half of those image first, with all canvas sizes: one probe for every
-        mix."""
+        """Half of the sequences have an image, in both orders and with all canvas sizes: one probe for every mix."""
         windows = heldout(self.text, self.config.data.context, count)
         rows, used = [], 0
         for i, window in enumerate(windows):

@@ -58,8 +58,7 @@ def train_runs(
     watcher: Watcher | None = None,
     wait: float = 0.0,
 ) -> list[Exception | None]:
-    """Trains runs as one stack, with the results that `run` would give; returns the error of each run, None if it is
-    done.
+    """Trains runs as one stack, with the results that `run` would give; returns each run's error, or None.
 
     The runs may be at different steps: each continues from its own checkpoint. A run that fails or diverges does not
     affect the others. If the stack itself cannot be built, or fails, each run continues alone.
@@ -132,8 +131,7 @@ class _Loop:
         return []
 
     def _write_start(self) -> None:
-        """Records the models before their first step; runs of one seed start with equal weights and are measured
-        once."""
+        """Records the models before their first step; runs of one seed have equal weights and are measured once."""
         fresh = [i for i in self.live if self.records[i].step == 0]
         firsts = {(self.configs[i].seed, self.configs[i].nudge): i for i in reversed(fresh)}
         if not fresh:

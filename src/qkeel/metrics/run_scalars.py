@@ -271,8 +271,9 @@ class Status(StrEnum):
 class Health:
     """A verdict, the sentence that explains it, and a table with one row per layer.
 
-    `status` is the verdict as a word, `columns` are the headings of the table. `largest` is the largest attention logit
-    (nats) that was measured, or that the weights allow; NaN if neither is known.
+    `status` is the verdict as a word. `largest` is the largest attention logit (nats) that was measured, or that the
+    weights allow, NaN if neither is known; `threshold` is the logit above which attention counts as not healthy.
+    `columns` and `rows` are the table.
     """
 
     status: Status

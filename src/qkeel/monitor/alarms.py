@@ -472,5 +472,5 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     for n in range(len(history)):
         values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
         recording.append(values, {name: v[n] for name, v in history.heads.items()})
-        log.update(recording.history)
+        log.update(dataclasses.replace(recording.history, types=history.types))
     return log.alarms

@@ -14,7 +14,7 @@ from qkeel.errors import InvalidValueError, ShapeError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame, tables
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY, slope
 from qkeel.options import lookup
-from qkeel.records import Heads, RunDirectory, field_unit, fold_heads, measured_field
+from qkeel.records import Heads, RunDirectory, field_unit, fold_heads, layer_types, measured_field
 
 # The thresholds of alarms, each with where it comes from. Logits and entropies in nats.
 
@@ -271,6 +271,7 @@ class History:
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
     tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
+    types: layer -> its type (capture.visible_sets), where it is known.
     phase: whether the records are of training, or, where a model was never seen training, of evaluation.
     """
 
@@ -282,6 +283,7 @@ class History:
     tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     planned: PlannedRates | None = None
     phase: Literal["train", "eval"] = "train"
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -294,6 +296,7 @@ class History:
         layers: Sequence[str] = (),
         *,
         planned: PlannedRates | None = None,
+        types: Mapping[str, str] | None = None,
     ) -> Self:
         """From what RunDirectory.metrics() and .heads() give; steps that only one of both has are left out."""
         if heads is not None:
@@ -311,13 +314,23 @@ class History:
         rates = values.get("lr")
         if rates is not None and not np.isfinite(rates).all():
             rates = None
-        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), planned=planned)
+        return cls(
+            steps=steps,
+            rates=rates,
+            values=values,
+            heads=per_head,
+            layers=tuple(layers),
+            planned=planned,
+            types=types or {},
+        )
 
     @classmethod
     def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
         """A recorded run."""
         heads = run.heads() if (run.path / "heads.json").exists() else None
-        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned)
+        described = (run.path / "config.json").exists()
+        types = layer_types(run.config(), run.events()) if described else {}
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned, types=types)
 
     def frame(self, rows: Literal["heads", "steps"] = "heads") -> Frame:
         """The records as a table: one row per step, layer and head, or one row per step."""
@@ -396,6 +409,15 @@ class History:
             heads={name: v[:n] for name, v in self.heads.items()},
             tops={name: v[:n] for name, v in self.tops.items()},
         )
+
+    def of_type(self, layer_type: str) -> History:
+        """The same with nothing of the layers of other types: their numbers are NaN."""
+        others = [i for i, layer in enumerate(self.layers) if self.types.get(layer) != layer_type]
+        heads = {name: np.array(values) for name, values in self.heads.items()}
+        for values in heads.values():
+            values[:, others] = np.nan
+        values = {name: x for name, x in self.values.items() if name not in heads}
+        return dataclasses.replace(self, values=values, heads=heads, tops={})
 
     def series(self, name: str) -> np.ndarray | None:
         """[n layers heads] of a name: per head if recorded so, else the whole run as one layer of one head."""

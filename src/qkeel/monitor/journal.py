@@ -25,7 +25,7 @@ from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
-from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
+from qkeel.records import HEAD_FIELDS, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
 from qkeel.sites.tap import Phase
 
 # The record of measurements: as samples, split by token classes where there are some, for the rules, to the sinks.
@@ -46,7 +46,9 @@ class Recorder:
         rules: Callable[[], Sequence[Rule]],
         planned: PlannedRates | None,
         about: Callable[[], Mapping[str, object]],
+        types: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        """Takes the types of this process's layers too, which may change when longer sequences come."""
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
         self._rules = rules
@@ -57,6 +59,8 @@ class Recorder:
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
+        self._types, self._local = types, dict[str, str]()
+        self._described: Mapping[str, str] = {}  # types of all layers, by the description of the run
         self._width = 0
         self._late: set[str] = set()  # sites of which it was said that they came too late
         self.dropped = 0  # sinks that failed
@@ -76,6 +80,8 @@ class Recorder:
             self.log = AlarmLog(self._rules())
             self._take_up()
             self._each(lambda sink: sink.open(about))
+            self._local, self._described = dict(self._types()), layer_types(about)
+        self._tell_types(step)
         sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
@@ -84,11 +90,26 @@ class Recorder:
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.values, sample.heads)
-            for alarm in self.log.update(self.recording.history):
+            for alarm in self.log.update(dataclasses.replace(self.recording.history, types=sample.types)):
                 if dist.rank() == 0:
                     known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
                     caution(alarm.line if known else str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def _tell_types(self, step: int) -> None:
+        """Says to the sinks which layers are of another type than they were described with."""
+        types = self._types()
+        changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
+        self._local |= types
+        if changed:
+            words = ", ".join(f"{site} is {of}" for site, of in changed.items())
+            self.event({"step": step, "event": TYPES_EVENT, "types": changed, "text": f"a longer batch shows: {words}"})
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each layer that is recorded, where it is known."""
+        known = {**self._described, **self._local}
+        return {site: known[site] for site in self.sites if site in known}
 
     def _tell_late(self, step: int, measured: Measurement) -> None:
         """Say once for each site that it is not recorded, as the first measured step did not have it."""
@@ -105,7 +126,8 @@ class Recorder:
     def history(self) -> History:
         """The history of training; of a model that was only seen in evaluation mode, that of its passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
-        return one.history if one is self.recording else dataclasses.replace(one.history, phase="eval")
+        history = dataclasses.replace(one.history, types=self.types)
+        return history if one is self.recording else dataclasses.replace(history, phase="eval")
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
@@ -187,6 +209,7 @@ class Recorder:
             heads=heads,
             phase=phase,
             monitor=measured.monitor,
+            types=self.types,
         )
 
 

@@ -319,6 +319,7 @@ class Monitor(Handle):
             lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
+            lambda: self._models.types,
         )
         self._arrivals = PendingResults(self._group, self._journal)
         self._step_end = StepEnd(

@@ -51,6 +51,7 @@ class Sample:
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of itself, by records.MONITOR_FIELDS
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)  #: of the layers, see capture.visible_sets
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):
@@ -68,6 +69,12 @@ class Sample:
         """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, or a number of records.LAYER_FIELDS;
         NaN where nothing was measured."""
         return fold_heads(name, self.heads[measured_field(name)])
+
+    def of_type(self, layer_type: str, name: str) -> float:
+        """A head or layer field folded over the layers of one type; NaN where nothing was measured."""
+        rows = [self.types.get(layer) == layer_type for layer in self.layers]
+        heads = self.heads[measured_field(name)][rows]
+        return float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
 
     def overall(self, name: str) -> float:
         """A head or layer field folded over the whole model, else the value of that name, else NaN."""
@@ -97,7 +104,8 @@ class Sample:
         return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
-        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
+        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. Of a model
+        whose layers are of several types, attn/window/max_logit is that of all layers of a type.
 
         per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
             say so.
@@ -110,8 +118,10 @@ class Sample:
         names = [*self.heads, *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads)]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         found = {f"attn/{name}": self.overall(name) for name in names}
+        types = list(dict.fromkeys(self.types.values()))
         for name in per_layer:
             if measured_field(name) in self.heads:
+                found |= {f"attn/{of}/{name}": self.of_type(of, name) for of in types if len(types) > 1}
                 for i, value in enumerate(self.by_layer(name)):
                     found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
         for name, value in self.values.items():
@@ -263,12 +273,13 @@ def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     known = {name: sample.heads.get(measured_field(name)) for name in columns}
     shown = [name for name, heads in known.items() if heads is not None and not np.isnan(heads).all()]
     folded = {name: sample.by_layer(name) for name in shown}
-    head = ["layer"]
+    typed = any(of != "full" for of in sample.types.values())
+    head = ["layer", "type"] if typed else ["layer"]
     for name in shown:
         head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
     rows = []
     for i, layer in enumerate(sample.layers if shown else ()):
-        row = [site_label(layer, root)]
+        row = [site_label(layer, root), sample.types.get(layer, "-")] if typed else [site_label(layer, root)]
         for name in shown:
             row.append(_number(float(folded[name][i])))
             if name == "max_logit":
@@ -334,13 +345,14 @@ def about(
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
-    """Name, geometry, and whether the weights are known, of each site."""
+    """Name, geometry, type, and whether the weights are known, of each site."""
     return [
         {
             "name": site.name,
             "n_heads": site.n_heads,
             "n_kv_heads": site.n_kv_heads,
             "head_dim": site.head_dim,
+            "type": site.layer_type,
             "weights": _weights(site),
         }
         for site in sites

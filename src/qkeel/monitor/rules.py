@@ -5,16 +5,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import final
 
 import numpy as np
 
+from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.monitor import history as thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
-from qkeel.records import NON_FINITE
+from qkeel.records import LAYER_TYPES, NON_FINITE
 
 # Alarms and rules: a rule is a condition on records, without state.
 
@@ -73,6 +75,9 @@ class Alarm:
         return f"{self.line}. To act: {self.remedy}"
 
 
+Threshold = float | Mapping[str, float]  # of all layers, or of those of each of these types; others are left out
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(abc.ABC):
     """A condition on the history of a run; `source` says where its numbers come from."""
@@ -90,6 +95,16 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def check(self, history: History) -> Alarm | None:
         """The alarm, if the last record is a reason for one."""
+
+    def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
+        """The alarm of the first type of layers that gives this rule, with the threshold of that type, a reason."""
+        for layer_type, threshold in thresholds.items():
+            one = dataclasses.replace(self, threshold=threshold)  # type: ignore[call-arg]
+            alarm = one.check(history.of_type(layer_type)) if layer_type in history.types.values() else None
+            if alarm is not None:
+                meaning = f"{alarm.meaning} ({layer_type} layers)"
+                return dataclasses.replace(alarm, rule=self.name, meaning=meaning)
+        return None
 
     def alarm(
         self, history: History, meaning: str, value: float, *, at: RecordPlace | None = None, trend: str = ""
@@ -109,6 +124,42 @@ class Rule(abc.ABC):
             head=head,
             cause=self.cause,
         )
+
+
+def check_threshold(threshold: Threshold) -> None:
+    """Checks a threshold, or thresholds by type of layer.
+
+    Raises: InvalidTypeError or InvalidValueError if it is neither, UnknownNameError if there is no such type.
+
+    >>> check_threshold({"window": 50.0, "full": 100.0})
+    """
+    if not isinstance(threshold, Mapping):
+        if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
+            raise InvalidTypeError(
+                "expected a threshold as a number, or as numbers by type of layer such as "
+                f'{{"full": 100.0, "window": 50.0}}, got {threshold!r}'
+            )
+        return
+    if not threshold:
+        raise InvalidValueError(
+            f"expected the threshold of at least one type of layers ({', '.join(LAYER_TYPES)}), got none"
+        )
+    for layer_type, one in threshold.items():
+        check_known("type of layers", layer_type, LAYER_TYPES)
+        if isinstance(one, Mapping):
+            raise InvalidTypeError(f"expected a number as the threshold of {layer_type} layers, got {one!r}")
+        check_threshold(one)
+
+
+def shown(threshold: Threshold) -> str:
+    """A threshold in the name of a rule.
+
+    >>> shown(1000.0), shown({"full": 100.0, "window": 50.0})
+    ('1000', 'full=100,window=50')
+    """
+    if isinstance(threshold, Mapping):
+        return ",".join(f"{layer_type}={one:g}" for layer_type, one in threshold.items())
+    return f"{threshold:g}"
 
 
 @final
@@ -181,16 +232,21 @@ _MODEL = "the largest of all heads"  # the course that forecasts follow; an alar
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling(Rule):
-    """A head's largest attention logit exceeds `threshold` (nats)."""
+    """A head's largest attention logit exceeds `threshold` (nats), of all layers or by their types."""
 
-    threshold: float
+    threshold: Threshold
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
 
     @property
     def name(self) -> str:
         """The name with the threshold: each threshold is a rule of its own."""
-        return f"ceiling {self.threshold:g}"
+        return f"ceiling {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
+        if isinstance(self.threshold, Mapping):
+            return self.of_types(history, self.threshold)
         top = largest(history, "max_logit")
         if top is None or not top.value > self.threshold:
             return None
@@ -231,19 +287,25 @@ class Growth(Rule):
 class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md).
+    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold is
+    of all layers or by their types.
     """
 
-    threshold: float
+    threshold: Threshold
     floor: float = thresholds.APPROACH_FLOOR
     horizon: float = thresholds.HORIZON
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
 
     @property
     def name(self) -> str:
         """The name with the threshold: each threshold is a rule of its own."""
-        return f"forecast {self.threshold:g}"
+        return f"forecast {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
+        if isinstance(self.threshold, Mapping):
+            return self.of_types(history, self.threshold)
         top = largest(history, "max_logit")
         found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
         if found is None:
@@ -273,12 +335,17 @@ class Outlook(Rule):
     its first points hold what the logit was before training.
     """
 
-    threshold: float = thresholds.OUTLOOK
+    threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
     floor: float = thresholds.OUTLOOK_FLOOR
     factor: float = thresholds.OUTLOOK_FACTOR
     source: str = "research/alarms.md: chosen on the tuning seeds there, measured on others"
 
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
     def check(self, history: History) -> Alarm | None:
+        if isinstance(self.threshold, Mapping):
+            return self.of_types(history, self.threshold)
         planned, top = history.planned, largest(history, "max_logit")
         if planned is None or top is None or not planned.followed(history.steps, history.rates):
             return None
@@ -303,10 +370,15 @@ class EntropyCollapse(Rule):
     whole model: one layer gets to 0.1 in runs that end hardly behind (research/alarms.md).
     """
 
-    threshold: float = thresholds.ENTROPY
+    threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
     source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: research/alarms.md, tuning seeds"
 
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
     def check(self, history: History) -> Alarm | None:
+        if isinstance(self.threshold, Mapping):
+            return self.of_types(history, self.threshold)
         means = _layer_means(history)
         if means is None or np.isnan(means[1]).all():
             return None

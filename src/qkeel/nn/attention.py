@@ -537,7 +537,8 @@ class OffsetScale(nn.Module):
 class GAUBlock(nn.Module):
     """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
 
-    F is `gau`. N is an RMS norm, with a gain if it precedes the branch. `alpha` is α > 0, for "post".
+    F is `gau`. N is an RMS norm, placed by `norm_order`, with a gain if it precedes the branch. `alpha` is α > 0, for
+    "post".
 
     Source: pre-norm: arXiv 2202.10447, with LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
     `functional.logits.deepnorm`.

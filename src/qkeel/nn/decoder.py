@@ -134,6 +134,11 @@ def _rms(d_model: int, wanted: bool) -> nn.Module:
 # A decoder language model.
 
 
+def _check_integers(tokens: Tensor) -> None:
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """Sizes and options of a Decoder. `spec` is one for all layers, or a tuple with one per layer (`layer_specs`).
@@ -221,8 +226,7 @@ class Decoder(nn.Module):
         """Maps tokens [b t] (int64) to logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:
             raise ShapeError(f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}")
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+        _check_integers(tokens)
         if caches is not None and len(caches) != len(self.blocks):
             raise InvalidValueError(f"expected one cache per layer, {len(self.blocks)}, got {len(caches)}")
         x = self.embedding(tokens)
@@ -406,8 +410,7 @@ class EncoderDecoder(nn.Module):
         token."""
         if tokens.ndim != 2 or tokens.shape[1] <= self.source:
             raise ShapeError(f"expected tokens of shape [batch more than {self.source}], got {tuple(tokens.shape)}")
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+        _check_integers(tokens)
         memory, x = self.embedding(tokens).split([self.source, tokens.shape[1] - self.source], dim=1)
         for block in self.encoder:
             memory = block(memory, causal=False)

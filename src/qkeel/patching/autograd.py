@@ -99,7 +99,8 @@ def is_wrapper(x: Tensor) -> bool:
 
 # Modules that hold torch's non-reentrant checkpoint; the second imports it under its own name.
 _HOMES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
-_NAME = "_checkpoint_without_reentrant_generator"
+# Since torch 2.14 torch calls the second of these itself, and keeps the first for other packages.
+_NAMES = tuple("_checkpoint_without_reentrant_generator" + end for end in ("", "_impl"))
 
 
 class CheckpointedParts:
@@ -203,7 +204,7 @@ class _Patch:
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
-        self._put: list[tuple[ModuleType, _Generator]] = []
+        self._put: list[tuple[ModuleType, str, _Generator]] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -222,16 +223,17 @@ class _Patch:
     def _begin(self) -> None:
         torch.utils.checkpoint.CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
         for home in [m for name in _HOMES if (m := sys.modules.get(name)) is not None]:
-            now = getattr(home, _NAME)
-            if not isinstance(now, _Generator):
-                self._put.append((home, _Generator(now)))
-                setattr(home, _NAME, self._put[-1][1])
+            for name in _NAMES:
+                now = vars(home).get(name)
+                if now is not None and not isinstance(now, _Generator):
+                    self._put.append((home, name, _Generator(now)))
+                    setattr(home, name, self._put[-1][2])
 
     def _end(self) -> None:
         del torch.utils.checkpoint.CheckpointFunction.apply  # uncovers the inherited method
-        for home, mine in self._put:
-            if getattr(home, _NAME) is mine:
-                setattr(home, _NAME, mine.original)
+        for home, name, mine in self._put:
+            if vars(home).get(name) is mine:
+                setattr(home, name, mine.original)
         self._put.clear()
 
 

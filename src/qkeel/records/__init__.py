@@ -18,6 +18,7 @@ from qkeel.records.names_and_units import (
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
     LAYER_FIELDS,
+    LAYER_TYPES,
     MONITOR_FIELDS,
     NON_FINITE,
     SINK_HEAD,
@@ -34,17 +35,19 @@ from qkeel.records.names_and_units import (
     layer_fields,
     measured_field,
 )
-from qkeel.records.run_directory import RunDirectory, RunStatus, fresh_directory
+from qkeel.records.run_directory import TYPES_EVENT, RunDirectory, RunStatus, fresh_directory, layer_types
 
 __all__ = [
     "CLASS_FIELDS",
     "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
     "LAYER_FIELDS",
+    "LAYER_TYPES",
     "MONITOR_FIELDS",
     "NON_FINITE",
     "SINK_HEAD",
     "STEP_FIELDS",
+    "TYPES_EVENT",
     "TABLE_COLUMNS",
     "TASK_FIELDS",
     "VALUE_FIELDS",
@@ -62,6 +65,7 @@ __all__ = [
     "fresh_directory",
     "head_field",
     "layer_fields",
+    "layer_types",
     "measured_field",
     "read_heads",
     "read_json",

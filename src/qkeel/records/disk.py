@@ -153,7 +153,7 @@ def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: 
     """
     size = refuse_irregular(path, error)
     if size is None:
-        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; name a file that exists.")
     if most is not None and size > most:
         raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. It is not such a file.")
     return _read(path, size or -1, error)  # files of /proc report size 0
@@ -170,7 +170,7 @@ def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryErr
         QkeelError: the file is missing, not regular or not readable. The class is `error`.
     """
     if refuse_irregular(path, error) is None:
-        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; name a file that exists.")
     return _read(path, count, error)
 
 

@@ -415,8 +415,7 @@ class Heads:
 
 
 class HeadRecorder:
-    """Appends records of 1 + n_fields · n_layers · n_heads float32 to `directory`/`name`.f32: the step, then the
-    fields.
+    """Appends float32 records to `directory`/`name`.f32: the step, then the `fields`, each [n_layers n_heads].
 
     `layers` are the names of the layers, () if unknown.
     """

@@ -18,8 +18,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadField(Field):
-    """A number of each head. The monitor, its table, the trackers and the report take everything they need from this
-    row.
+    """A number of each head; the monitor, the trackers and the report take everything they need from its row.
 
     fold: how several heads are summarised, by the most critical head or by the mean. count: the field of LogitStats
     that is above 0 if the number was measured. column: heading in the monitor's table; "" leaves it out. per_layer:
@@ -151,6 +150,11 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="gate",
     ),
     "gate_std": HeadField("share", "standard deviation of the gate over query rows", "mean"),
+    "index_max_logit": HeadField(
+        "1", "largest score by which an indexer chooses keys of the layer", "max", column="index max"
+    ),
+    "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
+    "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "delta2_spectral_norm": HeadField(
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
@@ -253,6 +257,16 @@ TASK_FIELDS: dict[str, Field] = {
     "skipped_steps": Field("optimizer steps", "steps skipped because a gradient overflowed fp16, over training"),
 }
 
+# The type of a layer, by what was seen of it. Numbers are comparable within a type: their keys are of one kind.
+LAYER_TYPES: dict[str, str] = {
+    "full": "queries reach all keys, or all up to their own; of packed sequences those of their own sequence",
+    "window": "queries reach a span of keys that moves on with them, and perhaps keys that all of them reach",
+    "sparse": "queries reach keys with hidden ones between them, or keys that were gathered for each query",
+    "compressed": "some keys stand for several tokens each",
+    "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
+    "cross": "keys come of another source than queries",
+}
+
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {
     "remedy": Field("name", "spec string of the remedy"),
@@ -332,8 +346,7 @@ def layer_fields() -> tuple[str, ...]:
 
 
 def measured_field(name: str) -> str:
-    """Returns the number of each head from which a number of each layer is computed; other names are returned
-    unchanged.
+    """Returns the number of each head behind a number of each layer; other names are returned unchanged.
 
     >>> measured_field("sink_head_ratio"), measured_field("entropy")
     ('sink_share', 'entropy')

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,25 @@ from qkeel.records.files import (
     whole_bytes,
     write_json,
 )
+
+TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
+
+
+def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
+    """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
+    versions say none.
+
+    >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
+    {'h.0': 'window'}
+    """
+    sites = about.get("sites")
+    known = [site for site in sites if isinstance(site, dict)] if isinstance(sites, (list, tuple)) else []
+    types = {str(site["name"]): str(site["type"]) for site in known if "type" in site and "name" in site}
+    for event in events:
+        if event.get("event") == TYPES_EVENT and isinstance(changed := event.get("types"), dict):
+            types |= {str(layer): str(of) for layer, of in changed.items()}
+    return types
+
 
 # Provenance of records: system, number of cores and commit, without the name of a machine or a person.
 
@@ -110,8 +129,7 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether the files have checksums: if config.json or env.json has one, all must. Earlier versions wrote
-        none."""
+        """Whether all files must have checksums, as config.json or env.json has one; earlier versions wrote none."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
@@ -248,8 +266,7 @@ class RunDirectory:
             write_json(self.path / "config.json", self.config())
 
     def cut_to(self, sizes: FileSizes) -> None:
-        """Truncates the append-only files to `sizes`, so that a resumed run repeats the steps after a checkpoint bit
-        for bit.
+        """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
 
         Raises:
             DamagedFileError: a file is shorter than that.

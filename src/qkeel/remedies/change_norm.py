@@ -227,7 +227,7 @@ class HeadNorm(nn.Module):
     """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d]; `weight` is the gain.
 
     `share` s blends the norm in: (1 - s) x + s x̃, exactly x at 0 and exactly x̃ at 1. `factor` carries a change of the
-    logit scale and differs from 1 on the query side only.
+    logit scale and differs from 1 on one side only.
     """
 
     def __init__(
@@ -336,8 +336,8 @@ def heads_of(
 
 
 def _branch(parameter: str, site: AttentionSite) -> str:
-    """Returns the outermost module that holds a parameter but not the site's module, or else the nearest module
-    around the parameter."""
+    """Returns the outermost module that holds a parameter but not the site's module; if there is none, the module that
+    owns the parameter, which is then the site's or one around it."""
     owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
     return ".".join(owner[: shared + 1])

@@ -317,8 +317,7 @@ def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
 
 
 def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
-    """Returns a list of names, each with a sentence or several values; empty if there are none. `code`: names are
-    code."""
+    """Returns a list of names, each with a sentence or several values; `code`: names are code."""
     lines: list[Markup] = []
     for name, value in found.items():
         values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]

@@ -138,8 +138,8 @@ def serve(directory: str | Path, port: int = 0) -> LiveServer:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = False
+    daemon_threads = True  # an open connection does not keep the process alive
+    allow_reuse_address = False  # a second server on the same port fails instead of shadowing the first
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores the error, because browsers may close a connection in the middle of an answer."""
@@ -155,6 +155,7 @@ class _LivePage:
 
     def state(self) -> str:
         """Returns a string that changes whenever a file of the page changes."""
+        # Sizes and times are enough: records are only appended, and other files are replaced.
         places = [self.directory, *sorted(self.directory.glob("runs/*"))]
         seen = []
         for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
@@ -438,4 +439,4 @@ def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
         ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
     ax.set_yticks(range(len(ordered)), [f"{gain.remedy}, LR {rate(gain.lr)}" for gain in ordered], fontsize=6)
-    ax.set_xlabel(f"held-out loss of {study.baseline} minus that of the remedy ({study.loss_unit()})")
+    ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")

@@ -23,6 +23,7 @@ from qkeel.records import (
     RunStatus,
     fold_heads,
     head_field,
+    layer_types,
     measured_field,
 )
 from qkeel.records.run_directory import note_checksums
@@ -100,6 +101,11 @@ class Watched:
     def layers(self) -> tuple[str, ...]:
         """The names of the attention layers."""
         return self.heads.layers
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each layer, where the run says it."""
+        return layer_types(self.about, self.notes)
 
     def measured(self) -> list[str]:
         """Returns the head fields that were ever measured, in the order of the file."""
@@ -281,6 +287,7 @@ def verdict(run: Watched) -> Verdict:
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
     head = run.leader()
     where = "" if head is None else f" in {head.name}, head {head.head}"
+    # An alarm is outdated once an autopilot has brought the logits back under the alarm line.
     if grave and not (run.acted and now <= ALARM_THRESHOLD):
         first = grave[0]
         cause = str(first.get("cause") or CAUSE)
@@ -309,8 +316,7 @@ _LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
 
 
 def fix(run: Watched) -> list[str]:
-    """Returns what to do about the most severe alarms: a shell command if the run was started by one, or a line of
-    code.
+    """Returns the fix for the most severe alarms: a shell command if one started the run, or a line of code.
 
     The list is empty if there is nothing to do, or if an autopilot already acts.
     """
@@ -360,8 +366,7 @@ def _growth(run: Watched) -> str:
 
 
 def norm_product(run: Watched) -> np.ndarray | None:
-    """Returns [n layers heads], the product of the largest (otherwise mean) norms of q and k per head; None if not
-    measured."""
+    """Returns the product of the largest (otherwise mean) norms of q and k [n layers heads]; None if unknown."""
     values = run.heads.values
     for query, key in (("query_norm_max", "key_norm_max"), ("query_norm", "key_norm")):
         if query in values and key in values and not np.isnan(values[query] * values[key]).all():
@@ -381,6 +386,7 @@ def _growth_or_angle(run: Watched) -> str:
     logit, norm, angle = (float(s[fine[-1]] / s[fine[0]]) for s in series)
     if not logit > CLEAR:
         return ""
+    # The logit is a product of norms and cosine, so their shares of its growth add up on a logarithmic scale.
     share = math.log(norm) / math.log(norm * angle) if norm * angle > CLEAR else math.nan
     cause = ""
     if math.isfinite(share):
@@ -533,6 +539,7 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
     width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run))) for run in shown)
+    # Large models show fewer records, so that the size of the page stays bounded.
     most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
     fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
@@ -582,6 +589,7 @@ def short_names(layers: Sequence[str]) -> list[str]:
     front = next((i for i in range(least) if len({p[i] for p in parts}) > 1), least)
     back = next((i for i in range(least - front) if len({p[-1 - i] for p in parts}) > 1), least - front)
     short = [".".join(p[front : len(p) - back]) for p in parts]
+    # Fall back to the full names if shortening makes them empty or ambiguous.
     return short if all(short) and len(set(short)) == len(short) else list(layers)
 
 
@@ -599,8 +607,7 @@ def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
 
 
 def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
-    """[layer][head] of each field in the last sample, starting with the fields of LINES, as many as fit into
-    `cells`."""
+    """[layer][head] of each field in the last sample, the fields of LINES first, as many as fit into `cells`."""
     if not run.records or not run.heads.values:
         return None
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
@@ -844,16 +851,17 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         last = {n: run.heads.values[of][-1] for n in COLUMNS if (of := measured_field(n)) in run.heads.values}
         shown = [name for name, heads in last.items() if not np.isnan(heads).all()]
         folded = {name: fold_heads(name, last[name]) for name in shown}
-        head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
-        body = [_layer(run, i, folded) for i in range(len(run.layers))]
+        names = ("Layer", "Type")[: 1 + any(of != "full" for of in run.types.values())]
+        head = [*columns(*names, kind="text"), *columns(*(COLUMNS[name] for name in shown))]
+        body = [_layer(run, i, folded, typed=len(names) > 1) for i in range(len(run.layers))]
         inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
         parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))
     return join(parts)
 
 
-def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
-    cells = []
+def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: bool) -> Markup:
+    cells = [words(run.types.get(run.layers[i], ""))] if typed else []
     for name, values in folded.items():
         heads = run.heads.values[measured_field(name)][-1][i]
         field = head_field(name)

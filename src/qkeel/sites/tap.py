@@ -29,7 +29,7 @@ from qkeel.capture.readers import (
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, Sites
+from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.native.operators import is_plain
 from qkeel.kernels.statistics import Found, find_plain_rows, fused_with_logsumexp
@@ -255,6 +255,7 @@ class _Known:
     described: list[AttentionSite]
     layouts: Mapping[str, HeadLayout]
     key_heads: Mapping[str, tuple[int, int]]
+    indexers: Mapping[str, HeadLayout | None]  # by the name of the layer
 
 
 class Visitor:
@@ -269,6 +270,9 @@ class Visitor:
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
         """An attention call of a site is measured."""
+
+    def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
+        """An indexer has scored the keys of this layer, of which it chooses some."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         """The model's own pass is over; seen: attention was seen in it."""
@@ -462,6 +466,7 @@ class Tap(Handle):
                 described=[site for site in self.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.sites if site.layout is not None},
                 key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
+                indexers={site.name.removesuffix(INDEX): site.layout for site in self.sites.indexers},
             )
         return self._known
 
@@ -575,6 +580,7 @@ class _ForwardPass:
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
         self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
+        self.indexers: dict[str, nn.Module] = {}  # modules that chose keys
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
@@ -602,6 +608,8 @@ class _ForwardPass:
         )
         interceptor.maxima = self.tap.measure is find_maxima  # nothing else of a call is read
         interceptor.key_heads = self.tap.known.key_heads
+        if self.tap.known.indexers and self.kept is None:
+            interceptor.index, interceptor.index_layouts = self._index, self._index_layout
         if call is not None and only_in is None:
             interceptor.stack.begun(call[0], dict(call[1]))
         if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
@@ -614,15 +622,25 @@ class _ForwardPass:
         if watcher is None or self.kept is not None:
             return
         if not watcher.whole:
-            if 0 in [frame.calls for frame in watcher.called_in]:
+            if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 self.tap.searched(self.phase, None)  # its attention is computed otherwise now
             return
+        self._add_indexers()
         local = not (watcher.hidden or self.tap.sees_operators)
         for name, place in self.places.items():
             # Attention of qkeel's modules inside is not to be taken for the module's own.
             if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
                 self.places[name] = None
         self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
+
+    def _add_indexers(self) -> None:
+        """Adds the modules that chose keys to the places. Of two places, one in the other, every function would be seen
+        twice: the outer one is enough, unless attention in the inner one would get its name."""
+        for name, module in self.indexers.items():
+            outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
+            holds = any([place.startswith(f"{name}.") for place in self.places])  # noqa: C419
+            known = (module, None) if outer is None else self.places[outer]
+            self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
 
     def _note_place(self, sighting: CapturedCall) -> None:
         """Notes in which module attention was seen, and by which function."""
@@ -661,6 +679,27 @@ class _ForwardPass:
         self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
         self.tap.calls_seen[self.phase] += 1
         return True
+
+    def _layer(self, frame: ModuleCall) -> str | None:
+        """The layer whose keys a module chooses, where it is one of a known indexer."""
+        known = self.tap.known.indexers
+        layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if known else None
+        return layer if layer in known else None
+
+    def _index_layout(self, name: str) -> HeadLayout | None:
+        known = self.tap.known.indexers
+        return known.get(layer_of(name, [site.name for site in self.tap.sites]) or "")
+
+    def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
+        layer = self._layer(frame)
+        if layer is None or not self.tap.active or extra_of_another(self.tap):
+            return
+        if self.watcher is None or self.watcher.whole:
+            if frame.name:
+                self.indexers[frame.name] = frame.module
+            else:
+                self.places[""] = None
+        self.tap.visitor.index(layer, call, self.phase)
 
     def _foreign(self, sighting: CapturedCall) -> None:
         if not self.tap.active:

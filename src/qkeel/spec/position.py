@@ -204,7 +204,7 @@ METHODS: dict[str, str] = {
 def position_for(
     position: Position, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
 ) -> Position:
-    """Returns the position that `method` puts in place of a trained one; see `AttentionSpec.extrapolate`."""
+    """Returns the position that replaces a trained one under `method`; see `AttentionSpec.extrapolate`."""
     check_known("extrapolation method", method, METHODS)
     sound = math.isfinite(factor) and factor >= 1
     check(sound, f"a factor of at least 1 (test length / train length) for {method}", factor)
@@ -264,7 +264,7 @@ def _unclipped(position: Position) -> Position:
 
 
 def scale_for(scale: Scale, method: str, train_length: int | None) -> Scale:
-    """Returns the scale that `method` puts in place of a trained one."""
+    """Returns the scale that replaces a trained one under `method`."""
     if method != "log_n":
         return scale
     if isinstance(scale, LogN):

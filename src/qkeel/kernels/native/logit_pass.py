@@ -119,7 +119,7 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
         return None  # a subclass may override visibility and bias
     spec = call.spec
     # The maxima alone would support more, but must equal those of the full statistics bit for bit.
-    if spec.cap.kind == "other" or not spec.normalizer.softmax_over_keys or call.classes is not None:
+    if spec.cap.kind == "other" or spec.normalizer.kind != "softmax" or call.classes is not None:
         return None
     if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
         return None

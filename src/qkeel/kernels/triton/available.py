@@ -126,12 +126,11 @@ def loaded() -> bool:
     """True if Triton can be imported; registers the operators at the first call."""
     try:
         from qkeel.kernels.triton import norm_rope
-        from qkeel.kernels.triton import norm_rope as norm_rope_two
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
     norm_rope.register()
-    norm_rope_two.register_two()
+    norm_rope.register_two()
     return True
 
 

@@ -24,8 +24,6 @@ from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.native.operators import AdamOptions, AdamTensors
 from qkeel.kernels.triton import adamw as adam_lines
 from qkeel.kernels.triton import heads, norm_rope, statistics
-from qkeel.kernels.triton import norm_rope as norm_rope_two
-from qkeel.kernels.triton import statistics as sampled
 
 Pairs = Iterator[tuple[Tensor, Tensor]]  # a kernel's result and torch's
 _RMS = 1  # number of the norm's kind, as in `kernels.encode`
@@ -87,7 +85,7 @@ def _norm_and_rope(draw: _Drawn) -> Pairs:
         above = draw(2, 3, 5, 40), draw(2, 1, 5, 40)
         expected = [rotate((rms_norm(x.float(), _EPS) * gain.float()), *table, pairing) for x in (q, k)]
         alone = [norm_rope.norm_rope(x, gain, table, _RMS, _EPS, True, step) for x in (q, k)]
-        both = norm_rope_two.norm_rope_two(q, k, (gain, gain), table, (_RMS, _RMS), _EPS, (True, True), step)
+        both = norm_rope.norm_rope_two(q, k, (gain, gain), table, (_RMS, _RMS), _EPS, (True, True), step)
         slopes = torch.autograd.grad(expected, [q, k, gain], [x.float() for x in above])
         for own in (alone, both):
             found = [*own, *torch.autograd.grad(own, [q, k, gain], above)]
@@ -130,16 +128,16 @@ def _sampled(draw: _Drawn) -> Pairs:
     """Extremes, bounds from logsumexps, and statistics of heads from a sample of rows."""
     q, k, strata = draw(2, 4, 72, 24), draw(2, 2, 90, 24), 6
     largest, smallest, lse, entropy = _rows(q, k)
-    tops, lows = sampled.extremes(q, k, _SCALE, causal=True)
+    tops, lows = statistics.extremes(q, k, _SCALE, causal=True)
     yield tops.amax((0, 2)), largest.amax((0, 2))
     yield lows.amin((0, 2)), smallest.amin((0, 2))
     visible = torch.arange(90 - 72 + 1, 91, device=q.device).float()
     expected = torch.stack([(lse - visible.log()).amax((0, 2)), lse.amax((0, 2))])
-    yield sampled.bracket_of(lse, 90, causal=True), expected
+    yield statistics.bracket_of(lse, 90, causal=True), expected
     rows, picked = statistics.rows_of(q, k, _SCALE, causal=True, cap=_CAP, sample=(strata, 1))
     places = picked.long()[:, None].expand(-1, 4, -1)
     yield rows.entropy, entropy.gather(2, places)
-    of_heads = sampled.sampled_head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
+    of_heads = statistics.sampled_head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
     yield of_heads.largest, largest.amax((0, 2))
     yield of_heads.entropy, entropy.gather(2, places).mean((0, 2))  # all strata have the same size
 

@@ -23,7 +23,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "demo": (
         "qkeel.lab.studies.grids:DEMO",
-        "See logits explode on real text, and which remedies prevent it, in two minutes.",
+        "See logits explode on real text, and which remedies prevent it, in about a minute.",
     ),
     "extrapolation": (
         "qkeel.lab.studies.grids:EXTRAPOLATION",

@@ -312,8 +312,7 @@ def _trained(form: str, base: RunConfig) -> dict[str, str]:
 
 
 def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
-    """Combines each form with each position, in the notation of layer_specs: rope is the forms' own, others follow a
-    plus.
+    """Combines each form with each position in the notation of layer_specs; rope needs no suffix.
 
     >>> by_position(["kna"], ["rope", "alibi"])
     ['kna', 'kna+alibi']
@@ -560,8 +559,7 @@ def rows(
 
 
 def tensors(data: str, size: float, shape: HeadShape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [1 h n d] in float64 whose logits q·k/√d have standard deviation (spread) or mean (shifted)
-    `size`."""
+    """Returns q, k, v [1 h n d] in float64; `size` is the deviation (spread) or mean (shifted) of their logits."""
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=rng, dtype=torch.float64) for _ in range(3)

@@ -72,8 +72,8 @@ class RetrofitConfig:
 
 @final
 class Retrofit(Handle):
-    """A norm inserted into a trained model by `retrofit`. `report` holds its cost; `remove()` restores the old model
-    bit for bit.
+    """A norm in a trained model, made by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
+    for bit.
 
     While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` carry the
     progress over a checkpoint.

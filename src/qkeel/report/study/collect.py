@@ -30,6 +30,8 @@ def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
     ['name adamw', 'name muon']
     >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
     ['--lr 3e-2', '--compile, --lr 3e-3']
+    >>> differences([{"watcher": "qkeel watch -- python t.py"}, {"watcher": "qkeel watch --apply lalr -- python t.py"}])
+    ['', '--apply lalr']
     """
     flat = [dict(_flat(one)) for one in settings]
     names = sorted({name for one in flat for name in one})
@@ -44,7 +46,7 @@ def _flat(settings: Mapping[str, object], under: str = "") -> Iterator[tuple[str
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{under}{name}.")
-        elif name == "command":
+        elif name in ("command", "watcher"):
             yield from _options(str(value))
         else:
             yield f"{under}{name}", None if value is None else str(value)
@@ -142,8 +144,7 @@ class StudyData:
         return [run.row for run in self.runs if run.row is not None and run.role == role]
 
     def parts(self) -> dict[str, StudyData]:
-        """Returns the parts of the study by name, e.g. runs of other models or optimizers; empty if there is only one
-        grid.
+        """Returns the parts of the study by name, e.g. runs of other optimizers; empty if there is only one grid.
 
         Each part is a study whose runs form its grid. The remedies keep their order, and therefore their colours.
         """
@@ -265,6 +266,7 @@ def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
     study's own chaos.json or that of the neighbouring directory `chaos`.
     """
     known: dict[tuple[str, float], list[float]] = {}
+    # The study's own pairs first; the neighbouring chaos study counts only if its training is the same.
     for place in dict.fromkeys((path, path.resolve().parent / "chaos")):
         found = _chaos(place)
         for pair in found["pairs"] if _trained(found["base"]) == _trained(base) else ():
@@ -334,6 +336,7 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
     times = Counter(map(_cell, runs))
     alike = [run for run in runs if times[_cell(run)] > 1]
     settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    # Each label applies only to runs that are still ambiguous after the one before.
     for label in (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id):
         times = Counter(_cell(run) for run in runs)
         runs = [_labelled(run, name) if times[_cell(run)] > 1 and (name := label(run)) else run for run in runs]

@@ -164,6 +164,7 @@ def collapses(rows: Sequence[Row], remedy: str, lr: float) -> bool:
 def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[PairedGain]:
     """Returns the gains for (remedy, baseline, LR) over seeds that have both, corrected together by Holm's method."""
     known = [(of, found) for of in comparisons if (found := paired_gain(rows, *of))]
+    # One seed has no interval, and an infinite loss has no mean difference.
     judged = [i for i, (_, found) in enumerate(known) if len(found) > 1 and all(map(math.isfinite, found))]
     effects = dict(zip(judged, paired_effects([known[i][1] for i in judged], MARGIN)))
     return [
@@ -194,8 +195,7 @@ def primary_gain(study: StudyData) -> PairedGain | None:
 
 
 def _gains_alone(study: StudyData) -> list[PairedGain]:
-    """Returns the gains of a study with a primary comparison, each with its own interval; only the primary has a
-    verdict.
+    """Returns the gains of a study with a primary comparison; only the primary one has a verdict.
 
     The intervals are not corrected for each other: each one covers its true mean at 95 %, all of them together do not.
     """
@@ -219,7 +219,7 @@ def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bo
     values = []
     for seed in sorted({row["seed"] for row in rows}):
         mine = {row["lr"]: row for row in rows if row["remedy"] == remedy and row["seed"] == seed}
-        if len(lrs) > 1 and set(mine) == set(lrs):
+        if len(lrs) > 1 and set(mine) == set(lrs):  # a missing rate would make the mean incomparable
             start = statistics.fmean(row["init_loss"] for row in mine.values()) if clip else math.inf
             values.append(lr_sensitivity([mine[lr]["val_loss"] for lr in lrs], start))
     if not values:
@@ -268,6 +268,7 @@ def _standing(
 ) -> Standing:
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
+    # A collapsed run may have a low loss by chance, so it is the best one only if every rate collapsed.
     works = {lr: total for lr, total in by_lr.items() if not collapses(rows, remedy, lr)}
     tried = works or by_lr
     best_lr = min(tried, key=lambda lr: math.inf if math.isnan(tried[lr].mean) else tried[lr].mean)
@@ -351,7 +352,7 @@ class SeedEffect:
     def _back(self, number: float) -> float:
         if not self.ratio:
             return number
-        return math.exp(number) if number < 700 else math.inf
+        return math.exp(number) if number < 700 else math.inf  # math.exp raises OverflowError above 709
 
 
 def _times(value: float) -> str:

@@ -69,8 +69,7 @@ def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
 
 
 def accuracy_findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy without collapse, the settings that cannot be distinguished from it, and the best of
-    none."""
+    """Returns the best accuracy without collapse, settings indistinguishable from it, and the best of none."""
     found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []
@@ -291,6 +290,7 @@ def _planned(study: StudyData, named: Row) -> str:
     n = len(set.intersection(*sides))
     if named.get("expected") is None or named.get("spread") is None:
         return f"{count(n, 'seed')}; no power was planned for these settings."
+    # Rounding must not turn a probability below 1 into 100 %.
     power = min(0.999, planned_power(named["expected"], named["spread"], n)) if n > 1 else 0.0
     source = f" ({named['source']})" if named.get("source") else ""
     chance = f"over {100 * power:.1f} %" if power == 0.999 else f"{100 * power:.0f} %"

@@ -89,8 +89,7 @@ def train_length(study: StudyData) -> int | None:
 
 
 def length_findings(study: StudyData) -> list[Finding]:
-    """Returns the share of accuracy kept by each form as trained, its order against the published one, and
-    limitations."""
+    """Returns the share of accuracy kept by each form, the agreement with the published order, and limitations."""
     rows = measured(study)
     if not rows:
         return []
@@ -137,8 +136,7 @@ def _under(method: str) -> str:
 
 
 def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
-    """Returns how many pairs have the published order, out of the pairs that are in both tables and differ when
-    published."""
+    """Returns how many pairs have the published order, and how many pairs have a published order."""
     known = [(row.kept, theirs) for row in rows if (theirs := published_share(row.form, row.method)) is not None]
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a[1] != b[1]]
     return sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs), len(pairs)
@@ -405,6 +403,7 @@ def claims(study: StudyData) -> list[Claim]:
     """Returns the claims that the study's runs can judge."""
     makers = (_norms, _drift, _mass, _mixing, _alarm, _cure, _hidden, _variance)
     found = [claim for make in makers for claim in make(study)]
+    # All claims are tested together, so each gets the level of its own test by Holm's method.
     several = [i for i, claim in enumerate(found) if len(claim.effect.values) > 1]
     for i, judged in zip(several, paired_effects([found[i].effect.numbers for i in several])):
         effect = dataclasses.replace(found[i].effect, level=judged.level)
@@ -413,8 +412,7 @@ def claims(study: StudyData) -> list[Claim]:
 
 
 def _norms(study: StudyData) -> Iterator[Claim]:
-    """Compares with a model trained on text alone under the same probe, if there is one, because it never saw an
-    image."""
+    """Compares with a model trained on text alone, if there is one, because it never saw an image."""
     text = _text(study)
     for name, part, lr in _each(study, _rates(study)[:1]):
         for kind, plural in (("query", "queries"), ("key", "keys")):
@@ -525,7 +523,7 @@ def _cells(study: StudyData) -> Cells:
 def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: ReadScores) -> dict[int, float]:
     """One number per seed, the geometric mean over image shares, because runs of one seed are not independent."""
     each = [read(part, lr) for (norm, _, at), part in cells.items() if (norm, at) == (order, variance)]
-    seeds = set.intersection(*(set(found) for found in each)) if each else set()
+    seeds = set.intersection(*(set(found) for found in each)) if each else set()  # finished at every share
     return {
         seed: statistics.geometric_mean([found[seed] for found in each])
         for seed in sorted(seeds)

@@ -62,8 +62,7 @@ def verdict_table(study: StudyData) -> Markup:
 
 
 def advice(study: StudyData) -> Markup:
-    """Returns the verdict of a study for the page of a watched model: its table, and the line that applies the best
-    remedy.
+    """Returns the verdict of a study for a watched model's page: its table, and the line for the best remedy.
 
     Raises:
         RunDirectoryError: the study compares no remedies.
@@ -104,8 +103,7 @@ def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
 
 
 def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
-    """Returns the learning rates at which attention collapsed with a remedy, with the number of seeds unless all
-    did."""
+    """Returns the rates at which attention collapsed with a remedy, with the number of seeds unless all did."""
     found = []
     for lr in sorted({row["lr"] for row in rows}):
         here = [row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr]
