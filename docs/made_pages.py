@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.records import Field, HeadField, LayerField
+    from qkeel.records import BlockField, Field, HeadField, LayerField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
@@ -79,9 +79,9 @@ def pruned(tree: str) -> str:
 
 def field_tables() -> dict[str, str]:
     """Tables of recorded numbers, for docs/file-formats.md."""
-    from qkeel.records import HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS
+    from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS
 
-    def table(fields: Mapping[str, Field | HeadField | LayerField]) -> str:
+    def table(fields: Mapping[str, Field | HeadField | LayerField | BlockField]) -> str:
         rows = [
             f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |" for name, field in fields.items()
         ]
@@ -92,6 +92,7 @@ def field_tables() -> dict[str, str]:
         "monitor-fields": table({f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}),
         "head-fields": table(HEAD_FIELDS),
         "layer-fields": table(LAYER_FIELDS),
+        "block-fields": table({f"{name}/LAYER": field for name, field in BLOCK_FIELDS.items()}),
         "table-columns": table(TABLE_COLUMNS),
     }
 

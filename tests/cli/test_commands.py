@@ -265,6 +265,15 @@ def test_explain_prints_formula_and_source(capsys: Capture) -> None:
     assert "softmax" not in out
 
 
+def test_explain_says_what_a_recorded_number_is(capsys: Capture) -> None:
+    from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, explain_field
+
+    names = [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS, *(f"monitor_{name}" for name in MONITOR_FIELDS)]
+    for name in names:
+        assert main(["explain", name]) == 0
+        assert capsys.readouterr().out == f"{name}: {explain_field(name)}\n"
+
+
 def test_what_explain_says_of_a_preset_with_options_is_no_contradiction(capsys: Capture) -> None:
     assert main(["explain", "gemma2:cap=30"]) == 0
     assert capsys.readouterr().out.startswith("gemma2:cap=30: gemma2 with cap=30; as published: no norm, logits softca")

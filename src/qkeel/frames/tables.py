@@ -87,6 +87,10 @@ class Frame:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
+    def without(self, name: str) -> Frame:
+        """The same without a column."""
+        return Frame({column: values for column, values in self.columns.items() if column != name})
+
     def to_pandas(self) -> Foreign:
         """Returns a pandas.DataFrame.
 
@@ -131,6 +135,19 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     <Frame of 2 rows: step, max_logit>
     """
     return Frame({"step": np.asarray(steps).astype(np.int64), **{k: v for k, v in values.items() if k != "step"}})
+
+
+def layers_frame(steps: np.ndarray, layers: Sequence[str], values: Mapping[str, np.ndarray]) -> Frame:
+    """One row per record and layer: step, layer, and each number that was measured, NaN where it was not.
+
+    Args:
+        steps: [n]. layers: names, or () for layer 0, layer 1, …
+        values: name -> [n layers].
+
+    >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])})
+    <Frame of 1 rows: step, layer, entropy>
+    """
+    return heads_frame(steps, layers, {name: x[..., None] for name, x in values.items()}).without("head")
 
 
 def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray]) -> Frame:

@@ -175,28 +175,56 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
     >>> [round(float(x), 4) for x in product_spectrum(a, b)]
     [4.0, 1.5625, 0.6534]
     """
-    like = a
-    finite = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1)
-    if widest(a.device) != torch.float64:
+    return Spectrum(*(x.to(torch.promote_types(a.dtype, torch.float32)) for x in spectrum(small_product(a, b))))
+
+
+def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
+    """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
+
+    R_a R_bᵀ of thin QR factorisations, see `product_spectrum`. The host does not wait for a device.
+
+    Args:
+        a: the left factor.
+        b: the right factor.
+
+    Source: derived.
+    """
+    finite, device = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1), a.device
+    if widest(device) != torch.float64:
         a, b, finite = a.cpu(), b.cpu(), finite.cpu()
     a, b = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
     first, second = (torch.linalg.qr(x.mT, mode="r").R for x in (a, b))
-    sigma = torch.linalg.svdvals(first @ second.mT)
+    return (first @ second.mT).masked_fill(~finite[..., None, None], torch.nan)
+
+
+def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
+    """Returns the spectra of matrices in float64, such as those that `small_product` makes of many sites.
+
+    On a GPU the host waits once for all of them.
+
+    Args:
+        product: the matrices.
+
+    Source: the definitions, see `Spectrum`.
+    """
+    finite = product.isfinite().flatten(-2).all(-1)
+    sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))
     largest = sigma[..., 0]
     p = (sigma / largest[..., None]).square()  # NaN of a zero matrix
     total = p.sum(-1)
     entropy = total.log() - torch.special.xlogy(p, p).sum(-1) / total
-    found = (largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0))
-    return Spectrum(*(x.to(like.device, torch.promote_types(like.dtype, torch.float32)) for x in found))
+    return Spectrum(largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0))
 
 
-def step_spectra(
+def step_products(
     query: Float[Tensor, "*h r m"],
     query_step: Float[Tensor, "*h r m"],
     key: Float[Tensor, "*h r n"],
     key_step: Float[Tensor, "*h r n"],
-) -> tuple[Spectrum, Spectrum]:
-    """Returns the spectra of Δ₂ and Δ₃, the changes of W_Qᵀ W_K per head by a step; rows are head features, r = d_head.
+) -> tuple[Tensor, Tensor]:
+    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes of W_Qᵀ W_K per head by a step.
+
+    Rows are head features, r = d_head.
 
     (W_Q + ΔW_Q)ᵀ (W_K + ΔW_K) = W_Qᵀ W_K + Δ₂ + Δ₃ with Δ₂ = ΔW_Qᵀ W_K + W_Qᵀ ΔW_K = [ΔW_Q; W_Q]ᵀ [W_K; ΔW_K], of rank
     at most 2 r, and Δ₃ = ΔW_Qᵀ ΔW_K.
@@ -209,8 +237,8 @@ def step_spectra(
 
     Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W for this W x.
     """
-    second = product_spectrum(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
-    return second, product_spectrum(query_step, key_step)
+    second = small_product(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
+    return second, small_product(query_step, key_step)
 
 
 # Position functions of the distance r = i - j between a query at i and a key at j.

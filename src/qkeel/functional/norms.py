@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -152,3 +154,58 @@ class _Resize(torch.autograd.Function):
         if of_r is not None:
             along = along + r * of_r
         return torch.addcmul(g, y, along * c, value=-1) * r, None, None
+
+
+# The residual stream: what enters and leaves a block, and what its branches add.
+
+MASSIVE = 100.0  # a channel whose peak is over this multiple of the median channel's is massive
+
+
+@final
+class StreamValues:
+    """Hidden states [... m] at one place of a model; computed once, in float32 or wider, without waiting for a device.
+
+    Args:
+        x: the states.
+        before: the stream that enters the block, where x is compared with it.
+        factor: what the block multiplies x by when it adds it.
+    """
+
+    def __init__(self, x: Tensor, before: StreamValues | None = None, factor: float = 1.0) -> None:
+        self.x, self._before, self._factor = x, before, factor
+
+    @property
+    def before(self) -> StreamValues:
+        """The stream that enters the block."""
+        assert self._before is not None
+        return self._before
+
+    @functools.cached_property
+    def rms(self) -> Tensor:
+        """The root mean square of all numbers, times the factor."""
+        size = torch.linalg.vector_norm(self.x, dtype=wide(self.x.dtype))
+        return size * (abs(self._factor) / max(1, self.x.numel()) ** 0.5)
+
+    @functools.cached_property
+    def peaks(self) -> Tensor:
+        """The largest magnitude of each channel over the tokens [m]."""
+        return torch.linalg.vector_norm(
+            self.x.reshape(-1, self.x.shape[-1]), ord=torch.inf, dim=0, dtype=wide(self.x.dtype)
+        )
+
+    @functools.cached_property
+    def median(self) -> Tensor:
+        """The median of the peaks, of an even number the mean of the two in the middle."""
+        ordered, m = self.peaks.sort().values, self.peaks.shape[0]
+        return (ordered[(m - 1) // 2] + ordered[m // 2]) / 2
+
+
+# The formulas of records.BLOCK_FIELDS, by name.
+STREAM_FORMULAS: Mapping[str, Callable[[StreamValues], Tensor]] = {
+    "rms": lambda own: own.rms,
+    "largest": lambda own: own.peaks.amax(),
+    "channel_ratio": lambda own: own.peaks.amax() / own.median,
+    "massive_share": lambda own: (own.peaks > MASSIVE * own.median).to(own.peaks.dtype).mean(),
+    "share": lambda own: own.rms / own.before.rms,
+    "change": lambda own: StreamValues(own.x - own.before.x).rms / own.before.rms,
+}

@@ -65,6 +65,7 @@ class SentRow:
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
         weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
+        how: those of several processes make one, see PartialValue.
     """
 
     name: str
@@ -72,12 +73,17 @@ class SentRow:
     counts: tuple[int, ...]
     values: Tensor
     weight: int | None = None
+    how: Reduction = "mean"
 
     def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
         """The numbers of each site."""
         parts = self.values.split_with_sizes(self.counts) if self.counts else self.values.unbind()
         for site, x in zip(self.sites, parts, strict=True):
-            known = x if self.weight is None else PartialValue(value=x, weight=torch.full_like(x, self.weight))
+            known = (
+                x
+                if self.weight is None
+                else PartialValue(value=x, weight=torch.full_like(x, self.weight), how=self.how)
+            )
             yield (site, self.name), known
 
 
@@ -229,7 +235,7 @@ class Measurement:
             key: combined(shares[key].how, [x], [weights[key]]) if key in shares else x for key, x in zip(single, known)
         }
         kept = [
-            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=row.weight)
+            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=None)
             for row, x in zip(rows, values)
         ]
         return Measurement(stats=stats, numbers=SiteNumbers(kept, found))

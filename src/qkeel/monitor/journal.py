@@ -86,10 +86,10 @@ class Recorder:
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
             self._last_evaluated = sample.step
-            self._evaluated.append(sample.values, sample.heads)
+            self._evaluated.append(sample.numbers, sample.heads)
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
-            self.recording.append(sample.values, sample.heads)
+            self.recording.append(sample.numbers, sample.heads)
             for alarm in self.log.update(dataclasses.replace(self.recording.history, types=sample.types)):
                 if dist.rank() == 0:
                     known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)

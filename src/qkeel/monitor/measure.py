@@ -36,14 +36,16 @@ from qkeel.kernels.statistics import (
 from qkeel.kernels.triton import available
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, SentRow, SiteNumbers, Stats, merged
+from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SentRow, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
+from qkeel.monitor.residual_stream import ResidualStream, joined
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.sites.find import all_sites, find_sites, within
 from qkeel.sites.tap import Phase, Tap, Visitor
+from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
@@ -54,7 +56,7 @@ Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32
 
 
 # What is measured besides, where it is asked for by name.
-Extra = Literal["gates", "updates"]
+Extra = Literal["gates", "updates", "residual"]
 
 
 def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
@@ -389,6 +391,11 @@ class WatchedSites:
         self.weighed = self.all
         return True
 
+    @property
+    def unaccompanied(self) -> bool:
+        """True where a pass of the model is one of all processes, and not all of them watch."""
+        return spread(self.model) and not self._group.several
+
     def see(self, name: str, call: Seen) -> None:
         """A call of a site. Its visible sets are looked at if it has more queries than any before: a window that is
         longer than the sequence hides nothing."""
@@ -466,7 +473,8 @@ class StepNumbers(Visitor):
         self._rows = RowSums() if "gates" in extras else None
         self._indexes = IndexSums(tokens)
         self._spectra: StepSpectra | None = None  # made when the sites are known
-        self._updates = "updates" in extras
+        self._updates, self._residual = "updates" in extras, "residual" in extras
+        self._stream: ResidualStream | None = None  # made when the sites are known
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
         self._means, self._tree = Means(), ModuleTree(sites.model)
@@ -486,13 +494,41 @@ class StepNumbers(Visitor):
                 self._hidden = None
                 return False
             self._hidden = self._norms([site.name for site in self._sites.weighed])
+        if self._residual:
+            self._look_for_blocks(args, kwargs)
         return True
+
+    def _look_for_blocks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Finds the blocks, by a pass of its own; in the first measured pass, and in later ones while it is unsure."""
+        if self._stream is None:
+            if self._sites.unaccompanied:
+                self._residual = False
+                caution(
+                    "the residual stream is not measured: the weights are split over processes, not all of which "
+                    "watch the model, and the search for its blocks is a forward pass of all of them"
+                )
+                return
+            names = [site.name for site in self._sites.all]
+            self._stream = ResidualStream(self._sites.model, names, self._means.add, self._guard, self._tree)
+        if not self._stream.complete:
+            self._stream.look(self, args, kwargs)
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
         return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
 
     def looking(self, phase: Phase) -> Handle | None:
-        return None if self._hidden is None or phase == "eval" else self._hidden.attach()
+        if self._hidden is None or phase == "eval":
+            return None
+        norms = self._hidden.attach()
+        if self._stream is None:
+            return norms
+        stream = self._stream.attach()
+
+        def detach() -> None:
+            norms.remove()
+            stream.remove()
+
+        return Handle(detach)
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
         self._sites.see(name, call)
@@ -591,6 +627,7 @@ class Means:
     def __init__(self) -> None:
         self._means: dict[_Of, tuple[Tensor, int]] = {}
         self._before: dict[_Of, tuple[Tensor, int]] = {}
+        self._hows: dict[_Of, Reduction] = {}
 
     def begin(self) -> None:
         """A pass begins, whose values `drop` takes back."""
@@ -600,9 +637,13 @@ class Means:
         """The pass failed."""
         self._means = self._before
 
-    def add(self, of: _Of, mean: Tensor, n: int) -> None:
-        """One more mean, over n values; of a site, or of several, as one tensor."""
+    def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
+        """One more mean, over n values; of a site, or of several, as one tensor. how: several make one."""
         known, before = self._means.get(of, (mean, 0))
+        if how != "mean":
+            self._hows[of] = how
+            self._means[of] = mean if not before else joined(how, known, mean, n / (before + n)), before + n
+            return
         self._means[of] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
 
     def read(self) -> SiteNumbers:
@@ -612,7 +653,8 @@ class Means:
         single: dict[NumberKey, Tensor | PartialValue] = {}
         for (sites, name), (x, n) in means.items():
             if n and isinstance(sites, tuple):
-                rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n))
+                how = self._hows.get((sites, name), "mean")
+                rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n, how=how))
             elif n:
                 assert isinstance(sites, str)
                 single[sites, name] = PartialValue(value=x, weight=torch.full_like(x, n))

@@ -21,6 +21,7 @@ from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
 from qkeel.records import (
+    BLOCK_FIELDS,
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
@@ -28,6 +29,7 @@ from qkeel.records import (
     fold_heads,
     layer_fields,
     measured_field,
+    of_layers,
 )
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
@@ -66,8 +68,10 @@ class Sample:
         return f"<Sample of {self.phase} step {self.step:,}: {size}>"
 
     def by_layer(self, name: str) -> np.ndarray:
-        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, or a number of records.LAYER_FIELDS;
-        NaN where nothing was measured."""
+        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, a number of records.LAYER_FIELDS or of
+        BLOCK_FIELDS; NaN where nothing was measured."""
+        if of_layers(name):
+            return np.array([self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers], dtype=np.float64)
         return fold_heads(name, self.heads[measured_field(name)])
 
     def of_type(self, layer_type: str, name: str) -> float:
@@ -77,7 +81,10 @@ class Sample:
         return float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
 
     def overall(self, name: str) -> float:
-        """A head or layer field folded over the whole model, else the value of that name, else NaN."""
+        """A head, layer or block field folded over the whole model, else the value of that name, else NaN."""
+        if name in BLOCK_FIELDS:
+            every = [value for of, value in self.values.items() if of.partition("/")[0] == name]
+            return float(fold_heads(name, np.array([every], dtype=np.float64))[0])
         if (heads := self.heads.get(measured_field(name))) is not None:
             return float(fold_heads(name, heads.reshape(1, -1))[0])
         return float(self.values.get(name, math.nan))
@@ -126,9 +133,11 @@ class Sample:
                     found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
         for name, value in self.values.items():
             field, _, layer = name.partition("/")
-            if field in VALUE_FIELDS:
-                place = f"layer_{self.layers.index(layer):0{digits}d}/" if layer in self.layers else ""
-                found[f"hidden/{place}{field}"] = float(value)
+            if field in VALUE_FIELDS or (field in BLOCK_FIELDS and field in per_layer):
+                place = f"layer_{self.layers.index(layer):0{digits}d}" if layer in self.layers else layer
+                found["/".join(filter(None, ("hidden", place, field)))] = float(value)
+        blocks = dict.fromkeys(name.partition("/")[0] for name in self.values)
+        found |= {f"hidden/{name}": self.overall(name) for name in blocks if name in BLOCK_FIELDS}
         found |= {f"monitor/{name}": float(value) for name, value in self.monitor.items()}
         prefix = "eval/" if self.phase == "eval" else ""
         return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
@@ -264,15 +273,15 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
 
 def _columns() -> dict[str, str]:
     """The headings of the fields that the table shows."""
-    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **CLASS_FIELDS}
+    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
     return {name: field.column for name, field in fields.items() if field.column}
 
 
 def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     columns = _columns()
-    known = {name: sample.heads.get(measured_field(name)) for name in columns}
-    shown = [name for name, heads in known.items() if heads is not None and not np.isnan(heads).all()]
-    folded = {name: sample.by_layer(name) for name in shown}
+    known = [name for name in columns if of_layers(name) or measured_field(name) in sample.heads]
+    folded = {name: values for name in known if not np.isnan(values := sample.by_layer(name)).all()}
+    shown = list(folded)
     typed = any(of != "full" for of in sample.types.values())
     head = ["layer", "type"] if typed else ["layer"]
     for name in shown:

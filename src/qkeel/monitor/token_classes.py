@@ -126,8 +126,9 @@ def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
 class HiddenNorms:
     """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
 
-    A block is the innermost element of an nn.ModuleList or nn.Sequential that holds a site. The final hidden state is
-    what the first module after the last block gives in the same shape (a final norm), else the last block's output.
+    A block is the innermost element that holds a site of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict.
+    The final hidden state is what the first module after the last block gives in the same shape (a final norm), else
+    the last block's output.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class HiddenNorms:
         """Takes add, which gets every mean norm and over how many tokens it is, and guard, which calls what the hooks
         do."""
         self.model, self._take_norm, self._guard = model, add, guard
-        self.blocks = _blocks(model, sites)
+        self.blocks = blocks_of(model, sites)
         self._sites = {
             block: tuple(s for s, of in self.blocks.items() if of == block) for block in self.blocks.values()
         }
@@ -224,14 +225,19 @@ def _norms(state: Tensor) -> Tensor:
     return torch.linalg.vector_norm(state, dim=-1, dtype=wide(state.dtype))
 
 
-def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
-    """For each site the name of its block; sites in none are left out."""
+def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
+    """For each site the name of its block, the innermost element of a list that holds it; sites in none are left out.
+
+    Args:
+        model: the model. sites: their names.
+    """
     found = {}
     for site in sites:
         parts = site.partition("#")[0].split(".")
         for i in (*range(len(parts) - 1, 0, -1), len(parts)):  # last of all, the site itself
             holder = model.get_submodule(".".join(parts[: i - 1]))
-            if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+            numbered = isinstance(holder, nn.ModuleDict) and all(map(str.isdigit, holder))
+            if numbered or isinstance(holder, (nn.ModuleList, nn.Sequential)):
                 found[site] = ".".join(parts[:i])
                 break
     return found

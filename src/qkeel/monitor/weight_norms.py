@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.dist.sharding import counted, local, shard
-from qkeel.functional.bounds import interaction_norm, step_spectra
+from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
@@ -711,12 +711,16 @@ class WeightNorms:
         return p.numel() // _lines(part, p)
 
 
+_ENTRIES = 1 << 27  # of the small matrices whose spectra are found at once: 1 GiB
+
+
 @final
 class StepSpectra:
     """Compares the q and k weights of some sites before and after a step, per query head [h].
 
-    delta2_*, delta3_*: see `functional.bounds.step_spectra`, of the products of all weights on the way of q and of k,
-        as in WeightNorms: rotations and the gains of a q/k norm are left out.
+    delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the way of q and of k,
+        as in WeightNorms: rotations are left out. The gains of a q/k norm over the rows of the head's weight multiply
+        these rows, before and after the step; what such a norm divides by is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between the two it holds a copy of these weights.
@@ -725,7 +729,9 @@ class StepSpectra:
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self._parameters = dict(model.named_parameters())
         self._sites = sites
-        self._names = list(dict.fromkeys(part.parameter for site in sites for part in (*site.query, *site.key)))
+        weights = [part.parameter for site in sites for part in (*site.query, *site.key)]
+        gains = [norm.parameter for site in sites for norm in (*site.query_gains, *site.key_gains)]
+        self._names = list(dict.fromkeys([*weights, *(name for name in gains if name is not None)]))
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -738,19 +744,51 @@ class StepSpectra:
         """The step is done: what it added; nothing where `before` was not called."""
         kept, self._kept = self._kept, {}
         found: dict[NumberKey, Tensor | PartialValue] = {}
+        products: dict[tuple[int, ...], list[tuple[str, str, Tensor]]] = {}  # by shape: those of many sites at once
         for site in self._sites if kept else ():
             factors: list[Tensor] = []
             for side, chains in _sides(site):
                 now = matrix(chains, lambda part: _rows(part, self._parameters[part.parameter]))
                 old = matrix(chains, lambda part: _rows(part, kept[part.parameter]))
+                norms = site.query_gains if side == "query" else site.key_gains
+                own_heads = site.n_heads if side == "query" else site.n_kv_heads
+                if len(site.terms) == 1 and norms:
+                    old, now = (_gained(x, norms, own_heads, of) for x, of in ((old, kept), (now, self._parameters)))
                 factors += [site.per_query_head(x) for x in (old, now - old)]
                 own = own_rows(chains)
                 news, olds = ([_rows(part, of[part.parameter]) for part in own] for of in (self._parameters, kept))
                 moved = _length([new - was for new, was in zip(news, olds)], site)
                 found[site.name, f"{side}_update_ratio"] = moved / _length(olds, site)
-            for name, spectrum in zip(("delta2", "delta3"), step_spectra(*factors)):
-                found |= {(site.name, f"{name}_{of}"): x for of, x in spectrum._asdict().items()}
+            for name, product in zip(("delta2", "delta3"), step_products(*factors)):
+                products.setdefault(tuple(product.shape[1:]), []).append((site.name, name, product))
+        for alike in products.values():
+            most = max(1, _ENTRIES // max(1, alike[0][2].numel()))
+            for some in (alike[i : i + most] for i in range(0, len(alike), most)):
+                spectra = spectrum(torch.cat([product for _, _, product in some]))
+                counts = [len(product) for _, _, product in some]
+                for of, values in spectra._asdict().items():
+                    for (site_name, name, _), x in zip(some, values.split(counts)):
+                        found[site_name, f"{name}_{of}"] = x
         return found
+
+
+def _gained(x: Tensor, norms: tuple[NormGain, ...], heads: int, of: Mapping[str, Tensor]) -> Tensor:
+    """The products of weights [n r m] with the gains of the norm behind them on their rows, as diagonal matrices.
+
+    A norm whose gains are not of these rows leaves them as they are.
+    """
+    gains = torch.ones(heads, x.shape[1], dtype=x.dtype, device=x.device)
+    for norm in norms:
+        if norm.parameter is None or norm.index is None or norm.index.shape[1] not in (1, x.shape[1]):
+            return x
+        p = of[norm.parameter].detach()
+        if dist.is_split(p):
+            return x
+        own = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
+        gains[list(norm.heads)] = norm.factor * own.expand(len(norm.heads), x.shape[1])
+    if heads % len(x):
+        return x
+    return x.repeat_interleave(heads // len(x), 0) * gains[..., None]
 
 
 def _rows(part: HeadSlice, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from qkeel.records.files import (
     write_text,
 )
 from qkeel.records.names_and_units import (
+    BLOCK_FIELDS,
     CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
@@ -26,6 +27,7 @@ from qkeel.records.names_and_units import (
     TABLE_COLUMNS,
     TASK_FIELDS,
     VALUE_FIELDS,
+    BlockField,
     Field,
     HeadField,
     LayerField,
@@ -34,10 +36,12 @@ from qkeel.records.names_and_units import (
     head_field,
     layer_fields,
     measured_field,
+    of_layers,
 )
 from qkeel.records.run_directory import TYPES_EVENT, RunDirectory, RunStatus, fresh_directory, layer_types
 
 __all__ = [
+    "BLOCK_FIELDS",
     "CLASS_FIELDS",
     "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
@@ -52,6 +56,7 @@ __all__ = [
     "TASK_FIELDS",
     "VALUE_FIELDS",
     "Field",
+    "BlockField",
     "HeadField",
     "HeadRecorder",
     "Heads",
@@ -67,6 +72,7 @@ __all__ = [
     "layer_fields",
     "layer_types",
     "measured_field",
+    "of_layers",
     "read_heads",
     "read_json",
     "read_lines",

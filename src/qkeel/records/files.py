@@ -18,7 +18,7 @@ import numpy as np
 from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
-from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
+from qkeel.records.names_and_units import BLOCK_FIELDS, EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
 from qkeel.records.parse import json_value
 
 # JSON documents and JSON lines, each with a checksum. Readers drop a torn last line and report any other damage.
@@ -559,6 +559,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
     "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
     "mean": _mean,
+    "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
     # Σ [x > 0.3] / n over the n measured heads.
     "share_of_sinks": lambda values: _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD)),
     # The mean over heads with x > 0.3 minus the mean over the others; NaN if either group is empty.
@@ -569,12 +570,12 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """Summarises heads [... heads] as [...], by records.HEAD_FIELDS or LAYER_FIELDS; NaN means not measured.
+    """Summarises heads or blocks [... n] as [...], by the tables of fields in records; NaN means not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
     >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
     0.5
     """
-    field = LAYER_FIELDS.get(name) or head_field(name)
+    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)

@@ -40,7 +40,23 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "gap_of_sinks", "max_ratio", "min_ratio"]
+    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "std"]
+    column: str = ""
+    per_layer: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockField(Field):
+    """A number of each block of a watched model, of the stream of hidden states that its branches add to.
+
+    place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
+    passes and processes make one. fold: what stands for several blocks. column, per_layer: see HeadField.
+    """
+
+    place: Literal["input", "output", "attention", "mlp"]
+    formula: Literal["rms", "largest", "channel_ratio", "massive_share", "share", "change"]
+    over: Literal["root_mean", "max", "mean"]
+    fold: Literal["max", "mean"] = "max"
     column: str = ""
     per_layer: bool = False
 
@@ -194,6 +210,11 @@ LAYER_FIELDS: dict[str, LayerField] = {
         of="sink_share",
         fold="gap_of_sinks",
     ),
+    "entropy_head_std": LayerField(
+        "nats", "standard deviation of the heads' entropies in a layer", of="entropy", fold="std"
+    ),
+    "entropy_head_min": LayerField("nats", "smallest entropy of a head in a layer", of="entropy", fold="min"),
+    "entropy_head_max": LayerField("nats", "largest entropy of a head in a layer", of="entropy", fold="max"),
     "gate_max_ratio": LayerField(
         "1", "largest gate_mean of a head over the median head's", of="gate_mean", fold="max_ratio"
     ),
@@ -225,6 +246,77 @@ CLASS_FIELDS: dict[str, HeadField] = {
 VALUE_FIELDS: dict[str, Field] = {
     "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
+}
+
+# The residual stream, on request: "NAME/LAYER", where a layer is an attention of the block, or the block itself where
+# it has none. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a pass.
+BLOCK_FIELDS: dict[str, BlockField] = {
+    "block_input_rms": BlockField(
+        "1", "root mean square of the hidden states that enter a block", place="input", formula="rms", over="root_mean"
+    ),
+    "block_input_max": BlockField(
+        "1", "largest magnitude in the hidden states that enter a block", place="input", formula="largest", over="max"
+    ),
+    "block_input_channel_ratio": BlockField(
+        "1",
+        "largest channel peak over the median one, of the hidden states that enter a block",
+        place="input",
+        formula="channel_ratio",
+        over="max",
+    ),
+    "block_output_rms": BlockField(
+        "1",
+        "root mean square of the hidden states that leave a block",
+        place="output",
+        formula="rms",
+        over="root_mean",
+        column="stream",
+        per_layer=True,
+    ),
+    "block_output_max": BlockField(
+        "1", "largest magnitude in the hidden states that leave a block", place="output", formula="largest", over="max"
+    ),
+    "block_output_channel_ratio": BlockField(
+        "1",
+        "largest channel peak over the median one, of the hidden states that leave a block",
+        place="output",
+        formula="channel_ratio",
+        over="max",
+        column="channel ratio",
+        per_layer=True,
+    ),
+    "block_output_massive_share": BlockField(
+        "share",
+        "share of the channels whose peak is over 100 times the median one, of what leaves a block",
+        place="output",
+        formula="massive_share",
+        over="mean",
+    ),
+    "block_update_ratio": BlockField(
+        "1",
+        "root mean square of a block's output minus its input over that of the input",
+        place="output",
+        formula="change",
+        over="mean",
+    ),
+    "attention_share": BlockField(
+        "1",
+        "root mean square of what attention adds to the stream over that of the stream that enters the block",
+        place="attention",
+        formula="share",
+        over="mean",
+        column="attention adds",
+        per_layer=True,
+    ),
+    "mlp_share": BlockField(
+        "1",
+        "root mean square of what all else in the block adds over that of the stream that enters the block",
+        place="mlp",
+        formula="share",
+        over="mean",
+        column="MLP adds",
+        per_layer=True,
+    ),
 }
 
 # Self-monitoring in each measured step, so that a monitor that sees nothing is noticed. Trackers get these numbers as
@@ -332,7 +424,7 @@ def field_unit(name: str) -> str:
     >>> field_unit("entropy")
     'nats'
     """
-    field = LAYER_FIELDS.get(name) or head_field(name)
+    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or VALUE_FIELDS.get(name) or head_field(name)
     return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
@@ -342,7 +434,7 @@ def layer_fields() -> tuple[str, ...]:
     >>> "max_logit" in layer_fields()
     True
     """
-    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS}.items() if field.per_layer)
+    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items() if field.per_layer)
 
 
 def measured_field(name: str) -> str:
@@ -352,6 +444,15 @@ def measured_field(name: str) -> str:
     ('sink_share', 'entropy')
     """
     return LAYER_FIELDS[name].of if name in LAYER_FIELDS else name
+
+
+def of_layers(name: str) -> bool:
+    """Returns whether a number of the whole model is recorded for each layer as well, as NAME/LAYER.
+
+    >>> of_layers("block_output_rms"), of_layers("train_loss")
+    (True, False)
+    """
+    return name in BLOCK_FIELDS or name == "block_output_norm"
 
 
 def explain_field(name: str) -> str:
@@ -368,6 +469,7 @@ def explain_field(name: str) -> str:
         **LAYER_FIELDS,
         **CLASS_FIELDS,
         **VALUE_FIELDS,
+        **BLOCK_FIELDS,
         **TASK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,

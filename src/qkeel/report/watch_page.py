@@ -16,8 +16,13 @@ import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Row, drift, growth_exponent
 from qkeel.records import (
+    BLOCK_FIELDS,
     CLASS_FIELDS,
+    HEAD_FIELDS,
     LAYER_FIELDS,
+    MONITOR_FIELDS,
+    VALUE_FIELDS,
+    Field,
     Heads,
     RunDirectory,
     RunStatus,
@@ -25,6 +30,7 @@ from qkeel.records import (
     head_field,
     layer_types,
     measured_field,
+    of_layers,
 )
 from qkeel.records.run_directory import note_checksums
 from qkeel.report.html import (
@@ -110,6 +116,22 @@ class Watched:
     def measured(self) -> list[str]:
         """Returns the head fields that were ever measured, in the order of the file."""
         return [name for name, values in self.heads.values.items() if not np.isnan(values).all()]
+
+    def by_layer(self, name: str) -> np.ndarray | None:
+        """Returns [n layers]: a head field folded over heads, or a number of each layer or block; None if unknown."""
+        if of_layers(name):
+            found = [[as_number(record.get(f"{name}/{layer}")) for layer in self.layers] for record in self.records]
+            return np.array(found).reshape(len(self.records), len(self.layers))
+        heads = self.heads.values.get(measured_field(name))
+        return None if heads is None or not len(heads) else fold_heads(name, heads)
+
+    def more(self) -> list[str]:
+        """The further numbers of each layer that were measured, by records.LAYER_FIELDS and BLOCK_FIELDS, and the
+        numbers of heads that the monitor's table shows."""
+        fields = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}
+        names = [n for n, f in fields.items() if n not in LINES and (f.column or n not in HEAD_FIELDS)]
+        known = {name: self.by_layer(name) for name in names}
+        return [name for name, values in known.items() if values is not None and not np.isnan(values).all()]
 
     def overall(self, name: str) -> np.ndarray:
         """Returns [n], a number of the whole model: as recorded, otherwise from its heads; NaN if neither exists."""
@@ -518,7 +540,7 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
         (ENTROPY, _any(shown, "entropy")),
         (NORMS, bool({"query_norm", "key_norm"} & measured)),
         (ANGLE, "cos_max" in measured and any(norm_product(run) is not None for run in shown)),
-        (MORE, any(name in measured for name in EXTRA) or any(map(class_names, shown))),
+        (MORE, any(name in measured for name in EXTRA) or any(class_names(run) or run.more() for run in shown)),
         (LOSS, _any(shown, "train_loss")),
     ]
     return [chart for chart, wanted in present if wanted]
@@ -538,11 +560,13 @@ LEAST_RECORDS = 30
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
-    width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run))) for run in shown)
+    width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run), *run.more())) for run in shown)
     # Large models show fewer records, so that the size of the page stays bounded.
     most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
-    fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
+    fields: dict[str, Field] = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
+    more = {**LAYER_FIELDS, **BLOCK_FIELDS}
+    fields |= {name: more[name] for run in shown for name in run.more() if name in more}
     known = {
         name: {"meaning": ": ".join(filter(None, (field.meaning, name.partition("/")[2]))), "unit": field.unit}
         for name, field in fields.items()
@@ -557,6 +581,7 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
 def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
     rows = np.array(thin(run.overall("max_logit").tolist(), most))
     head, names = run.leader(), (*class_names(run), *LINES)
+    more = {name: values for name in run.more() if (values := run.by_layer(name)) is not None}
     return {
         "name": run.name,
         "status": str(run.status),
@@ -564,9 +589,12 @@ def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
         "values": {name: series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
         "layers": short_names(run.layers),
         "lines": {
-            name: [series(layer) for layer in fold_heads(name, run.heads.values[name][rows]).T]
-            for name in names
-            if name in run.measured()
+            **{
+                name: [series(layer) for layer in fold_heads(name, run.heads.values[name][rows]).T]
+                for name in names
+                if name in run.measured()
+            },
+            **{name: [series(line) for line in values[rows].T] for name, values in more.items()},
         },
         "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
         "last": _last_value(run, cells),
@@ -666,6 +694,12 @@ COLUMNS = {
     "sink_head_ratio": "Share of sink heads",
     "logit_change_rms": "Logit change",
     "gain_bound": "Bound by gains",
+}
+# Then the numbers that the monitor's table shows under their headings there.
+COLUMNS |= {
+    name: field.column
+    for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items()
+    if field.column and name not in COLUMNS
 }
 _FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
 
@@ -848,9 +882,9 @@ def _layers(runs: Sequence[Watched]) -> Markup:
     for run in runs:
         if not run.records or not run.layers:
             continue
-        last = {n: run.heads.values[of][-1] for n in COLUMNS if (of := measured_field(n)) in run.heads.values}
-        shown = [name for name, heads in last.items() if not np.isnan(heads).all()]
-        folded = {name: fold_heads(name, last[name]) for name in shown}
+        known = {name: run.by_layer(name) for name in COLUMNS}
+        folded = {n: values[-1] for n, values in known.items() if values is not None and not np.isnan(values[-1]).all()}
+        shown = list(folded)
         names = ("Layer", "Type")[: 1 + any(of != "full" for of in run.types.values())]
         head = [*columns(*names, kind="text"), *columns(*(COLUMNS[name] for name in shown))]
         body = [_layer(run, i, folded, typed=len(names) > 1) for i in range(len(run.layers))]
@@ -863,7 +897,7 @@ def _layers(runs: Sequence[Watched]) -> Markup:
 def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: bool) -> Markup:
     cells = [words(run.types.get(run.layers[i], ""))] if typed else []
     for name, values in folded.items():
-        heads = run.heads.values[measured_field(name)][-1][i]
+        heads = run.heads.values.get(measured_field(name), np.full((1, len(run.layers), 1), np.nan))[-1][i]
         field = head_field(name)
         fold = "mean" if field is None else field.fold
         which = ""
@@ -918,4 +952,7 @@ def _definitions(runs: Sequence[Watched]) -> Markup:
     fields = {name: field for name in recorded if (field := head_field(name)) is not None}
     found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
     found |= {n: f"{field.meaning} [{field.unit}]" for n, field in LAYER_FIELDS.items() if field.of in recorded}
+    values = dict.fromkeys(name.partition("/")[0] for run in runs for record in run.records[-1:] for name in record)
+    more = {**VALUE_FIELDS, **BLOCK_FIELDS, **{f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}}
+    found |= {n: f"{field.meaning} [{field.unit}]" for n, field in more.items() if n in values}
     return facts(found, code=True)
