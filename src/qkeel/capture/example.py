@@ -44,8 +44,8 @@ from qkeel.spec.call import make_call
 class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `since` the
-    number of operators that had run when it began.
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `since` and
+    `until` the numbers of operators that had run when it began and when it ended.
     """
 
     name: str
@@ -55,6 +55,7 @@ class ModuleCall:
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
     since: int = 0
+    until: int | None = None
 
     def line(self) -> list[ModuleCall]:
         """This frame and those that called it, innermost first."""
@@ -145,6 +146,8 @@ class ModuleStack:
         for frame in self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
+                if self._clock is not None:
+                    frame.until = self._clock()
                 return
 
 
