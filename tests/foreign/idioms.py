@@ -246,8 +246,8 @@ SCORING: Mapping[str, Scoring] = {
         {"first": (HEADS, WIDTH, SIZE), "second": (HEADS, SIZE, 7)},
     ),
     "by place": (
-        _turned(lambda i: (i.x @ i.own["place"]).unflatten(-1, (HEADS, 7)).transpose(1, 2)[..., : i.x.shape[1]]),
-        lambda i: torch.einsum("btc,chs->bhts", i.x, i.own["place"].view(WIDTH, HEADS, 7))[..., : i.x.shape[1]],
+        _turned(lambda i: (i.x @ i.own["place"]).unflatten(-1, (-1, 7)).transpose(1, 2)[..., : i.x.shape[1]]),
+        lambda i: torch.einsum("btc,chs->bhts", i.x, i.own["place"].view(WIDTH, -1, 7))[..., : i.x.shape[1]],
         {"place": (WIDTH, HEADS * 7)},
     ),
     "key alone": (
@@ -373,7 +373,7 @@ def _sinkhorn(z: Tensor, visible: Tensor, keys: int, queries: int) -> Tensor:
 def _sparse(z: Tensor, visible: Tensor, dim: int) -> Tensor:
     z, seen = z.movedim(dim, -1), visible.movedim(dim, -1)
     flat, places = z.flatten(0, -2), seen.expand_as(z).flatten(0, -2).nonzero().T
-    some = torch.sparse_coo_tensor(places, flat[tuple(places)], flat.shape).coalesce()
+    some = torch.sparse_coo_tensor(places, flat[tuple(places)], flat.shape, check_invariants=True).coalesce()
     return torch.sparse.softmax(some, -1).to_dense().view_as(z).movedim(-1, dim)
 
 

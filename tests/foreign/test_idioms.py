@@ -29,6 +29,7 @@ from tests.foreign.idioms import (
     silent,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 SILENT = "neither a site nor missed"
 
 

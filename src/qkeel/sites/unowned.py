@@ -14,8 +14,8 @@ what looks alike:
   or features there, and all of them multiply what one position holds.
 - The scores depend on the positions: those of a table that mixes parts of one token (hyper-connections) change as a
   whole, and a mask does not change.
-- Weights that are not normalised are scores of pairs: of those that multiply one position's value some change with the
-  other position and some do not. Gates and feature maps of linear attention fail this.
+- Weights that are not normalised are scores of pairs: those that multiply one position's value all change with that
+  position, some of them also with the other one, and some do not. Gates and feature maps of linear attention fail this.
 
 Nothing is run again unless an operator's weights meet activations; most models have none outside known attention.
 """
@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -90,7 +91,7 @@ _OWN_SUM = "a quotient by their sum"
 _TRIES = 4  # sums that are looked at behind one operator
 _SETTLED = 2  # operators of one kind, in modules of one class, after which further ones are taken to be no attention
 _NEAR, _PAIRS = 3, 4  # places on either side of the middle one that are changed, and pairs of them that are looked at
-_SMALL = 1e-4  # a share of the largest change that is rounding
+_SMALL = 1e-6  # a share of the largest change that is rounding: what does not depend on a place stays as it was
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,7 +249,8 @@ class _Search:
     def _ends(self, maker: _Maker) -> Iterator[int]:
         """The operators that add up what the weights were multiplied by, where that depends on the input."""
         carriers, met = {memory(maker.weights)}, set[int]()
-        until = self._last(self._around(maker.number, maker.number).parent)
+        inner = self._around(maker.number, maker.number)
+        inside, until = self._last(inner), self._last(inner.parent)
         for i in self._onward(carriers, maker.number, until, met):
             operation = self.record.operations[i]
             name = function_name(operation.function)
@@ -258,11 +260,15 @@ class _Search:
             if name in _CONTRACTIONS:
                 if alive and (maker.normal != "later" or self._divided_later(maker, i)):
                     yield i
-                elif maker.name == "softmax" and _is_as_large(operation, maker.weights):  # heads are mixed
+                elif i < inside and met.isdisjoint(operation.reads) and _mixes_heads(operation, maker):
                     carriers |= operation.makes
             elif not met.isdisjoint(operation.reads):
                 several = name not in ("add", "sub") or len(operation.reads & met) > 1 or not alive
-                if name in _SUMS and several and (maker.normal != "later" or self._divided_later(maker, i)):
+                if (
+                    (name in _SUMS or name == "addcmul")
+                    and several
+                    and (maker.normal != "later" or self._divided_later(maker, i))
+                ):
                     yield i
                 met |= operation.makes or operation.writes
             elif name in _PRODUCTS and alive and len(operation.reads) > 1:
@@ -305,7 +311,7 @@ class _Search:
             made = [
                 o
                 for n, o in enumerate(operations[frame.since : end + 1], frame.since)
-                if n != maker.number and function_name(o.function) != "detach"  # it would cut the graph
+                if n != maker.number and _is_smooth(o)
             ]
             run = _Run(Repetition(made, {memory(x), memory(maker.weights)}), maker, sums, x)
             base = run.at()
@@ -357,11 +363,13 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """Numbers of one repetition: the weights as a leaf of a graph, the sums that they are in, the scores."""
+    """Numbers of one repetition: the weights as a leaf of a graph, the sums that they are in, the scores; and how to
+    have the same place hold still other numbers."""
 
     weights: Tensor
     sums: Tensor
     scores: Tensor
+    again: Callable[[int], _State]
 
     def derivative(self, place: int) -> Tensor:
         """Of one number of the sums by each weight."""
@@ -380,19 +388,24 @@ class _Run:
     def __init__(self, again: Repetition, maker: _Maker, sums: Tensor, given: Tensor) -> None:
         self.again, self.maker, self.out, self.given = again, maker, sums, given
 
-    def at(self, dim: int | None = None, place_there: int = 0) -> _State:
+    def at(self, dim: int | None = None, place_there: int = 0, seed: int = 0) -> _State:
         """The numbers as they were, or with others at one place of a dimension of the input."""
         weights = self.maker.weights.detach().clone().requires_grad_()
         contents = {}
         if dim is not None:
             content = self.given.detach().untyped_storage().clone()
             part = at_place(self.given.detach(), content).select(dim, place_there)
-            noise = torch.Generator().manual_seed(place_there)
+            noise = torch.Generator().manual_seed(1000 * seed + place_there)
             size = self.given.detach().float().std().nan_to_num(1.0).clamp_min(0.1).item()
             part.add_(size * torch.randn(part.shape, generator=noise).to(part))
             contents[memory(self.given)] = content
         now = self.again.with_graph({place(self.maker.weights): weights}, contents)
-        return _State(weights=weights, sums=now(self.out), scores=_dense(now(self.maker.scores).detach()))
+        return _State(
+            weights=weights,
+            sums=now(self.out),
+            scores=_dense(now(self.maker.scores).detach()),
+            again=functools.partial(self.at, dim, place_there),
+        )
 
 
 def _verdicts(maker: _Maker, base: _State, states: Sequence[_State]) -> Iterator[bool]:
@@ -410,7 +423,7 @@ def _differ(maker: _Maker, base: _State, changed: tuple[_State, _State], both: T
     scored = [_moved(base.scores, state.scores) for state in changed]
     if torch.equal(*scored) and (bool(scored[0].any()) or maker.name == _OWN_SUM):
         return False
-    if maker.normal == "no" and not _of_pairs(base, changed[0], scored[1]):
+    if maker.normal == "no" and not _of_pairs(base, changed[0], scored):
         return False
     for n in dict.fromkeys((0, len(both) // 2, len(both) - 1)):
         before = base.derivative(int(both[n]))
@@ -419,23 +432,35 @@ def _differ(maker: _Maker, base: _State, changed: tuple[_State, _State], both: T
         if all(bool(x.any()) for x in alone) and (
             maker.dim is None or bool((alone[0].any(maker.dim) & alone[1].any(maker.dim)).any())
         ):
-            return True
+            return maker.normal != "no" or _stay_apart(changed, before, int(both[n]), mine)
     return False
 
 
-def _of_pairs(base: _State, one: _State, scored: Tensor) -> bool:
-    """True if of the weights that multiply what lies at one place some change with the other place and some do not."""
-    if scored.shape != base.weights.shape:
+def _stay_apart(changed: tuple[_State, _State], before: Tensor, number: int, mine: list[Tensor]) -> bool:
+    """True if what two places hold is multiplied by different weights whatever they hold: a feature that one draw of
+    numbers switches off, as a ReLU does, comes on with another."""
+    for seed in range(1, 5):
+        mine = [
+            one | _moved(before, state.again(seed).derivative(number)) for one, state in zip(mine, changed, strict=True)
+        ]
+    common = int((mine[0] & mine[1]).sum())
+    return 2 * common <= min(int(x.sum()) for x in mine)
+
+
+def _of_pairs(base: _State, one: _State, scored: Sequence[Tensor]) -> bool:
+    """True if all weights that multiply what lies at one place depend on that place, some of them also on the other
+    one, and some do not."""
+    if scored[0].shape != base.weights.shape:
         return False
     factors = torch.randn(base.sums.shape, generator=torch.Generator().manual_seed(0)).to(base.sums)
     meets = _moved(base.mixture(factors), one.mixture(factors))
-    there = scored[meets]
-    return bool(there.any()) and not bool(there.all())
+    here, there = (x[meets] for x in scored)
+    return bool(here.all()) and bool(there.any()) and not bool(there.all())
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
     """Where two tensors differ by more than rounding."""
-    change = (after - before).abs()
+    change = (after - before).abs().nan_to_num(0.0, posinf=0.0)  # what a mask hides stays hidden
     return change > _SMALL * change.amax().clamp_min(torch.finfo(change.dtype).tiny)
 
 
@@ -454,9 +479,17 @@ def _normalised(x: Tensor) -> int | None:
     return None
 
 
-def _is_as_large(operation: Operation, x: Tensor) -> bool:
-    """True if what comes out has as many numbers as another tensor."""
-    return isinstance(operation.out, Tensor) and operation.out.numel() == x.numel()
+def _is_smooth(operation: Operation) -> bool:
+    """False of what chooses, whose choice stays as it was (a router sends a token where it did), and of what would cut
+    the graph."""
+    chooses = function_name(operation.function) in ("detach", "topk", "sort")
+    return not chooses and any(x.is_floating_point() or x.is_complex() for x in tensors(operation.out))
+
+
+def _mixes_heads(operation: Operation, maker: _Maker) -> bool:
+    """True if a product with a parameter may have mixed the heads of a softmax's weights, as talking heads do."""
+    out = operation.out
+    return maker.name == "softmax" and isinstance(out, Tensor) and out.numel() == maker.weights.numel()
 
 
 def _moves(operation: Operation) -> bool:
