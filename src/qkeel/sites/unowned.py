@@ -149,8 +149,8 @@ class _Search:
         for number, operation in enumerate(self.record.operations):
             name = function_name(operation.function)
             root = next((roots[m] for m in operation.reads if m in roots), None)
-            if name in _MAKERS and root is None:
-                root = next((x for x in reversed([*tensors(operation.args)][:2]) if x.is_floating_point()), None)
+            if name in _MAKERS and name != "div" and root is None:
+                root = next((x for x in tensors(operation.args) if x.is_floating_point() and x.ndim), None)
             if root is not None and name not in _CONTRACTIONS:
                 roots |= dict.fromkeys(operation.makes, root)
             if name not in _MAKERS or any(first <= number < last for first, last in fused):
