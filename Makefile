@@ -69,7 +69,7 @@ zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes internals/
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out internals/zoo.md
 
 suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes internals/suites.md
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest==0.3.0 parameterized==0.9.0  # of torch's and transformers' tests
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest==0.3.0 parameterized==0.9.0 httpx==0.28.1  # of torch's and transformers' tests
 	$(ONE_THREAD) $(BIN)/python -m tests.suites --out internals/suites.md
 
 FOREIGN := .venv-foreign

@@ -4,7 +4,8 @@ plain step.
 Launches and bytes say what a device pays. Where a step is short, the host pays more: Python's functions, modes and
 hooks. Here a step is forward, backward and fused AdamW of a model of width 64 on few tokens, so that next to nothing
 but the host is timed, by process CPU time and in turns with the plain step; and every call of a Python function in it
-is counted, which comes out the same on every machine.
+is counted, which comes out the same on every machine. What a search for attention takes, in `find_sites` and `apply`,
+is given in plain steps of the same model, with the number of its forward passes.
 
 python -m benchmarks.host_time [--only llama] [--parts 'watch(stats="entropy")']
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import cProfile
 import dataclasses
+import functools
 import importlib.util
 import pstats
 import statistics
@@ -30,6 +32,7 @@ from torch.optim import Optimizer
 
 import qkeel
 from benchmarks.measure import Bench, take_turns
+from qkeel.errors import QkeelError
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.nn import Decoder, DecoderConfig
 
@@ -169,8 +172,13 @@ WATCHERS: Mapping[str, Watcher] = {
     "watch(Adaptive), a bracket each step": watched(every=Adaptive(least=NEVER, most=NEVER)),
     "watch, no step measured": watched(every=Every(NEVER)),
     "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, example=ids),
+    'watch(stats="entropy") and qk_clip': lambda model, optimizer, ids: (
+        qkeel.watch(model, optimizer, stats="entropy"),
+        qkeel.apply("qk_clip", model, optimizer, example=ids),
+    ),
     "qk_clip": applied("qk_clip"),
     "lalr": applied("lalr"),
+    "lalr+qk_clip": applied("lalr+qk_clip"),
     "qk_lr": applied("qk_lr:factor=0.5"),
     "qk_weight_decay": applied("qk_weight_decay:decay=0.01"),
     "spectral_cap": applied("spectral_cap"),
@@ -178,6 +186,14 @@ WATCHERS: Mapping[str, Watcher] = {
 PEERS: Mapping[str, Watcher] = {
     "by hand: maxima and entropies from T×T scores": by_hand,
     "QK-Clip as in Megatron-LM and torchtitan": clipped_as_megatron,
+}
+
+
+# What looks for attention in a model: once, not in every step.
+SEARCHES: Mapping[str, Watcher] = {
+    "find_sites": lambda model, _, ids: qkeel.find_sites(model, ids),
+    'apply("qk_norm")': lambda model, optimizer, ids: qkeel.apply("qk_norm", model, optimizer, example=ids).remove(),
+    'apply("qk_clip")': lambda model, optimizer, ids: qkeel.apply("qk_clip", model, optimizer, example=ids).remove(),
 }
 
 
@@ -257,20 +273,61 @@ def per_layer(
     return found
 
 
-# The parts of a step that is watched, by the file and the function that begins them.
+def passes_of(search: Watcher, model: nn.Module, optimizer: Optimizer, ids: Tensor) -> int:
+    """Returns how many forward passes of the whole model a search takes."""
+    passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        search(model, optimizer, ids)
+    finally:
+        hook.remove()
+    return passes
+
+
+def searched(model: Callable[[int], nn.Module], layers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Returns, by search, its time in plain steps of the model and in milliseconds, and its forward passes. A search
+    that refuses the model is left out."""
+    plain = Case(model, layers, None)
+    found: dict[str, dict[str, float]] = {}
+    for name, search in SEARCHES.items():
+        case = Case(model, layers, None)
+        given = case.model, case.optimizer, case.ids
+        try:
+            passes = passes_of(search, *given)
+        except QkeelError as error:
+            print(f"  {name:<48} refused: {error}")
+            continue
+        turns = {"plain": plain, name: functools.partial(search, *given)}
+        step, row = take_turns(turns, rounds, warmup=1)
+        ratios = [STEPS * b / a for a, b in zip(step.times, row.times)]
+        found[name] = {
+            "ms": statistics.median(row.times),
+            "plain_steps": statistics.median(ratios),
+            "least_plain_steps": STEPS * min(row.times) / min(step.times),
+            "passes": passes,
+        }
+    return found
+
+
+# The parts of a step that is watched, by the file in src/qkeel and the function that begins them.
 PARTS = {
     "a pass begins": ("patching/forward.py", "_enter"),
     "a pass ends": ("patching/forward.py", "_leave"),
-    "functions of torch inside attention, with their own time": ("see/intercept.py", "__torch_function__"),
+    "calls of attention, with their own time": ("capture/intercept.py", "__torch_function__"),
     "statistics of calls": ("sites/tap.py", "_plain"),
-    "statistics of rows, for all sites": ("calls/logit_statistics.py", "_reduce"),
-    "hidden states": ("measure/hidden_norms.py", "_take"),
-    "weights and gradients": ("measure/step_numbers.py", "read_weights"),
+    "statistics of rows, for all sites": ("capture/calls.py", "_reduce"),
+    "hidden states": ("monitor/token_classes.py", "_take"),
+    "weights and gradients": ("monitor/measure.py", "read_weights"),
     "the step ends": ("monitor/monitor.py", "after"),
-    "to the host": ("processes/transfer.py", "alone"),
-    "from there": ("processes/transfer.py", "result"),
-    "record, rules and sinks": ("record/journal.py", "add"),
-    "rules": ("alarms/recording.py", "update"),
+    "to the host": ("monitor/gather.py", "alone"),
+    "from there": ("monitor/gather.py", "result"),
+    "record, rules and sinks": ("monitor/journal.py", "add"),
+    "rules": ("monitor/alarms.py", "update"),
     "qk_clip after the step": ("remedies/qk_clip.py", "after_step"),
 }
 
@@ -315,6 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
                 bench.numbers(f"{name}, {layers} layers, {options.parts}: per cent of a step", shares)
         return
     tables: dict[str, object] = {}
+    searches: dict[str, dict[str, dict[str, float]]] = {}
     for name, model in known.items():
         peers = PEERS if name == "transformers' Llama, SDPA" else {}
         watchers = {case: w for case, w in {**WATCHERS, **peers}.items() if options.cases in case}
@@ -330,9 +388,19 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{row['calls_per_layer']:9.1f} calls   step {row['ms']:8.2f} ms, ratio {row['ratio']:6.3f}",
                     flush=True,
                 )
+            if not options.cases and not bench.toy:
+                searches[title] = searched(model, layers, bench.rounds)
+                for search, row in searches[title].items():
+                    print(
+                        f"  {search:<48} {row['plain_steps']:8.2f} plain steps (least {row['least_plain_steps']:6.2f}) "
+                        f"{row['ms']:9.1f} ms, {row['passes']:.0f} forward passes",
+                        flush=True,
+                    )
     if not options.cases:
         size = {"width": WIDTH, "tokens": TOKENS, "batch": BATCH}
-        bench.write("host-time", about={**size, "models": list(known), "layers": sizes}, tables=tables)
+        bench.write(
+            "host-time", about={**size, "models": list(known), "layers": sizes}, tables=tables, searches=searches
+        )
 
 
 if __name__ == "__main__":

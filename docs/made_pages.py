@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.records import Field, HeadField, LayerField
+    from qkeel.records import BlockField, Field, HeadField, LayerField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
@@ -33,14 +33,14 @@ def command_pages() -> dict[str, str]:
 
 
 def own_texts(cls: type) -> dict[str, str]:
-    """The texts at the fields that a class of qkeel's adds or changes: behind `#:`, or in quotes on the next line."""
+    """The texts at the fields that a class of qkeel's adds or changes: behind `#:` or in quotes, before or after it."""
     if not cls.__module__.startswith("qkeel"):
         return {}
     source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
     body = re.search(rf"^class {cls.__name__}\b.*\n(?:[ )].*\n|\n)*", source, flags=re.M)
-    pattern = r'^    (\w+): (?:.*#: (.+)|.*\n    """(.+?)(?:""")?$)'
+    pattern = r'^(?:    #: (.+)\n    (\w+): |    (\w+): (?:.*#: (.+)|.*\n    """(.+?)(?:""")?$))'
     found = re.finditer(pattern, body[0] if body else "", flags=re.M)
-    return {field[1]: field[2] or field[3] for field in found}
+    return {field[2] or field[3]: field[1] or field[4] or field[5] for field in found}
 
 
 def field_texts(cls: type) -> dict[str, str]:
@@ -79,9 +79,9 @@ def pruned(tree: str) -> str:
 
 def field_tables() -> dict[str, str]:
     """Tables of recorded numbers, for docs/file-formats.md."""
-    from qkeel.records import HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS
+    from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS
 
-    def table(fields: Mapping[str, Field | HeadField | LayerField]) -> str:
+    def table(fields: Mapping[str, Field | HeadField | LayerField | BlockField]) -> str:
         rows = [
             f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |" for name, field in fields.items()
         ]
@@ -92,6 +92,7 @@ def field_tables() -> dict[str, str]:
         "monitor-fields": table({f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}),
         "head-fields": table(HEAD_FIELDS),
         "layer-fields": table(LAYER_FIELDS),
+        "block-fields": table({f"{name}/LAYER": field for name, field in BLOCK_FIELDS.items()}),
         "table-columns": table(TABLE_COLUMNS),
     }
 

@@ -1,5 +1,6 @@
 """`python -m qkeel` and the `qkeel` command."""
 
+import os
 import sys
 
 import qkeel
@@ -11,7 +12,10 @@ def main() -> int:
     if words in ([], ["--help"], ["-h"], ["--version"]):
         from qkeel.cli.commands import overview
 
-        print(qkeel.__version__ if words == ["--version"] else overview())
+        try:
+            print(qkeel.__version__ if words == ["--version"] else overview(), flush=True)
+        except BrokenPipeError:  # `qkeel --help | head`: the interpreter's end must find a stdout that it can flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     try:
         import cyclopts  # noqa: F401

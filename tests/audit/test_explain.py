@@ -144,7 +144,7 @@ def test_what_fits_no_recipe_is_unknown_instead_of_guessed() -> None:
     (site,) = by_hand("clamped").sites
     assert site.key.text() == "unknown: it neither grows with its projection nor stays the same"
     (site,) = by_hand("convolved").sites
-    assert "a number of one token reaches others" in site.query.text()
+    assert "one token affects others" in site.query.text()
     one_token = qkeel.explain_model(nn.Sequential(ByHand(RECIPES["norm then rope"])), torch.randn(1, 1, 32))
     assert "fewer than three tokens" in str(one_token)
 
@@ -172,8 +172,8 @@ def test_where_the_config_says_something_else_it_is_a_sentence() -> None:
     for name, value in changes.items():
         setattr(gemma.config, name, value)
     found = qkeel.explain_model(gemma, batch_for("gemma2")).differences
-    assert "config.attn_logit_softcapping is 30.0, the cap seen is 50 (everywhere)" in found
-    assert "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, seen was 0.125 (everywhere)" in found
+    assert "config.attn_logit_softcapping is 30.0, the observed cap is 50 (everywhere)" in found
+    assert "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, observed was 0.125 (everywhere)" in found
 
 
 def test_other_arguments_and_failures_are_told() -> None:

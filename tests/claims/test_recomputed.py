@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from claims.claim import Cell, Claim
-from claims.judge import ERROR, HERE, LOOKS, PAGE, judge, short
+from claims.judge import ERROR, HERE, LOOKS, PAGE, Judged, judge, short
 from claims.table import CLAIMS, EVERY
 
 from qkeel.records import read_json
@@ -64,23 +64,25 @@ def pocock(each: float, looks: int) -> float:
     bound = stats.norm.isf(each / 2)
     k = np.arange(1, looks + 1)
     covariance = np.sqrt(np.minimum.outer(k, k) / np.maximum.outer(k, k))
-    normal = stats.multivariate_normal(np.zeros(looks), covariance, abseps=1e-8, maxpts=10**7)
+    normal = stats.multivariate_normal(np.zeros(looks), covariance, abseps=1e-6, maxpts=10**6)
     return 1 - float(normal.cdf(np.full(looks, bound), lower_limit=np.full(looks, -bound)))
 
 
-JUDGED = judge(RESULTS)
+@pytest.fixture(scope="module")
+def judged() -> list[Judged]:
+    return judge(RESULTS)
 
 
-def test_differences_are_those_that_the_judge_takes() -> None:
-    for one in JUDGED:
+def test_differences_are_those_that_the_judge_takes(judged: list[Judged]) -> None:
+    for one in judged:
         assert differences(one.claim) == pytest.approx(list(one.differences), rel=1e-12, abs=1e-15), one.claim.text
 
 
 @pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 64), marks=pytest.mark.slow)])
-def test_each_verdict_is_that_of_permutation_tests_at_the_margins(seeds: range) -> None:
+def test_each_verdict_is_that_of_permutation_tests_at_the_margins(judged: list[Judged], seeds: range) -> None:
     """An interval lies beyond a point where the test of that point rejects and the mean is on that side."""
-    allowed = 1 - JUDGED[0].level
-    some = [one for one in JUDGED if len(one.differences) in seeds]
+    allowed = 1 - judged[0].level
+    some = [one for one in judged if len(one.differences) in seeds]
     assert some
     for one in some:
         values, margin = differences(one.claim), one.claim.margin.size
@@ -96,17 +98,17 @@ def test_each_verdict_is_that_of_permutation_tests_at_the_margins(seeds: range) 
         assert one.verdict.strip("*") == expected, one.claim.text
 
 
-def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do() -> None:
-    decided = sum(one.verdict.startswith("**") for one in JUDGED)
-    each = 1 - JUDGED[0].level
+def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do(judged: list[Judged]) -> None:
+    decided = sum(one.verdict.startswith("**") for one in judged)
+    each = 1 - judged[0].level
     rows = pocock(each, LOOKS) / (ERROR / len(EVERY))
     assert decided >= rows - 0.01
     assert rows == pytest.approx(round(rows), abs=0.02)
 
 
-def test_the_page_has_the_verdicts_and_the_tally() -> None:
+def test_the_page_has_the_verdicts_and_the_tally(judged: list[Judged]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for one in JUDGED[: len(CLAIMS)]:
+    for one in judged[: len(CLAIMS)]:
         (line,) = [
             line for line in text.splitlines() if line.startswith(f"| {one.claim.text} | {short(one.claim.source)} |")
         ]

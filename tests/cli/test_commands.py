@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 from tests import forked
 from tests.cli import answers
+from tests.quick import one_in
 
 import qkeel
 from qkeel.cli.app import main, make_app
 from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
-from qkeel.cli.console import number, ranking, spent
+from qkeel.cli.console import StudyView, make_console, number, ranking, spent
 from qkeel.cli.report import ANSWERS
 from qkeel.lab import RunConfig
+from qkeel.lab.plan import PlannedRun
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.run_directory import locked
 from qkeel.remedies import REMEDIES
@@ -76,13 +79,20 @@ sys.exit(main())"""
         assert f"  {command} " in shown["--help"]
 
 
-def test_lists_and_the_formulas_of_names_wait_for_no_torch_and_are_what_torch_would_say() -> None:
+def test_lists_help_and_the_formulas_of_names_wait_for_no_torch_and_are_what_torch_would_say() -> None:
     assert ANSWERS.read_text(encoding="utf-8") == answers.answers(), "python -m tests.cli.answers"
-    code = "import sys; sys.modules['torch'] = None; from qkeel.__main__ import main; sys.exit(main())"
-    for words in (["presets"], ["remedies"], ["explain", "qk_norm"], ["explain", "qwen3"]):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout
+    # Lists, formulas and every page of help, in one interpreter that has no torch.
+    asked = ["presets", "remedies", "explain qk_norm", "explain qwen3", "--help", "study --help", "report --help"]
+    code = """
+import contextlib, io, sys
+sys.modules["torch"] = None
+from qkeel.cli.app import main
+for line in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main(line.split())
+    print(code, bool(said.getvalue()))"""
+    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["0", "True"] * len(asked), "")
 
 
 def test_every_command_stands_in_a_group_of_the_help() -> None:
@@ -97,21 +107,13 @@ def test_an_argument_that_is_missing_is_asked_for_with_an_example(capsys: Captur
     assert refused(["report"], capsys).startswith("error: qkeel report needs RUNS; for example: qkeel report ")
 
 
-def test_rare_options_are_for_help_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {}
-    for word in ("--help", "--help-all"):
-        words = [sys.executable, "-m", "qkeel", "demo", word]
-        texts[word] = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+def test_rare_options_are_for_help_all(tmp_path: Path) -> None:
+    shown = [forked.python(["-m", "qkeel", "demo", word], tmp_path) for word in ("--help", "--help-all")]
+    texts = {word: done.stdout for word, done in zip(("--help", "--help-all"), shown)}
     assert "--n-layers" in texts["--help"]
     assert "--deepnorm" not in texts["--help"]
     assert "--help-all shows every option" in texts["--help"]
     assert "--deepnorm" in texts["--help-all"]
-
-
-def test_help_loads_no_torch_and_no_report_needs_it(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; from qkeel.cli.app import main; main(sys.argv[1:])"
-    for words in (["--help"], ["study", "--help"], ["report", "--help"]):
-        subprocess.run([sys.executable, "-c", code, *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_run_prints_its_directory_first_and_last(tmp_path: Path, capsys: Capture) -> None:
@@ -162,6 +164,45 @@ def test_a_study_writes_table_and_report(tmp_path: Path, capsys: Capture) -> Non
     assert len((out / "table.csv").read_text().splitlines()) == 5
     assert main(["study", "lr", *grid, *TINY, "--out", str(out)]) == 0
     assert "4 runs, 0 to do" in capsys.readouterr().out
+
+
+def test_the_time_that_is_left_counts_the_steps_of_a_stack_that_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(steps=10, eval_sequences=1)
+    runs = [PlannedRun(config=dataclasses.replace(config, seed=seed)) for seed in range(4)]
+    with monkeypatch.context() as patched:
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 0.0)
+        view = StudyView(make_console(), runs, tmp_path)
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 60.0)
+        first, second, *_ = view.runs
+        patched.setattr("qkeel.cli.console.last_step", lambda place: 10 if str(place) in (first, second) else 0)
+        view.over.add(first)
+        assert view._left() == "; about 1 min 00 s left"  # of four, two stacked runs are at their end
+        view.over.update(view.runs)  # one of them failed before its end
+        assert view._left() == ""
+
+
+def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "qkeel", "--help"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimate(runs: object, jobs: int) -> float:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
+    study = ["study", "lr", "--remedies", "none", "--lrs", "0.1", "--seeds", "0", *TINY, "--out", str(tmp_path / "s")]
+    why = "no estimate of the time: the first steps fail here with RuntimeError: no such device"
+    for words in (["--dry-run"], []):
+        assert main([*study, *words]) == 0
+        assert why in capsys.readouterr().out
 
 
 def test_a_dry_run_names_every_run_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
@@ -224,6 +265,15 @@ def test_explain_prints_formula_and_source(capsys: Capture) -> None:
     assert "softmax" not in out
 
 
+def test_explain_says_what_a_recorded_number_is(capsys: Capture) -> None:
+    from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, explain_field
+
+    names = [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS, *(f"monitor_{name}" for name in MONITOR_FIELDS)]
+    for name in names:
+        assert main(["explain", name]) == 0
+        assert capsys.readouterr().out == f"{name}: {explain_field(name)}\n"
+
+
 def test_what_explain_says_of_a_preset_with_options_is_no_contradiction(capsys: Capture) -> None:
     assert main(["explain", "gemma2:cap=30"]) == 0
     assert capsys.readouterr().out.startswith("gemma2:cap=30: gemma2 with cap=30; as published: no norm, logits softca")
@@ -247,7 +297,7 @@ TYPED = {
 SHELLS = ("bash", "zsh", "fish")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", one_in(SHELLS, 3))
 def test_the_script_of_a_shell_has_every_command_and_its_options(shell: str, capsys: Capture) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -404,14 +454,14 @@ def test_a_run_that_is_started_with_ctrl_c_ignored_ignores_it(tmp_path: Path) ->
 
 def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None:
     place = tmp_path / "r"
-    long = ["100000" if word == "4" else word for word in TINY]
+    long = ["3000" if word == "4" else word for word in TINY]
     long = [*long, "--checkpoint-every", "0", "--out", str(place)]
     with forked.Python(["-m", "qkeel", "run", *long], tmp_path) as process:
-        process.wait_for("step      2 ")
+        process.wait_for("step    2 ")
         process.send_signal(signal.SIGINT)
         done = process.end(300)
     assert done.returncode == 130
-    assert done.stderr == f"interrupted. Resume with: qkeel run {' '.join(long)}\n"
+    assert done.stderr == f"interrupted. Resume with: qkeel run {shlex.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
     assert RunDirectory(place).checkpoint.exists()
 
@@ -535,9 +585,9 @@ def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(tmp_p
         ("--positions rope window", "window:window=128"),
         ("--positions alibii,rope", "spaces separate them: alibii rope"),
         ("--forms kna+rerope:window=64", "under the training length, got 64 of 64"),
-        ("--continue-at 100", "multiple of the training length 64 above it, got 100"),
-        ("--continue-at 0", "a length in tokens behind the @"),
-        ("--continue-at 128 --continue-steps 0", "at least 1 step to train on, got 0"),
+        ("--continue-at 100", "larger multiple of the training length 64, got 100"),
+        ("--continue-at 0", "a length in tokens after the @"),
+        ("--continue-at 128 --continue-steps 0", "at least 1 step of continued training, got 0"),
         ("--test-sequences 0", "at least 1 held-out sequence, got 0"),
         ("--test-lengths 32", "multiples of the training length 64, got 32"),
         ("--blocks mha4 --d-model 60", "an even number of dimensions; got 15"),

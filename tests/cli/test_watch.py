@@ -173,6 +173,62 @@ def test_a_remedy_that_cannot_be_applied_ends_the_script_in_one_sentence(tmp_pat
     assert "expected --apply or --autopilot, got both" in both.stderr
 
 
+PHASES = """
+torch.manual_seed(0)
+net = Net(2)
+with torch.no_grad():
+    for layer in net.layers:
+        layer.qkv.weight.mul_(40)
+train(net, torch.optim.SGD(net.parameters(), lr=1e-6), 2)
+second = torch.optim.SGD(net.parameters(), lr=10.0)
+before = [layer.qkv.weight.detach().clone() for layer in net.layers]
+train(net, second, 1)
+print(max(float((layer.qkv.weight - w)[:32].abs().max()) for layer, w in zip(net.layers, before)))
+print(sum(type(m).__name__ == "RMSNorm" or hasattr(m, "gain") for m in net.modules()))
+"""
+
+
+def moved(folder: Path, spec: str | None) -> float:
+    """How far a step of the second phase of training moves q's and k's weights, under remedies from its start."""
+    options = [] if spec is None else ["--apply", spec]
+    result = watched(["python", script(folder, PHASES).name], folder, *options, start=forked.python)
+    assert result.returncode == 0, result.stderr
+    assert "already" not in result.stderr
+    return float(result.stdout.splitlines()[0])
+
+
+def test_remedies_on_steps_go_with_the_optimizer_of_a_second_phase_and_those_of_the_pass_stay(tmp_path: Path) -> None:
+    plain = moved(tmp_path, None)
+    assert moved(tmp_path, "lalr:tau=0.1") == pytest.approx(plain / 10, rel=0.01)
+    capped = moved(tmp_path, "softcap:cap=5")
+    assert moved(tmp_path, "lalr:tau=0.1+softcap:cap=5") == pytest.approx(capped / 10, rel=0.01)
+    normed = moved(tmp_path, "qk_norm")
+    assert normed not in (plain, capped)
+
+
+TWO_OPTIMIZERS = """
+torch.manual_seed(0)
+net = Net(2)
+others = [p for name, p in net.named_parameters() if "qkv" not in name]
+rest = torch.optim.SGD(others, lr=1e-3)
+own = torch.optim.SGD([p for name, p in net.named_parameters() if "qkv" in name], lr=1e-3)
+before = [layer.qkv.weight.detach().clone() for layer in net.layers]
+loss(net, batch(0)).backward()
+rest.step()
+own.step()
+print(max(float((layer.qkv.weight - w)[:32].abs().max()) for layer, w in zip(net.layers, before)))
+"""
+
+
+def test_of_two_optimizers_the_one_that_steps_the_attention_gets_the_remedy(tmp_path: Path) -> None:
+    found = []
+    for options in ([], ["--apply", "lalr:tau=0.1"]):
+        result = watched(["python", script(tmp_path, TWO_OPTIMIZERS).name], tmp_path, *options, start=forked.python)
+        assert result.returncode == 0, result.stderr
+        found.append(float(result.stdout))
+    assert found[1] == pytest.approx(found[0] / 10, rel=0.01)
+
+
 def test_a_model_without_attention_beside_the_one_that_is_meant_is_left_alone(tmp_path: Path) -> None:
     script(
         tmp_path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from tests import forked
 
 from qkeel.cli.app import main
-from qkeel.cli.watched_program import Program, parse, under_torchrun
+from qkeel.cli.watched_program import TYPED, Fix, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 
 from .scripts import run, script, watched
@@ -129,7 +130,7 @@ WRONG = [
     (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
     (["--", "/nowhere/python", "s.py"], "expected this interpreter"),
-    (["--", "python", "nope.py"], "nope.py is missing; expected a readable file"),
+    (["--", "python", "nope.py"], "nope.py is missing; name a file that exists"),
     (["--", "python", "."], "cannot use .: expected a regular file, got a directory"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python finds"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
@@ -171,6 +172,40 @@ def test_torchrun_starts_the_watcher_in_each_worker() -> None:
     assert got == [*head, *watcher, "python", "-u", "-m", "t", "-m"]
     with pytest.raises(InvalidValueError):
         under_torchrun(["--no-python", "t"], watcher)
+
+
+def test_under_torchrun_the_fix_is_the_command_that_was_typed(
+    tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def become(words: list[str]) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("qkeel.cli.watch._become", become)
+    monkeypatch.setenv(TYPED, "")  # so that the test leaves no trace of it
+    with pytest.raises(SystemExit):
+        here("--every", "3", "--", "torchrun", "--nproc-per-node", "2", "a b.py")
+    seen: list[Fix] = []
+    monkeypatch.setattr("qkeel.cli.watch.execute", lambda *_: 0)
+    monkeypatch.setattr("qkeel.cli.watch.WatchSession", lambda plan, _: (seen.append(plan.fix), Closed())[1])
+    (tmp_path / "a b.py").write_text("")
+    for world in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        here("--every", "3", "--", "python", "a b.py")  # as a worker does
+        assert TYPED not in os.environ
+    remedy = 'qkeel.apply("lalr", model, optimizer)'
+    here("--", "python", "a b.py")  # as under another launcher, which left no word
+    typed = "qkeel watch --every 3 --apply lalr -- torchrun --nproc-per-node 2 'a b.py'"
+    assert [fix.lines(remedy)[0] for fix in seen] == [
+        f"to fix it: {typed}",
+        "to fix it: start it again with --apply lalr before the --",
+        "to fix it: start it again with --apply lalr before the --",
+    ]
+
+
+class Closed:
+    """A session that nothing was watched in."""
+
+    def close(self, *, complete: bool) -> None: ...
 
 
 def test_ctrl_c_reaches_the_script_and_what_was_recorded_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.quick import one_in
 from qkeel.capture import calls as scores
 from qkeel.capture.calls import ScoresCall, scores_maxima, scores_stats
 from qkeel.functional.statistics import TENSORS, LogitStats
-from qkeel.kernels.statistics import logit_stats
+from qkeel.kernels.statistics import logit_stats, sink_logit
 from qkeel.reference import attend_call
 from qkeel.spec import AttentionCall, NoCap
 from qkeel.spec.call import with_query_mask
@@ -29,7 +29,16 @@ def by_hand(call: AttentionCall) -> ScoresCall:
     hidden, (q, k) = logits == -torch.inf, call.encoded()
     logits = logits.masked_fill(hidden, 1e3)
     capped = logits if isinstance(call.spec.cap, NoCap) else call.spec.cap.apply(logits)
-    return ScoresCall(spec=call.spec, logits=logits, capped=capped, hidden=hidden if hidden.any() else None, q=q, k=k)
+    sink = sink_logit(call)
+    return ScoresCall(
+        spec=call.spec,
+        logits=logits,
+        capped=capped,
+        hidden=hidden if hidden.any() else None,
+        q=q,
+        k=k,
+        sink=None if sink is None else sink.to(logits).expand(*logits.shape[:3]),
+    )
 
 
 def assert_same(ours: LogitStats, theirs: LogitStats, fields: list[str], case: str) -> None:

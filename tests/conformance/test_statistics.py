@@ -16,7 +16,7 @@ from qkeel.kernels.statistics import logit_maxima, logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.ops import run
 from qkeel.reference import Attended, attend_call
-from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Rope, Softcap
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Rope, Sink, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
 from .cases import GEOMETRIES, MASKS, SOME, SPECS, calls, pairs, share, truth_of, widened
@@ -35,7 +35,8 @@ def recomputed(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> dict[
     per_group = q.shape[1] // groups
     found: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
     for h in range(q.shape[1]):
-        fields = {**_head(call, truth, q, h), **_relative(truth, h, threshold), **_angles(truth, q, k, h)}
+        sink = isinstance(call.spec.normalizer, Sink)
+        fields = {**_head(call, truth, q, h), **_relative(truth, h, threshold, sink), **_angles(truth, q, k, h)}
         for name, value in fields.items():
             found[name].append(value)
     seen = (truth.logits > -torch.inf).any(2)  # [b h s]
@@ -54,7 +55,8 @@ def _head(call: AttentionCall, truth: Attended, q: Tensor, h: int) -> dict[str, 
     logits, weights = truth.logits[:, h], truth.weights[:, h]
     pairs, rows = logits > -torch.inf, (logits > -torch.inf).any(-1)
     z, inf = logits[pairs], torch.tensor(torch.inf, dtype=logits.dtype)
-    p = weights / weights.sum(-1, keepdim=True)
+    p, taken = _distribution(weights, isinstance(call.spec.normalizer, Sink))
+    p = torch.cat([p, taken[..., None]], -1)
     entropy = -torch.where(p > 0, p * p.log(), torch.zeros_like(p)).sum(-1)[rows]
     norms = q[:, h].norm(dim=-1)[rows]
     top = z.max() if z.numel() else -inf
@@ -72,15 +74,24 @@ def _head(call: AttentionCall, truth: Attended, q: Tensor, h: int) -> dict[str, 
     }
 
 
-def _relative(truth: Attended, h: int, threshold: float) -> dict[str, Tensor]:
+def _distribution(weights: Tensor, sink: bool) -> tuple[Tensor, Tensor]:
+    """Weights [r s] that sum to one with what a sink takes [r]; without one they are divided by their sum."""
+    total = weights.sum(-1, keepdim=True)
+    if sink:
+        return weights, (1 - total[..., 0]).clamp_min(0)
+    return weights / total.clamp_min(torch.finfo(weights.dtype).tiny), torch.zeros_like(total[..., 0])
+
+
+def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str, Tensor]:
     """Normalised entropy, sink share and share above, row by row."""
     logits, weights = truth.logits[:, h].flatten(0, 1), truth.weights[:, h].flatten(0, 1)
     seen = logits > -torch.inf
     count, first = seen.sum(-1), seen.int().argmax(-1, keepdim=True)
     p = weights.masked_fill(~seen, 0.0)
-    p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    p, taken = _distribution(p, sink)
     free = count >= 2
-    relative = torch.special.entr(p).sum(-1)[free] / count[free].to(weights.dtype).log()
+    relative = (torch.special.entr(p).sum(-1) + torch.special.entr(taken))[free]
+    relative = relative / (count[free] + int(sink)).to(weights.dtype).log()
     z = logits[seen]
     return {
         "normalized_entropy": _mean(relative),

@@ -117,7 +117,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: ratio("full statistics at every 10th step, eager"),
     ),
     (
-        r"maximum at every step \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
+        r"largest logit at every step, of a model that calls `qkeel.attention` \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
         lambda: ratio("training step, certified maximum at every step"),
     ),
     (
@@ -138,7 +138,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: (
             *found("internals/foreign.md", r"attentions: (\d+) right"),
             *found("internals/foreign.md", r"Their (\d+) attentions"),
-            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) told"),
+            *found("internals/foreign.md", r"attentions: \d+ right \([\d.]+ %\), (\d+) reported"),
         ),
     ),
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),
@@ -195,7 +195,9 @@ def test_the_commands_of_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main([*command.split()[1:], *tiny.split()]) == 0
     assert (tmp_path / "runs" / "lr" / "report.html").exists()
     (command,) = re.findall(r"^\$ (qkeel watch .+)$", blocks("text")[0], flags=re.M)
-    words = command.replace("examples/", f"{ROOT}/examples/").replace("--steps 150", "--steps 2").split()
+    words = [
+        word.replace("examples/", f"{ROOT}/examples/") for word in command.replace("--steps 150", "--steps 2").split()
+    ]
     small = ["--block-size", "16", "--n-layer", "4", "--n-head", "2", "--n-embd", "16", "--batch-size", "2"]
     words += [*small, "--eval-batches", "1"]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""The questions that are asked of a model, and the verdicts: right, told or wrong, by question and by attention."""
+"""The questions that are asked of a model, and the verdicts: right, reported or wrong, by question and by attention."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def judged(subject: Subject, questions: Iterable[str] | None = None) -> Judged:
     try:
         work = Work(subject)
     except RefusedError as error:
-        told = Finding(question="sites", verdict="told", said=short(error))
-        return Judged(found=[told], attentions=["told"] * len(subject.truth(subject.model, subject.example)))
+        unseen = Finding(question="sites", verdict="reported", said=short(error))
+        return Judged(found=[unseen], attentions=["reported"] * len(subject.truth(subject.model, subject.example)))
     found: list[Finding] = []
     for question, ask in QUESTIONS.items():
         if questions is None or question in questions:
@@ -48,7 +48,7 @@ def judged(subject: Subject, questions: Iterable[str] | None = None) -> Judged:
                 warnings.simplefilter("always")
                 found += _asked(question, ask, work)
     verdicts = {site.name: overall(f for f in found if f.site in (None, site.name)) for site in work.sites}
-    attentions: list[Verdict] = ["told" if work.missed else "wrong"] * len(work.calls)
+    attentions: list[Verdict] = ["reported" if work.missed else "wrong"] * len(work.calls)
     for name, places in work.places.items():
         for place in places:
             attentions[place] = verdicts[name]
@@ -62,13 +62,13 @@ def _asked(question: str, ask: Ask, work: Work) -> list[Finding]:
         for verdict, said, site in ask(work):
             found.append(Finding(question=question, verdict=verdict, said=said, site=site))
     except QkeelError as error:
-        found.append(Finding(question=question, verdict="told", said=short(error)))
+        found.append(Finding(question=question, verdict="reported", said=short(error)))
     except Exception as error:
         found.append(Finding(question=question, verdict="wrong", said=f"{type(error).__name__}: {short(error)}"))
     return found
 
 
 def overall(found: Iterable[Finding]) -> Verdict:
-    """wrong if anything is, else told if anything is, else right."""
+    """wrong if anything is, else reported if anything is, else right."""
     verdicts = {f.verdict for f in found}
-    return "wrong" if "wrong" in verdicts else "told" if "told" in verdicts else "right"
+    return "wrong" if "wrong" in verdicts else "reported" if "reported" in verdicts else "right"

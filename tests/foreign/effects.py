@@ -54,7 +54,7 @@ def asked(effect: Effect) -> Callable[[Work], Answers]:
                 answers = list(_alone(effect, work, group))
                 right = right and all(verdict == "right" and refused for (verdict, _, _), refused in answers)
                 yield from (answer for answer, _ in answers)
-            yield "right" if right and not work.missed else "told", said, MODEL
+            yield "right" if right and not work.missed else "reported", said, MODEL
 
     return ask
 
@@ -66,7 +66,7 @@ def _alone(effect: Effect, work: Work, group: Sites) -> Iterator[tuple[Answer, b
     except QkeelError as error:
         for site in group:
             shown = site.verified and effect.needless(work, site)
-            yield ("right" if shown else "told", short(error), site.name), True
+            yield ("right" if shown else "reported", short(error), site.name), True
 
 
 def _by_module(sites: Sites) -> list[Sites]:

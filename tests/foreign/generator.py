@@ -368,7 +368,7 @@ def subject(plan: Plan, seed: int = 0) -> Subject:
 
 
 def main() -> None:
-    """Judge many seeds and print how many are right, told and wrong, what is wrong, and why others are told."""
+    """Judge many seeds and print how many are right, reported and wrong, what is wrong, and why others are reported."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
@@ -378,7 +378,7 @@ def main() -> None:
 
 
 def run(seeds: Iterable[int]) -> list[Verdict]:
-    """The verdicts on these seeds; what is wrong with which is printed, and the most frequent reasons of told."""
+    """The verdicts on these seeds; what is wrong with which is printed, and the most frequent reasons."""
     torch.set_num_threads(1)
     verdicts: list[Verdict] = []
     reasons: collections.Counter[str] = collections.Counter()
@@ -386,12 +386,12 @@ def run(seeds: Iterable[int]) -> list[Verdict]:
         # Ten steps of training, twice, with every tenth: they say the same of all.
         found = judge(seed, [q for q in QUESTIONS if q != "watch" or seed % 10 == 0])
         verdicts.append(overall(found))
-        told = [
+        reported = [
             f"{f.question}: {re.sub('[0-9.e+-]*[0-9]', 'N', f.said)[:150]}"
             for f in found
-            if f.verdict == "told" and f.site != MODEL
+            if f.verdict == "reported" and f.site != MODEL
         ]
-        reasons.update(dict.fromkeys(told, 1))
+        reasons.update(dict.fromkeys(reported, 1))
         for f in found:
             if f.verdict == "wrong":
                 print(f"{seed}: {f.question}: {f.said}\n    {Plan.drawn(seed)}", flush=True)

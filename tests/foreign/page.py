@@ -24,13 +24,13 @@ sent through torch's unfused path, and computes with T×T logits in float64. Of 
   weights of queries or keys (tables of relative positions apart, which stay as biases do), and removal restores the
   model; outputs are those of a model whose visible scores are bent.
 
-*right*: all answers are. *told*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or
-an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included.
+*right*: all answers are. *reported*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`,
+or an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included.
 
 A refusal is right only where the reference shows by an experiment of its own that the remedy would have nothing to do:
 of `lalr`, `qk_clip` and `qk_norm` where logits stay where they are when the verified weights of queries, or those of
 keys, are three times as large (a norm stands between); of `softcap` where scores grow with the weights of queries at
-first and stay where they are between 10⁵ and 10⁶ times those (a cap bends them). Every other refusal is *told*.
+first and stay where they are between 10⁵ and 10⁶ times those (a cap bends them). Every other refusal is *reported*.
 
 Verdicts are counted twice. By target: all of a model is right, each remedy on the model as a whole. By attention: all
 answers about this one are right; where a remedy is refused by the model as a whole it is tried on the attentions of
@@ -76,8 +76,8 @@ def attentions(targets: list[Target], results: list[dict[str, Any]]) -> list[str
 
 
 def shares(verdicts: Sequence[str]) -> str:
-    """How many there are of each verdict, and how much of all: "9 right (90.0 %), 1 told"."""
-    count = [f"{verdicts.count(v)} {v}" for v in ("right", "told", "wrong", "broken") if v in verdicts]
+    """How many there are of each verdict, and how much of all: "9 right (90.0 %), 1 reported"."""
+    count = [f"{verdicts.count(v)} {v}" for v in ("right", "reported", "wrong", "broken") if v in verdicts]
     share = f" ({100 * verdicts.count('right') / len(verdicts):.1f} %)" if "right" in verdicts else ""
     return ", ".join([*(c + share if c.endswith("right") else c for c in count)])
 

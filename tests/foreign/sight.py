@@ -28,7 +28,7 @@ def count(work: Work) -> Answers:
     if lost and not work.missed:
         yield "wrong", f"attention in {sorted(set(lost))} is neither a site nor missed", MODEL
     elif lost:
-        yield "told", f"missed: {short(ValueError(str(work.missed[0])))}", MODEL
+        yield "reported", f"missed: {short(ValueError(str(work.missed[0])))}", MODEL
     elif not empty:
         yield "right", "", None
 
@@ -40,7 +40,7 @@ def heads(work: Work) -> Answers:
             if site.n_heads == call.heads:
                 yield "right", "", site.name
             elif site.why:
-                yield "told", site.why, site.name
+                yield "reported", site.why, site.name
             else:
                 yield "wrong", f"{site.n_heads} heads, there are {call.heads}", site.name
 
@@ -65,7 +65,7 @@ def statistics(work: Work) -> Answers:
         got = stats[site.name]
         if got.max_logit.shape != top.shape:
             # Said to be uncertain, or said wrongly under `heads`.
-            yield ("told", site.why, site.name) if site.why else ("wrong", "statistics of other heads", site.name)
+            yield ("reported", site.why, site.name) if site.why else ("wrong", "statistics of other heads", site.name)
             continue
         for what, mine, theirs in (("max_logit", got.max_logit, top), ("entropy", got.entropy, entropy)):
             error = float((mine.double() - theirs).abs().max() / (1 + theirs.abs().max()))
@@ -84,9 +84,9 @@ def rows(work: Work) -> Answers:
     """Perturbing the rows told for a head moves its logits and no other's; zeroing all leaves nothing of the input."""
     for site in work.sites:
         if not site.terms:
-            yield "told", site.why, site.name
+            yield "reported", site.why, site.name
         elif not site.verified:
-            yield "told", site.unverified, site.name
+            yield "reported", site.unverified, site.name
         elif work.of(work.calls, site):
             yield from _rows(work, site)
 

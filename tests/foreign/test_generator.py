@@ -1,4 +1,4 @@
-"""A sample of random attentions is right or told, and the questions find what is planted."""
+"""A sample of random attentions is right or reported, and the questions find what is planted."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_an_attention_with_one_choice_that_is_not_plain_is_right(part: str) -> N
     for choice in CHOICES[part][1:]:
         changes = {part: choice} | ({"groups": "2 tiled"} if part == "layout" else {})
         said[choice] = overall(judged(subject(dataclasses.replace(PLAIN, **changes)), OFTEN).found)
-    assert said == {choice: "told" if choice in TOLD.get(part, ()) else "right" for choice in CHOICES[part][1:]}
+    assert said == {choice: "reported" if choice in TOLD.get(part, ()) else "right" for choice in CHOICES[part][1:]}
 
 
-def test_random_attention_is_right_or_told() -> None:
+def test_random_attention_is_right_or_reported() -> None:
     found = {seed: judge(seed, OFTEN) for seed in range(12)}
     assert not {f"{seed}: {Plan.drawn(seed)}": f for seed, all_ in found.items() for f in all_ if f.verdict == "wrong"}
     assert sum(overall(all_) == "right" for all_ in found.values()) > 6
@@ -41,7 +41,7 @@ def test_random_attention_is_right_or_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1080, 20))
-def test_more_random_attention_is_right_or_told_whatever_is_asked(first: int) -> None:
+def test_more_random_attention_is_right_or_reported_whatever_is_asked(first: int) -> None:
     seeds = range(first, first + 20)
     assert not {f"{seed}: {Plan.drawn(seed)}": f for seed in seeds for f in judge(seed) if f.verdict == "wrong"}
 
@@ -81,7 +81,7 @@ def test_the_plainest_attention_is_right_in_all() -> None:
         ({"norm": "rms"}, ["lalr", "qk_clip", "qk_norm"], "right"),
         ({"cap": "tanh"}, ["softcap"], "right"),
         # Rows are not known here, so no experiment shows that the weights' growth does nothing.
-        ({"norm": "rms", "mix": "linear"}, ["lalr", "qk_clip", "qk_norm"], "told"),
+        ({"norm": "rms", "mix": "linear"}, ["lalr", "qk_clip", "qk_norm"], "reported"),
     ],
 )
 def test_a_refusal_is_right_where_the_remedy_would_have_nothing_to_do(
@@ -94,7 +94,7 @@ def test_a_refusal_is_right_where_the_remedy_would_have_nothing_to_do(
     assert all(f.said for f in whole)
 
 
-def test_a_refusal_without_need_is_told() -> None:
+def test_a_refusal_without_need_is_reported() -> None:
     """Weights of the plain attention grow, and so do its logits; no cap stops them."""
     work = Work(subject(PLAIN))
     (site,) = work.sites
@@ -103,8 +103,8 @@ def test_a_refusal_without_need_is_told() -> None:
 
 
 def test_shares_are_of_all_there_are() -> None:
-    assert shares(["right", "told", "right", "broken"]) == "2 right (50.0 %), 1 told, 1 broken"
-    assert shares(["told"]) == "1 told"
+    assert shares(["right", "reported", "right", "broken"]) == "2 right (50.0 %), 1 reported, 1 broken"
+    assert shares(["reported"]) == "1 reported"
 
 
 def _with(change: str, model: nn.Module, example: Example) -> list[Call]:

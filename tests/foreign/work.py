@@ -15,7 +15,7 @@ import qkeel
 from qkeel.heads.site import HeadSlice
 from qkeel.sites import AttentionSite
 
-Verdict = Literal["right", "told", "wrong"]
+Verdict = Literal["right", "reported", "wrong"]
 Truth = Callable[[nn.Module, Example], list[Call]]  # every attention call of a forward pass
 Capped = Callable[[nn.Module, Example, float, set[int]], list[Tensor]]  # the output under a cap on calls of a pass
 MODEL = "(the model)"

@@ -89,7 +89,7 @@ def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: p
 def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
     files = TableFiles(tmp_path, "csv")
     files.append("a", Frame({"step": np.array([0]), "x": np.array([1.0])}))
-    with pytest.warns(QkeelWarning, match=r"y came after a\.csv was begun"):
+    with pytest.warns(QkeelWarning, match=r"a\.csv has no column for y: first measured after its first row"):
         files.append("a", Frame({"step": np.array([1]), "y": np.array([1.0])}))
     files.append("a", Frame({"step": np.array([2]), "y": np.array([1.0])}))  # a second warning would be an error
     assert (tmp_path / "a.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"

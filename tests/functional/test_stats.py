@@ -218,8 +218,8 @@ def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
     ):
         class_statistics.check_classes(right, 3)
     for wrong, says in (
-        (torch.tensor([[0, 3]]), "from 0 to 2, or -1 for a token of none, got 0 to 3"),
-        (torch.tensor([[-2, 1]]), "from 0 to 2, or -1 for a token of none, got -2 to 1"),
+        (torch.tensor([[0, 3]]), "from 0 to 2, or -1 for a token without a class, got 0 to 3"),
+        (torch.tensor([[-2, 1]]), "from 0 to 2, or -1 for a token without a class, got -2 to 1"),
     ):
         with pytest.raises(InvalidValueError, match=says):
             class_statistics.check_classes(wrong, 3)

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from qkeel.functional.bounds import product_spectrum, step_spectra
+from qkeel.functional.bounds import Spectrum, product_spectrum, spectrum, step_products
+
+
+def step_spectra(*factors: torch.Tensor) -> tuple[Spectrum, Spectrum]:
+    second, third = step_products(*factors)
+    return spectrum(second), spectrum(third)
 
 
 def dense(matrix: torch.Tensor) -> tuple[float, float, float]:
@@ -27,8 +32,8 @@ def test_the_spectra_are_those_of_the_dense_matrices(size: float, widths: tuple[
     found = step_spectra(q, dq, k, dk)
     for h in range(3):
         second = dq[h].mT @ k[h] + q[h].mT @ dk[h]
-        for spectrum, matrix in zip(found, (second, dq[h].mT @ dk[h])):
-            assert [float(x[h]) for x in spectrum] == pytest.approx(dense(matrix), rel=1e-9)
+        for own, matrix in zip(found, (second, dq[h].mT @ dk[h])):
+            assert [float(x[h]) for x in own] == pytest.approx(dense(matrix), rel=1e-9)
 
 
 def test_both_parts_make_the_whole_change_of_the_product() -> None:
@@ -43,8 +48,7 @@ def test_both_parts_make_the_whole_change_of_the_product() -> None:
 def test_a_rank_one_step_and_an_isotropic_one_are_the_ends_of_the_scale() -> None:
     one = torch.zeros(1, 4, 6, dtype=torch.float64)
     one[0, 0, 0] = 3.0
-    spectrum = product_spectrum(one, one)
-    assert [float(x) for x in spectrum] == pytest.approx([9.0, 1.0, 0.0])
+    assert [float(x) for x in product_spectrum(one, one)] == pytest.approx([9.0, 1.0, 0.0])
     every = torch.eye(4, 6, dtype=torch.float64)[None]
     assert [float(x) for x in product_spectrum(every, every)] == pytest.approx([1.0, 4.0, math.log(4)])
 

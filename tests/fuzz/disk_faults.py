@@ -166,7 +166,7 @@ def outcome(name: str, files: Files, told: str = "") -> str:
         except QkeelError as error:
             if told not in str(error) or str(place) not in str(error):
                 raise AssertionError(f"the error does not name {told or 'a file'}: {error}") from error
-            return "told"
+            return "reported"
     return "same"
 
 
@@ -211,7 +211,7 @@ def fail(name: str, case: tuple[int, int]) -> str:
             except QkeelError as error:
                 if str(place) not in str(error):
                     raise AssertionError(f"the error names no file: {error}") from error
-                said = "told"
+                said = "reported"
         if name == "study" or (out / "config.json").exists():
             with in_place(Unsynced()):
                 SUBJECTS[name].check(out, whole)
@@ -246,7 +246,7 @@ def damage(name: str, case: tuple[str, str, Files]) -> str:
     if name == "watched" or "half" not in case[0]:
         said = _page(name, files, told)
     again = outcome(name, files, told)
-    return "told" if "told" in (said, again) else "same"
+    return "reported" if "reported" in (said, again) else "same"
 
 
 def _page(name: str, files: Files, told: str) -> str:
@@ -259,7 +259,7 @@ def _page(name: str, files: Files, told: str) -> str:
         except QkeelError as error:
             if told not in str(error):
                 raise AssertionError(f"the error does not name {told}: {error}") from error
-            return "told"
+            return "reported"
     if page != whole:
         raise Silent("the page has other numbers")
     return "same"

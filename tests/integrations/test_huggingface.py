@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,16 @@ def test_every_reporter_gets_each_number_at_its_step(tmp_path: Path) -> None:
         for tool in (before.logits, after.logits, history):
             assert tool == pytest.approx(recorded(run)), every
         assert ("attn/layer_01/entropy" in before.sent[0][1]) == (i == 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_prints_two_numbers_of_a_sample_and_sends_all(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter()
+    trained(reporter, QkeelCallback(every=5), logging_strategy="no")
+    printed = [line for line in capsys.readouterr().out.splitlines() if "attn/max_logit" in line]
+    assert len(printed) == 2  # steps 0 and 5
+    assert all(sorted(ast.literal_eval(line)) == ["attn/entropy", "attn/max_logit"] for line in printed)
+    assert "attn/layer_01/max_logit" in reporter.sent[0][1]
 
 
 class Stopper(transformers.TrainerCallback):

@@ -218,8 +218,8 @@ def test_a_trainer_trains_to_the_loss_that_sdpa_gives(kind: str, tmp_path: Path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v32"])
-def test_sinks_and_chosen_keys_are_watched_as_with_eager_attention(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v32", "gemma2"])
+def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(kind: str) -> None:
     entry, found = next(e for e in ALL if e.name == kind), []
     state = None
     for implementation in ("eager", "qkeel"):
@@ -234,6 +234,31 @@ def test_sinks_and_chosen_keys_are_watched_as_with_eager_attention(kind: str) ->
     for name, stats in found[1].items():
         for field in ("max_logit", "entropy"):
             torch.testing.assert_close(getattr(stats, field), getattr(found[0][name], field), rtol=1e-4, atol=1e-4)
+
+
+def test_the_watched_softcap_computes_the_same_bits_and_remedies_on_steps_reach_it() -> None:
+    entry, found = next(e for e in ALL if e.name == "gemma2"), []
+    for every in (None, 1):
+        model = build(entry, "qkeel").train()
+        given, optimizer = entry.maker(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = None if every is None else qkeel.watch(model, optimizer, every=every)
+        for _ in range(2):
+            model(**given).logits.cos().sum().backward()
+            optimizer.step()
+        if monitor is not None:
+            assert monitor.active
+            first = next(iter(monitor.read()))
+            monitor.remove()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+    clipped = build(entry, "qkeel").train()
+    given, optimizer = entry.maker(clipped), torch.optim.SGD(clipped.parameters(), lr=0.0)
+    qkeel.apply("qk_clip:threshold=0.05", clipped, optimizer, example=given)
+    clipped(**given).logits.cos().sum().backward()
+    optimizer.step()
+    with torch.no_grad(), qkeel.watch(clipped) as monitor:
+        clipped(**given)
+    assert float(monitor.read()[first].max_logit.max()) == pytest.approx(0.05, rel=0.01)
 
 
 def test_generated_tokens_are_those_of_sdpa() -> None:

@@ -41,7 +41,8 @@ def test_every_combination_is_a_part_of_its_own_and_one_value_is_that_of_all_run
 def test_the_runs_of_every_study_without_axes_keep_their_names_and_with_them_have_one_each() -> None:
     for name in STUDIES:
         study = find_study(name)
-        study = dataclasses.replace(study, grid=dataclasses.replace(study.grid, **dict.fromkeys(SETTINGS, ())))
+        grid = dataclasses.replace(study.grid, seeds=study.grid.seeds[:2], **dict.fromkeys(SETTINGS, ()))
+        study = dataclasses.replace(study, grid=grid)
         before = study.runs(study.base or RunConfig(), study.grid)
         plan = study.plan(name, None, None)
         assert [(run.config.run_id, run.role) for run in plan.runs] == [(r.config.run_id, r.role) for r in before]

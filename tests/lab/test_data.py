@@ -207,7 +207,7 @@ def test_bad_corpora_get_one_clear_error(tmp_path: Path) -> None:
     refused(data(words, vocab_size=300), "has token 300; expected tokens below the vocabulary size, 300")
     refused(data(short, vocab_size=100), "expected tokens below the vocabulary size, 100")
     refused(data(tmp_path / "nul.txt"), "NUL bytes")
-    refused(data(tmp_path / "none"), "holds no text file")
+    refused(data(tmp_path / "none"), "contains no text file")
     refused(data(tmp_path / "missing.txt"), "no such file")
     refused(data(tmp_path / "missing.bin"), "cannot read")
     refused(data(tmp_path / "missing.jsonl"), "no such file")

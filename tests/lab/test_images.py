@@ -107,7 +107,7 @@ def test_an_image_of_another_size_is_refused(save: Save, tmp_path: Path) -> None
 @pytest.mark.parametrize("mode", ["RGBA", "CMYK"])
 def test_an_image_of_another_mode_is_refused(save: Save, tmp_path: Path, mode: str) -> None:
     save("cat/0.tiff" if mode == "CMYK" else "cat/0.png", mode=mode).rename(tmp_path / "cat" / "1.png")
-    with pytest.raises(DataError, match=f"is of mode {mode}; expected 8-bit grey"):
+    with pytest.raises(DataError, match=f"has mode {mode}; expected 8-bit grey"):
         load_pictures(str(tmp_path), 8)
 
 
@@ -168,7 +168,7 @@ def test_a_bad_list_is_refused(tmp_path: Path, line: str, message: str) -> None:
     [
         ("digits", 16, "the images of digits are 8 × 8"),
         ("nowhere", 8, "no images 'nowhere'"),
-        (".", 8, "holds no subfolder|has no image"),
+        (".", 8, "has no subfolder|has no image"),
     ],
 )
 def test_a_source_that_is_none_is_refused(source: str, size: int, message: str, tmp_path: Path) -> None:

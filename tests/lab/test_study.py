@@ -88,12 +88,12 @@ def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> Non
 
 
 def test_two_workers_give_the_table_of_one_and_what_is_done_is_skipped(tiny: Make, tmp_path: Path) -> None:
-    run_plan(plan(tiny), tmp_path / "one", Execution())
-    run_plan(plan(tiny), tmp_path / "two", Execution(workers=2))
+    run_plan(plan(tiny, FOUR), tmp_path / "one", Execution())
+    run_plan(plan(tiny, FOUR), tmp_path / "two", Execution(workers=2))
     assert table(tmp_path / "one") == table(tmp_path / "two")
     seen: list[Outcome] = []
     before = (tmp_path / "two" / "table.csv").read_bytes()
-    run_plan(plan(tiny), tmp_path / "two", Execution(workers=2, on_outcome=seen.append))
+    run_plan(plan(tiny, FOUR), tmp_path / "two", Execution(workers=2, on_outcome=seen.append))
     assert not seen
     assert (tmp_path / "two" / "table.csv").read_bytes() == before
 
@@ -212,7 +212,7 @@ def test_a_shard_is_two_numbers() -> None:
 
 def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(RunDirectoryError, match=r"holds no study.json"):
+    with pytest.raises(RunDirectoryError, match=r"has no study.json"):
         run_plan(plan(tiny), tmp_path, Execution())
     assert not (tmp_path / "runs").exists()
 

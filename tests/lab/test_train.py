@@ -183,7 +183,7 @@ def test_the_run_id_names_the_directory_of_one_configuration_only(tiny: Make, tm
 
 def test_a_directory_that_is_no_run_is_left_alone(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("words")
-    with pytest.raises(RunDirectoryError, match=r"not empty and holds no config.json"):
+    with pytest.raises(RunDirectoryError, match=r"not empty and has no config.json"):
         run(tiny(), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "words"
 

@@ -68,7 +68,9 @@ def test_a_full_disk_on_the_cluster_is_called_that() -> None:
     error = RuntimeError(f"Job 7 failed\nlong log ...\nOSError: [Errno 28] {os.strerror(errno.ENOSPC)}: 'x'\nmore")
     outcomes = died(UNIT, error)
     assert [outcome.directory for outcome in outcomes] == ["a", "b"]
-    assert all("no space is left" in outcome.error and "\n" not in outcome.error for outcome in outcomes)
+    assert all(
+        "disk of the cluster or of --out is full" in outcome.error and "\n" not in outcome.error for outcome in outcomes
+    )
 
 
 def test_a_library_that_lacks_one_of_its_own_is_told_apart_from_one_that_is_missing(

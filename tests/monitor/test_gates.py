@@ -192,3 +192,17 @@ def test_a_shut_gate_is_reported_with_its_head() -> None:
     assert ratio[0, 0] == pytest.approx(0.6 / 0.5)
     healthy = History(steps=steps[:1], values={"step": steps[:1]}, heads={"gate_mean": gates[:1]}, layers=("h.0",))
     assert replay(healthy, [GateShut()]) == []
+
+
+def test_a_model_with_blocks_has_its_gates_on_record_too() -> None:
+    """The means over the blocks' hidden states travel as rows, the gates as shares: both become numbers."""
+    spec = AttentionSpec(normalizer=Sink())
+    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20, spec=spec))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer, stats="all+gates") as monitor:
+        for _ in range(2):
+            model(torch.randint(0, 20, (2, 8))).square().mean().backward()
+            optimizer.step()
+        assert len(monitor.history) == 2
+        assert np.isfinite(monitor.history.heads["gate_mean"]).all()
+        assert np.isfinite(monitor.history.values["block_output_norm/blocks.0.attention"]).all()

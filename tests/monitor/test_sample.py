@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 import numpy as np
 import pytest
@@ -39,6 +40,9 @@ def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured() -> None:
     assert found == {
         "attn/max_logit": 14.23,
         "attn/entropy": pytest.approx(2.4),
+        "attn/entropy_head_min": 1.0,
+        "attn/entropy_head_max": 4.0,
+        "attn/entropy_head_std": pytest.approx(statistics.pstdev([2, 3, 4, 1, 2])),
         "attn/cos_max": 0.7,
         "attn/key_norm": 2.0,
         "attn/layer_00/max_logit": 3.0,

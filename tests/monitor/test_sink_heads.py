@@ -23,6 +23,8 @@ def by_hand(name: str, heads: list[float]) -> float:
         return len(over) / len(known)
     if name == "sink_head_max":
         return max(known)
+    if name.startswith("entropy_head"):
+        return {"min": min, "max": max, "std": statistics.pstdev}[name.rpartition("_")[2]](known)
     if name.endswith("_ratio"):
         return {"gate_max_ratio": max, "gate_min_ratio": min}[name](known) / statistics.median(known)
     return math.fsum(over) / len(over) - math.fsum(under) / len(under) if over and under else math.nan
@@ -49,7 +51,7 @@ def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
     assert "attn/layer_00/sink_head_gap" not in found
     assert "sink heads" in sample_table(one)
     assert "sink heads" not in sample_table(Sample(step=0, layers=("a",), heads={"entropy": np.ones((1, 1))}))
-    assert explain_field("sink_head_ratio") == f"share of the heads whose sink_share is over {SINK_HEAD} [share]"
+    assert explain_field("sink_head_ratio") == f"share of heads with sink_share above {SINK_HEAD} [share]"
 
 
 def test_a_watched_model_has_them_without_a_further_measurement() -> None:

@@ -12,6 +12,7 @@ from tests.monitor.test_weights import KINDS, built
 import qkeel
 from qkeel.errors import InvalidValueError
 from qkeel.monitor.weight_norms import WeightNorms
+from qkeel.spec import AttentionSpec, RMSNorm
 
 FIELDS = [
     f"{part}_{of}" for part in ("delta2", "delta3") for of in ("spectral_norm", "stable_rank", "singular_entropy")
@@ -42,6 +43,35 @@ def test_a_watched_models_steps_are_those_of_its_dense_products(kind: str) -> No
     if "mla" not in kind:
         ratio = (now - q).flatten(1).norm(dim=1) / q.flatten(1).norm(dim=1)
         np.testing.assert_allclose(heads["query_update_ratio"], ratio, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gain", ["dim", "one_plus_dim", "head", "head_dim", "scalar"])
+def test_the_gains_of_a_norm_multiply_the_rows_of_the_weights(gain: str) -> None:
+    torch.manual_seed(3)
+    model = qkeel.nn.Attention(16, 4, 2, spec=AttentionSpec(norm=RMSNorm(gain=gain))).double()  # type: ignore[arg-type]
+    gains = [p for name, p in model.named_parameters() if "norm" in name]
+    assert len(gains) == 2
+    with torch.no_grad():
+        for p in gains:
+            p.add_(torch.rand_like(p))
+
+    def dense() -> tuple[torch.Tensor, torch.Tensor]:
+        found = []
+        for weight, g, n in zip((model.q_proj.weight, model.k_proj.weight), gains, (4, 2)):
+            rows = weight.detach().unflatten(0, (n, -1))
+            own = g.detach() + (gain == "one_plus_dim")
+            found.append((rows * own.expand(n, 4)[..., None]).repeat_interleave(4 // n, 0))
+        return found[0], found[1]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with qkeel.watch(model, optimizer, stats="max+updates") as monitor:
+        q, k = dense()
+        model(torch.randn(2, 5, 16, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+        now, key = dense()
+        heads = {name: x[0, 0] for name, x in monitor.history.heads.items()}
+    for part, matrix in (("delta2", (now - q).mT @ k + q.mT @ (key - k)), ("delta3", (now - q).mT @ (key - k))):
+        np.testing.assert_allclose(heads[f"{part}_spectral_norm"], torch.linalg.matrix_norm(matrix, 2), rtol=1e-6)
 
 
 def test_it_bounds_the_measured_change_of_the_logits() -> None:

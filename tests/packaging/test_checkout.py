@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -35,8 +34,10 @@ print(qkeel.__version__)
 def test_a_plain_checkout_watches_and_records(tmp_path: Path) -> None:
     links = tmp_path / "packages"
     links.mkdir()
-    for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if not package.name.startswith(("qkeel", "__editable__")):
+    # All folders of packages on the path: an environment may take those of another by a .pth file.
+    folders = [Path(folder) for folder in sys.path if folder.endswith("-packages")]
+    for package in (package for folder in folders for package in folder.iterdir()):
+        if not package.name.startswith(("qkeel", "__editable__")) and not (links / package.name).is_symlink():
             (links / package.name).symlink_to(package)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{links}"}
     command = [sys.executable, "-S", "-W", "error::UserWarning", "-c", SCRIPT, str(ROOT / "src"), str(tmp_path / "run")]

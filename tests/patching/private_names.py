@@ -46,6 +46,16 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "qkeel's compiled kernels, which such transforms cannot go through, and sites inside vmap",
         ),
         (
+            "torch._C: _len_torch_function_stack",
+            "to know that a mode was entered since a module's call began, which may change its attention's call",
+            "statistics of known attention under a remedy that came later: they would be those of the call before it",
+        ),
+        (
+            "torch._C: _set_grad_enabled",
+            "to record no graph in what every step calls, at a tenth of the calls of torch.no_grad()",
+            "without_gradients, for which torch.no_grad() can stand",
+        ),
+        (
             "torch.autograd.forward_ad: _current_level",
             "to know that forward-mode differentiation is under way",
             "forward-mode differentiation: fused operators would drop its tangents",

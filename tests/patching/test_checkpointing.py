@@ -46,6 +46,18 @@ def test_another_thread_trains_with_checkpoints_while_a_search_runs(reentrant: b
     assert torch.equal(found[0], expected)
 
 
+def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generator(function: object, args: object, kwargs: object) -> object:
+        raise AssertionError("torch's own runs")
+
+    monkeypatch.setattr(checkpointing, NAME + "_impl", generator, raising=False)
+    parts = CheckpointedParts()
+    with parts.noticed():
+        list(getattr(checkpointing, NAME + "_impl")(nn.Identity(), (), {}))
+    assert parts.any
+    assert getattr(checkpointing, NAME + "_impl") is generator
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_searches_that_end_in_any_order_leave_torch_as_it_was(order: tuple[int, int]) -> None:
     before = getattr(checkpointing, NAME)

@@ -3,10 +3,12 @@ none for the monitor and the remedies."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
 import torch
+from tests.quick import quick
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn import functional as F
@@ -35,7 +37,7 @@ def trained(remedy: str, *, filled_first: bool, sgd: bool = False) -> tuple[dict
     """The weights, the recorded steps and the warnings of a run whose optimizer's state torch fills before or after
     the remedy and the monitor came."""
     torch.manual_seed(0)
-    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)).double()
+    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
@@ -63,8 +65,11 @@ def trained(remedy: str, *, filled_first: bool, sgd: bool = False) -> tuple[dict
     return {n: p.detach() for n, p in model.named_parameters()}, steps, warned
 
 
-@pytest.mark.parametrize("remedy", REMEDIES)
-@pytest.mark.parametrize("sgd", [False, True])
+# SGD has no state that a remedy reads: one of each kind of remedy stands for the others.
+@pytest.mark.parametrize(
+    ("remedy", "sgd"),
+    quick(itertools.product(REMEDIES, (False, True)), lambda case: not case[1] or case[0] in ("none", "lalr:tau=0.1")),
+)
 def test_the_step_that_fills_an_optimizers_state_is_none(remedy: str, sgd: bool) -> None:
     before, *_ = trained(remedy, filled_first=True, sgd=sgd)
     after, steps, warned = trained(remedy, filled_first=False, sgd=sgd)

@@ -119,7 +119,7 @@ def test_a_bias_that_is_added_after_the_product_with_its_weight_is_refused() -> 
             late = {n: F.linear(x, m.weight) + m.bias for n, m in (("q", self.q), ("k", self.k))}
             return {**Attention.made(self, x), **late}
 
-    with pytest.raises(RefusedError, match="their weights are used by something other"):
+    with pytest.raises(RefusedError, match="something other than the module that holds the weights"):
         qkeel.apply("qk_norm", Later("plain"), example=torch.randn(2, T, M))
 
 

@@ -93,18 +93,18 @@ def test_gates_are_weights_to_the_optimizer_and_train() -> None:
 def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -> None:
     torchs, x = encoder(), example("encoder")
     before = everything(torchs)
-    with pytest.raises(RefusedError, match="inside one function of torch's"):
+    with pytest.raises(RefusedError, match="inside a torch function"):
         qkeel.apply("output_gate", torchs, example=x)
     assert everything(torchs) == before
     bert, x = hf("bert", "sdpa"), example("bert")  # projects in a module beside that of the attention
     before = everything(bert)
-    with pytest.raises(RefusedError, match="no module inside it multiplies what attention returns"):
+    with pytest.raises(RefusedError, match="no module inside it multiplies the output of attention"):
         qkeel.apply("output_gate", bert, example=x)
     assert everything(bert) == before
     mixed, x = Hand("linear"), torch.randn(2, 6, 16)
     mixed.o = nn.Identity()
     before = everything(mixed)
-    with pytest.raises(RefusedError, match="no module inside it multiplies what attention returns"):
+    with pytest.raises(RefusedError, match="no module inside it multiplies the output of attention"):
         qkeel.apply("output_gate", mixed, example=x)
     assert everything(mixed) == before
 
@@ -127,6 +127,6 @@ def test_heads_that_lie_apart_have_no_gate_of_their_own() -> None:
             return self.o(whole.permute(0, 2, 3, 1).flatten(2))
 
     model, x = Apart("fused"), torch.randn(2, 6, 16)
-    with pytest.raises(RefusedError, match="do not lie side by side"):
+    with pytest.raises(RefusedError, match="are not adjacent"):
         qkeel.apply("output_gate:per=head", model, example=x)
     qkeel.apply("output_gate", model, example=x).remove()

@@ -47,3 +47,25 @@ def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(
     drawn = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
     assert drawn == {"val_loss_by_lr", "max_logit_by_lr", "max_logit_lr_0.01", "max_logit_lr_0.1", "gains"}
     assert "minus that of the remedy" in (tmp_path / "s" / "gains.svg").read_text(encoding="utf-8")
+
+
+def test_no_label_of_a_figure_leaves_its_edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    cut: list[str] = []
+
+    def look(self: object, target: Path, **_: object) -> None:
+        FigureCanvasAgg(self).draw()
+        for ax in self.axes:
+            for text in (ax.xaxis.label, ax.yaxis.label, ax.title):
+                box = text.get_window_extent()
+                if text.get_text() and not (box.x0 >= 0 and box.x1 <= self.bbox.x1 and box.y0 >= 0):
+                    cut.append(f"{target.name}: {text.get_text()}")
+
+    monkeypatch.setattr(figure, "savefig", look)
+    study = make_study(tmp_path / "study", grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)))
+    for path in (study, make_watch(tmp_path / "run", SMALL)):
+        figures(path, tmp_path / "out")
+        figures(path, tmp_path / "out", width=6.75)
+    assert not cut

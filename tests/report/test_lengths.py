@@ -87,7 +87,7 @@ def test_the_page_sets_the_published_numbers_beside_the_measured_ones(tmp_path: 
 def test_what_reading_on_is_worth_is_told_and_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     made = part(tmp_path)
     found = [f.text for f in other_findings.length_findings(made)]
-    assert "What the last 64 tokens gain from all before them, in points: kna +1.0 and baseline -9.5." in found
+    assert "Gain of the last 64 tokens from the text before them, in points: kna +1.0 and baseline -9.5." in found
     text = str(other_findings.comparison(made))
     assert "Angles outside" in text
     assert ">0.100<" in text

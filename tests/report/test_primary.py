@@ -26,9 +26,23 @@ def leads(study: StudyData) -> list[str]:
     return [found.text for found in findings(study) if found.kind == "lead"]
 
 
-def test_the_page_leads_with_counts_and_then_with_the_primary_comparison(tmp_path: Path) -> None:
-    out = qkeel.report.write(planned(tmp_path / "study"), tmp_path / "report.html")
-    html = out.read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the study that most tests read."""
+    return planned(tmp_path_factory.mktemp("primary") / "study")
+
+
+@pytest.fixture(scope="module")
+def study(folder: Path) -> StudyData:
+    return collect(folder)
+
+
+@pytest.fixture(scope="module")
+def html(folder: Path) -> str:
+    return qkeel.report.write(folder, folder.with_name("report.html")).read_text(encoding="utf-8")
+
+
+def test_the_page_leads_with_counts_and_then_with_the_primary_comparison(html: str, study: StudyData) -> None:
     head = text_of(html[html.index("<h1>") : html.index("</header>")])
     said = [
         "At LR 0.1 attention collapsed in 8 of 8 runs with none; in 0 of 8 runs with qk_norm",
@@ -41,11 +55,10 @@ def test_the_page_leads_with_counts_and_then_with_the_primary_comparison(tmp_pat
     ]
     places = [head.index(text) for text in said]
     assert places == sorted(places)
-    assert [lead.split(" ")[0] for lead in leads(collect(tmp_path / "study"))] == ["At", "The", "Primary"]
+    assert [lead.split(" ")[0] for lead in leads(study)] == ["At", "The", "Primary"]
 
 
-def test_the_rest_is_folded_and_no_verdict_is_drawn_from_it(tmp_path: Path) -> None:
-    html = qkeel.report.write(planned(tmp_path / "study"), tmp_path / "report.html").read_text(encoding="utf-8")
+def test_the_rest_is_folded_and_no_verdict_is_drawn_from_it(html: str) -> None:
     counts = text_of(html[html.index('id="section-verdict"') : html.index('id="section-charts"')])
     assert "Collapsed at LR 0.1" in counts
     assert "8 of 8" in counts
@@ -60,12 +73,13 @@ def test_the_rest_is_folded_and_no_verdict_is_drawn_from_it(tmp_path: Path) -> N
     assert "Holm" not in text_of(html[html.index("<header") : html.index('id="section-definitions"')])
 
 
-def test_the_primary_interval_is_the_one_of_its_own_differences_however_much_else_is_compared(tmp_path: Path) -> None:
-    for name, remedies in (("few", ("none", "qk_norm")), ("many", REMEDIES)):
-        study = collect(planned(tmp_path / name, remedies))
-        gain = primary_gain(study)
+def test_the_primary_interval_is_the_one_of_its_own_differences_however_much_else_is_compared(
+    tmp_path: Path, study: StudyData
+) -> None:
+    for one in (collect(planned(tmp_path / "few", ("none", "qk_norm"))), study):
+        gain = primary_gain(one)
         assert gain is not None
-        differences = paired_gain(study.rows(), "qk_norm", "none", 0.1)
+        differences = paired_gain(one.rows(), "qk_norm", "none", 0.1)
         assert gain.effect == paired_effect(differences, MARGIN, 0.95)
         assert gain.effect is not None
         assert (gain.effect.n, gain.verdict, gain.secondary) == (8, "better", False)
@@ -89,8 +103,7 @@ def test_without_a_known_spread_no_power_is_stated(tmp_path: Path) -> None:
     assert cautions[0].startswith("8 seeds; no power was planned for these settings.")
 
 
-def test_a_worse_an_equal_and_an_undecided_primary_comparison_are_called_so(tmp_path: Path) -> None:
-    study = collect(planned(tmp_path / "study"))
+def test_a_worse_an_equal_and_an_undecided_primary_comparison_are_called_so(study: StudyData) -> None:
 
     def with_gains(*differences: float) -> str:
         mine = dict(enumerate(differences))
@@ -114,8 +127,7 @@ def _is(run: object, remedy: str) -> bool:
     return (run.remedy, run.lr, run.role) == (remedy, 0.1, "grid")  # type: ignore[attr-defined]
 
 
-def test_before_any_seed_has_both_nothing_is_compared(tmp_path: Path) -> None:
-    study = collect(planned(tmp_path / "study"))
+def test_before_any_seed_has_both_nothing_is_compared(study: StudyData) -> None:
     none = dataclasses.replace(study, runs=[run for run in study.runs if run.remedy != "qk_norm"])
     assert leads(none)[-1].endswith("No seed has finished both.")
     empty = dataclasses.replace(study, runs=[dataclasses.replace(run, row=None) for run in study.runs])
@@ -123,18 +135,17 @@ def test_before_any_seed_has_both_nothing_is_compared(tmp_path: Path) -> None:
     assert "86" not in str(findings(empty))
 
 
-def test_a_watched_page_takes_the_primary_comparison_as_its_advice(tmp_path: Path) -> None:
-    said = text_of(advice(collect(planned(tmp_path / "study"))))
+def test_a_watched_page_takes_the_primary_comparison_as_its_advice(study: StudyData) -> None:
+    said = text_of(advice(study))
     assert "qk_norm gains most, +0.287" in said
 
 
-def test_two_studies_on_one_page_are_judged_together(tmp_path: Path) -> None:
+def test_two_studies_on_one_page_are_judged_together(tmp_path: Path, folder: Path) -> None:
     other = make_study(tmp_path / "other", grid(("none", "qk_norm"), (0.1,), FEW))
-    assert collect([planned(tmp_path / "study"), other]).primary is None
+    assert collect([folder, other]).primary is None
 
 
-def test_the_largest_stable_rate_counts_seeds_that_ran_at_every_rate_only(tmp_path: Path) -> None:
-    study = collect(planned(tmp_path / "study"))
+def test_the_largest_stable_rate_counts_seeds_that_ran_at_every_rate_only(study: StudyData) -> None:
     line = next(line for line in standings(study) if line.remedy == "none")
     # At 0.1 all collapse: of the seeds that ran there alone none has a stable rate, which says nothing about 0.03.
     assert (line.stable_lr, line.stable_lrs) == (0.03, (0.03, 0.03))

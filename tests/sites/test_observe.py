@@ -175,7 +175,8 @@ def oracle(module: Block) -> tuple[Tensor, Tensor]:
     assert module.last is not None
     q, k = (x.double() for x in module.last)
     z = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    p = z.softmax(-1)
+    sink = torch.full((*z.shape[:-1], 1), 3.0 if module.attend is with_sink else -torch.inf, dtype=z.dtype)
+    p = torch.cat([z, sink], -1).softmax(-1)
     return z.amax((0, 2, 3)), -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
 
 

@@ -196,7 +196,7 @@ def test_inverse_leaky_rerope_is_tested_with_plain_rope() -> None:
         (lambda: layer_specs(FORM, 4, "alibii"), UnknownNameError, "Did you mean 'alibi'"),
         (lambda: layer_specs(FORM, 4, "xpos:bass=3"), UnknownNameError, "Did you mean 'base'"),
         (lambda: layer_specs(FORM, 4, "rope:base=big"), InvalidTypeError, "expected a number"),
-        (lambda: layer_specs(FORM, 4, "rope+nope"), InvalidValueError, "join those of layers by '/'"),
+        (lambda: layer_specs(FORM, 4, "rope+nope"), InvalidValueError, "join positions of layers by '/'"),
         (lambda: layer_specs(preset("vit22b"), 4, "pi:factor=2"), RefusedError, "no position"),
         (lambda: DecoderConfig(vocab_size=5, n_layers=3, spec=(FORM, FORM)), InvalidValueError, "one spec per layer"),
     ],

@@ -28,9 +28,9 @@ _INTRODUCTION = """# Peers' own tests
 `make suites` runs the tests of other projects with qkeel in them and writes this page. A test counts as *the same*
 where it has the outcome that it has without qkeel, on the same machine in the same run.
 
-- transformers: its modelling tests, from a checkout or an unpacked sdist that `QKEEL_TRANSFORMERS` names, of the
-  version that is installed; once as they are, once with qkeel's attention wherever the tests would use "sdpa", once
-  with each outermost call of a model watched.
+- transformers: its modelling tests, from a checkout that `QKEEL_TRANSFORMERS` names (an sdist has the common tests
+  alone), of the version that is installed; once as they are, once with qkeel's attention wherever the tests would use
+  "sdpa", once with each outermost call of a model watched.
 - torch: the OpInfo samples of `scaled_dot_product_attention`, without dropout, in four dtypes: outputs, strides, errors
   and gradients of `qkeel.nn.functional_attention` against torch's function.
 - torch.optim: every optimizer of `optim_db` with all its sets of arguments, on a layer of attention, under `lalr` and
@@ -41,10 +41,12 @@ where it has the outcome that it has without qkeel, on the same machine in the s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 where anything differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.suites", description=__doc__)
-    parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="checkout or sdist")
+    parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="a checkout")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds of one family in one mode")
+    parser.add_argument("--most", type=int, default=0, help="of a family run so many tests, at even distances; 0: all")
+    parser.add_argument("--said", default="", help="where the checkout is from, for the page")
     parser.add_argument("--out", type=Path, default=Path("internals/suites.md"))
     given = parser.parse_args(arguments)
     wanted = given.only or ["transformers", "samples", "optimizers"]
@@ -70,6 +72,10 @@ def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
     lines = ["## transformers", ""]
     if not given.transformers:
         return [*lines, "Not run: `QKEEL_TRANSFORMERS` names no checkout."], 0
+    if given.said:
+        lines += [f"Checkout: {given.said}.", ""]
+    if given.most:
+        lines += [f"A sample: of each family {given.most} tests, at even distances in the order of its file.", ""]
     lines += [
         "| family | tests that pass without qkeel | with | the same | qkeel's part | others |",
         "|---|---|---|---|---|---|",
@@ -117,7 +123,7 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
         paths = [str(home), str(Path(__file__).parent), str(Path.cwd() / "src")]
         environment = {
             **os.environ, "QKEEL_SUITE": mode, "QKEEL_SUITE_OUT": str(out), "PYTHONPATH": os.pathsep.join(paths),
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QKEEL_SUITE_MOST": str(given.most or ""),
         }  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "peer_plugin", "-k", LEFT_OUT,
@@ -128,6 +134,8 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
                 command, env=environment, cwd=home, timeout=given.timeout, check=False, capture_output=True, text=True
             )
         except subprocess.TimeoutExpired:
+            if out.exists():
+                return json.loads(out.read_text())
             return f"not over after {given.timeout:g} s"
         if out.exists() and (found := json.loads(out.read_text()))["outcomes"]:
             return found

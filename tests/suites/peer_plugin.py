@@ -1,7 +1,8 @@
 """A pytest plugin for transformers' own tests: qkeel's attention in the place of "sdpa", or every model watched.
 
 The variable QKEEL_SUITE says which: "plain", "qkeel" or "watched". At the end QKEEL_SUITE_OUT gets a JSON object: the
-outcome of each test, and how many calls of attention, or of models, qkeel took part in.
+outcome of each test, and how many calls of attention, or of models, qkeel took part in. QKEEL_SUITE_MOST: of more tests
+than that only so many are run, at even distances in the order of the file.
 """
 
 from __future__ import annotations
@@ -74,15 +75,20 @@ def _watch() -> None:
     PreTrainedModel.__call__ = watched  # type: ignore[method-assign]
 
 
+@pytest.hookimpl(trylast=True)  # after -k
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves the sample that was asked for."""
+    most = int(os.environ.get("QKEEL_SUITE_MOST") or len(items))
+    if most < len(items):
+        items[:] = [items[i * len(items) // most] for i in range(most)]
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Notes the worst outcome of a test's phases."""
     if report.when == "call" or report.outcome != "passed":
         _outcomes[report.nodeid] = report.outcome
         if report.outcome == "failed":
             _reasons[report.nodeid] = str(report.longrepr).strip().splitlines()[-1][:200]
-
-
-def pytest_sessionfinish() -> None:
-    """Writes what was seen."""
-    if _OUT:
-        Path(_OUT).write_text(json.dumps({"outcomes": _outcomes, "reasons": _reasons, "seen": _seen}))
+    if _OUT and report.when == "teardown":  # at each test: the time may be over before the last
+        Path(f"{_OUT}.new").write_text(json.dumps({"outcomes": _outcomes, "reasons": _reasons, "seen": _seen}))
+        Path(f"{_OUT}.new").replace(_OUT)

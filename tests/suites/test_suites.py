@@ -69,3 +69,7 @@ def test_models_are_run_as_they_are_with_qkeel_and_watched(tmp_path: Path) -> No
     assert [row.split(" | ")[3] for row in rows] == ["0", "1"]
     assert "1 calls of qkeel's attention" in rows[0]
     assert "1 watched calls of models" in rows[1]
+    (folder / "test_modeling_toy.py").write_text("".join(f"def test_{i}(): assert {i}\n" for i in range(9)))
+    assert suites.main([*given, "--most", "3"]) == 0
+    rows = [line for line in out.read_text().splitlines() if line.startswith("| toy")]
+    assert [row.split(" | ")[1] for row in rows] == ["2", "2"]  # of 0, 3 and 6 the first fails in any case

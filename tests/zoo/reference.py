@@ -156,7 +156,9 @@ def _mean(weights: Tensor) -> Tensor:
     some = w.sum(-1) > 0
     uneven = some & ((w.amax(-1) > w.amin(-1)) | (w.shape[-1] == 1))
     over = (0, 2) if w.ndim == 4 else tuple(range(w.ndim - 1))
-    rows = entropy(w)
+    rest = (1 - w.sum(-1)).masked_fill(~some, 0.0)
+    sink = bool((rest > 1e-3).any())  # rows of a plain softmax sum to one but for rounding
+    rows = entropy(torch.cat([w, rest.clamp_min(0)[..., None]], -1) if sink else w)
     return torch.stack(
         [(rows.masked_fill(~m, 0.0).sum(over) / m.sum(over).clamp_min(1)).reshape(-1) for m in (some, uneven)]
     )

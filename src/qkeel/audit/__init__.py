@@ -1,4 +1,4 @@
-"""AUDIT: a checkpoint read head by head without running it; a model's attention explained by experiment."""
+"""AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment."""
 
 from qkeel.audit.check import check
 from qkeel.audit.explain import explain_model

@@ -1,4 +1,4 @@
-"""Is the attention of a model, a run or a checkpoint healthy? One sentence, with its number and its threshold."""
+"""Health check of a model, a run or a checkpoint: one sentence with its number and its threshold."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ from qkeel.sites.tap import Tap
 
 
 def check(what: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
-    """Returns whether attention is healthy: print it for one sentence, `table()` for the numbers of each layer.
+    """Checks whether attention is healthy: print the result for one sentence, `table()` for the numbers of each layer.
 
-    Not healthy is a logit that is NaN, infinite or over `threshold`, or a layer whose mean attention entropy is under
-    0.05 nats. A model is judged by one forward pass on the batch, after which it is what it was; a run by all its
-    records; a checkpoint by its weights alone, without running it: what they allow is an upper bound, so a bound over
-    the threshold is "not known" and not "not healthy".
-
-    >>> from qkeel.nn import Attention
-    >>> print(check(Attention(16, 2), torch.zeros(1, 4, 16)))
-    healthy: largest logit 0 (Attention head 0), under 100, where logits begin to count as large
+    Attention is not healthy if a logit is NaN, infinite or above `threshold`, or if a layer's mean attention entropy is
+    below 0.05 nats. A model is judged by one forward pass on the batch and left unchanged, a run by all its records. A
+    checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the threshold
+    is therefore "not known", not "not healthy".
 
     Args:
-        what: a model; the directory of a run that was watched or trained by qkeel; or a .safetensors file, a folder of
-            shards or a Hugging Face folder.
-        batch: what the model takes: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
-        threshold: the largest logit that is let pass, in nats.
+        what: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder of shards
+            or a Hugging Face folder.
+        batch: input of the model: a tensor, a tuple of the forward's arguments or a dict of its keyword arguments.
+        threshold: the largest accepted logit, in nats.
 
     Raises:
-        InvalidTypeError: it is none of these, or a model comes without a batch. NoAttentionError: the pass shows no
-        attention. InvalidValueError: the threshold is not above 0. RunDirectoryError, DataError: it cannot be read.
+        InvalidTypeError: `what` is something else, or a model comes without a batch.
+        NoAttentionError: the forward pass shows no attention.
+        InvalidValueError: the threshold is not above 0.
+        RunDirectoryError, DataError: the files cannot be read.
+
+    Example:
+        >>> from qkeel.nn import Attention
+        >>> print(check(Attention(16, 2), torch.zeros(1, 4, 16)))
+        healthy: largest logit 0 (Attention head 0), under 100, where logits begin to count as large
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
@@ -56,12 +59,12 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
 
 
 def is_run(path: Path) -> bool:
-    """Returns whether a directory holds the records of a run."""
+    """True if a directory holds the records of a run."""
     return (path / "metrics.jsonl").is_file()
 
 
 def check_checkpoint(path: Path, flags: Geometry, threshold: float, on_progress: ScanProgress) -> Health:
-    """As `check`, of a checkpoint with head counts that it does not say itself."""
+    """Checks a checkpoint whose head counts may come from `flags`; see `check`."""
     return of_scan(scan(path, flags=flags, on_progress=on_progress), threshold)
 
 
@@ -100,7 +103,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
 
 
 def _numbers(stats: LogitStats) -> tuple[float, int, float, bool]:
-    """Of one site: the largest logit, its head, the mean entropy of its heads, whether a logit is not finite."""
+    """Returns a site's largest logit, its head, the mean entropy of the heads, and whether a logit is not finite."""
     values = stats.max_logit.double()
     head = int(values.nan_to_num(-math.inf).argmax())
     entropy = stats.value("entropy")
@@ -127,7 +130,7 @@ def _of_run(path: Path, threshold: float) -> Health:
 
 
 def _of_heads(heads: Heads, threshold: float) -> Health:
-    """By all records: the largest logit of any, and the entropy of the last."""
+    """Judges a run by all records: the largest logit of any record, and the entropy of the last."""
     logits = torch.from_numpy(heads.values["max_logit"].copy()).double()  # [records layers heads]
     bad = heads.values.get(NON_FINITE)
     flat = logits.nan_to_num(-math.inf).flatten()
@@ -151,7 +154,7 @@ def _of_heads(heads: Heads, threshold: float) -> Health:
 
 
 def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
-    """Returns what the weights of a checkpoint say: a bound that no input passes, where norms give one."""
+    """Judges a checkpoint by its weights: an upper bound on the logits, where norms give one."""
     rows, bounds = [], []
     for site in found.sites:
         both = [g if math.isfinite(g) else b for g, b in zip(site.gain_bound, site.logit_bound)]

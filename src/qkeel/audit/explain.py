@@ -1,4 +1,4 @@
-"""Which QK-norm, scale and cap a model really applies, found by experiment, beside its configuration."""
+"""Finds by experiment which QK-norm, scale and cap a model really applies, and compares them with its config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.audit import explain_responses
 from qkeel.audit.explain_experiment import (
     Observation,
     Observations,
@@ -23,7 +22,26 @@ from qkeel.audit.explain_experiment import (
     seen,
     sinks_of,
 )
-from qkeel.audit.explain_responses import Answers, Explanation, NormRecipe, Rotation, SiteRecipe, compress, scale_text
+from qkeel.audit.explain_responses import (
+    Answers,
+    Explanation,
+    NormRecipe,
+    Rotation,
+    SiteRecipe,
+    close,
+    compress,
+    eps_of,
+    even,
+    gains,
+    moving,
+    odd_part,
+    reach,
+    response,
+    rotation,
+    scale_text,
+    shape_of,
+    subtracts_mean,
+)
 from qkeel.audit.tensor_heads import ConfigMapping, section
 from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
@@ -32,12 +50,12 @@ from qkeel.patching.forward import owners, unwrapped
 from qkeel.sites import AttentionSite, HeadSlice, find_sites
 from qkeel.sites.tap import Tap
 
-# The queries or the keys of one site: their norm and rotation, from their responses to the experiments.
+# One side of one site: its norm and rotation, read from its responses to the experiments.
 
 
 @final
 class QueryOrKey:
-    """The queries or the keys of one site: their responses, and the norm and rotation that these show."""
+    """The queries or the keys of one site: their responses, and the norm and rotation that explain them."""
 
     def __init__(self, experiment: SiteExperiments, site: AttentionSite, side: Literal["q", "k"]) -> None:
         self.site, self.side = site, side
@@ -69,9 +87,9 @@ class QueryOrKey:
         return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
 
     def norm(self) -> NormRecipe:
-        """Returns the norm that acts, or the factor where none does."""
+        """Returns the norm that acts, or without one the factor."""
         a = self.answers
-        how = explain_responses.response(a)
+        how = response(a)
         if how == "linear":
             return self._linear()
         if how != "normed":
@@ -79,89 +97,83 @@ class QueryOrKey:
                 how, "it neither grows with its projection nor stays the same"
             )
             return NormRecipe(kind="unknown", why=why)
-        over = explain_responses.reach(a)
+        over = reach(a)
         if over in ("", "some tokens"):
-            why = "a number of one token reaches others, by a convolution or pooling"
-            return NormRecipe(kind="unknown", why=why if over else "no number of its projection reaches it")
+            why = "one token affects others, by a convolution or pooling"
+            return NormRecipe(kind="unknown", why=why if over else "its projection does not affect it")
         if over not in ("head", "layer"):
-            return NormRecipe(
-                kind="RMS" if not explain_responses.subtracts_mean(a) else "layer", over=over, gain="unknown"
-            )
-        kind = "layer" if explain_responses.subtracts_mean(a) else "RMS"
-        gain = explain_responses.gains(a, kind, over)
-        eps, floor = explain_responses.eps_of(a, kind, over)
+            return NormRecipe(kind="RMS" if not subtracts_mean(a) else "layer", over=over, gain="unknown")
+        kind = "layer" if subtracts_mean(a) else "RMS"
+        gain = gains(a, kind, over)
+        eps, floor = eps_of(a, kind, over)
         shape, bias, names = self._gain(gain, kind, over)
         width = a.base.shape[-1] * (len(a.base) if over == "layer" else 1)
         scalar = float(gain.median()) if gain is not None and shape.startswith("scalar") else math.nan
-        if kind == "RMS" and abs(scalar * math.sqrt(width) - 1) < 1e-3:  # every vector of length 1
+        if kind == "RMS" and abs(scalar * math.sqrt(width) - 1) < 1e-3:  # every vector has length 1
             kind, shape = "L2", "none"
         elif floor and kind == "RMS":
             kind = "L2"
-            shape = explain_responses.shape_of(gain * width**0.5, a.tolerance) if gain is not None else shape
+            shape = shape_of(gain * width**0.5, a.tolerance) if gain is not None else shape
         order = "" if self.rotation() is None else self._order(gain, shape, kind)
         return NormRecipe(kind=kind, over=over, eps=eps, gain=shape, bias=bias, parameters=names, order=order)
 
     def _linear(self) -> NormRecipe:
-        first = explain_responses.odd_part(self.answers)[:, 0]
+        first = odd_part(self.answers)[:, 0]
         given = sum(self._given(s, 0).square().sum(-1).expand(len(first)) for s in self.slices)
         ratio = first.norm(dim=-1) / torch.as_tensor(given).sqrt()
-        if not explain_responses.close(ratio, ratio[:1].expand_as(ratio), 1e-2):
-            return NormRecipe(why="what multiplies it differs by head")
-        if explain_responses.reach(self.answers) == "some tokens":
-            return NormRecipe(why="a number of one token reaches others, by a convolution or pooling")
+        if not close(ratio, ratio[:1].expand_as(ratio), 1e-2):
+            return NormRecipe(why="its factor differs by head")
+        if reach(self.answers) == "some tokens":
+            return NormRecipe(why="one token affects others, by a convolution or pooling")
         value = float(ratio.median())
         return NormRecipe(factor=1.0 if abs(value - 1) < 1e-3 else value)
 
     def _gain(self, gain: Tensor | None, kind: str, over: str) -> tuple[str, bool, tuple[str, ...]]:
-        """The shape of the gain, whether there is a bias after it, and the parameters that make them."""
+        """Returns the gain's shape, whether a bias follows it, and the parameters of both."""
         a = self.answers
         tolerance = a.tolerance
-        bias = not explain_responses.close(explain_responses.even(a)[:, 0] + a.base[:, 0], a.base[:, 0], 10 * tolerance)
-        shape = "unknown" if gain is None else explain_responses.shape_of(gain, tolerance)
+        bias = not close(even(a)[:, 0] + a.base[:, 0], a.base[:, 0], 10 * tolerance)
+        shape = "unknown" if gain is None else shape_of(gain, tolerance)
         names = []
         for effect in self.effects:
             names.append(effect.name)
             odd = (self._of(effect.plus) - self._of(effect.minus)) / 2
-            old = explain_responses.odd_part(a)
-            if explain_responses.close(odd, old, tolerance):
+            old = odd_part(a)
+            if close(odd, old, tolerance):
                 bias = True
             elif gain is not None:
                 now = gain * (odd[:, 0] / old[:, 0])
-                shape = explain_responses.shape_of(now, tolerance)
+                shape = shape_of(now, tolerance)
                 shape += ", 1 + w" if _one_plus(effect, now / gain) else ""
         return shape, bias, tuple(names)
 
-    def rotation(self) -> explain_responses.Rotation | None:
-        """Returns how the vectors turn with the position."""
+    def rotation(self) -> Rotation | None:
+        """Returns how the vectors turn with the position; None if they do not."""
         a = self.answers
         if a.base.shape[1] < 3:
-            return explain_responses.Rotation(
-                dims=0, of=a.base.shape[-1], why="the example has fewer than three tokens"
-            )
-        y = explain_responses.odd_part(a) if explain_responses.response(a) != "other" else a.base
-        found = explain_responses.rotation(y, a.tolerance if self.fine else 0.5)
-        if found is None or found.pairing or explain_responses.response(a) != "normed":
+            return Rotation(dims=0, of=a.base.shape[-1], why="the example has fewer than three tokens")
+        y = odd_part(a) if response(a) != "other" else a.base
+        found = rotation(y, a.tolerance if self.fine else 0.5)
+        if found is None or found.pairing or response(a) != "normed":
             return found
-        gain = explain_responses.gains(
-            a, "layer" if explain_responses.subtracts_mean(a) else "RMS", explain_responses.reach(a)
-        )
-        return found if gain is None else explain_responses.rotation(y / gain[:, None], a.tolerance)
+        gain = gains(a, "layer" if subtracts_mean(a) else "RMS", reach(a))
+        return found if gain is None else rotation(y / gain[:, None], a.tolerance)
 
     def _order(self, gain: Tensor | None, shape: str, kind: str) -> str:
-        """Returns whether the norm comes before the rotation: from lengths of pairs, under a gain that varies."""
-        y = explain_responses.odd_part(self.answers)
+        """Returns whether the norm precedes the rotation, judged by lengths of pairs under a varying gain."""
+        y = odd_part(self.answers)
         if gain is not None:
             for effect in self.effects:
                 odd = (self._of(effect.plus) - self._of(effect.minus)) / 2
-                if not explain_responses.close(odd, y, self.answers.tolerance):
+                if not close(odd, y, self.answers.tolerance):
                     gain, y = gain * (odd[:, 0] / y[:, 0]), odd
                     break
-        among = explain_responses.moving(explain_responses.odd_part(self.answers), self.answers.tolerance)
-        turned = explain_responses.rotation(y, self.answers.tolerance, among)
+        among = moving(odd_part(self.answers), self.answers.tolerance)
+        turned = rotation(y, self.answers.tolerance, among)
         before = turned is not None and bool(turned.pairing)
         if gain is None:
             return "before RoPE" if before and shape != "none" else "order with RoPE unknown"
-        divided = explain_responses.rotation(y / gain[:, None], self.answers.tolerance, among)
+        divided = rotation(y / gain[:, None], self.answers.tolerance, among)
         after = divided is not None and bool(divided.pairing)
         if before and after:
             return "before RoPE" if kind == "layer" else "before or after RoPE (the same without a gain per dim)"
@@ -169,15 +181,15 @@ class QueryOrKey:
 
 
 def _one_plus(effect: ParameterEffect, ratio: Tensor) -> bool:
-    """Returns whether the gain is 1 + w of the parameter, from how it followed a change."""
+    """True if the gain is 1 + w of the parameter, judged by its response to a change."""
     old, new = effect.before.double().cpu().flatten(), effect.after.double().cpu().flatten()
     if old.numel() not in (ratio.shape[-1], ratio.numel()):
         return False
     expected = ((1 + new) / (1 + old)).view(-1, ratio.shape[-1]).expand_as(ratio)
-    return explain_responses.close(expected, ratio, 1e-3)
+    return close(expected, ratio, 1e-3)
 
 
-# The fields of a model's config that contradict what was observed.
+# Contradictions between a model's config and its observed behaviour.
 
 _NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
@@ -186,7 +198,7 @@ Check = Callable[[ConfigMapping, SiteRecipe], str]
 
 
 def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
-    """Returns sentences, each with its attentions; empty where config and model agree or there is no config."""
+    """Returns one sentence per contradiction, with the attentions it concerns; empty without a config."""
     where: dict[str, list[str]] = {}
     for recipe in recipes:
         part = _config(model, recipe.name)
@@ -199,7 +211,7 @@ def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, .
 
 
 def _config(model: nn.Module, name: str) -> ConfigMapping:
-    """The config of the innermost module around a site that has one: a mapping, or what `to_dict` makes one."""
+    """Returns the config of the innermost module around a site that has one, as a mapping."""
     path = name.split("#")[0].split(".")
     for end in range(len(path), -1, -1):
         config = getattr(model.get_submodule(".".join(path[:end])), "config", None)
@@ -211,7 +223,7 @@ def _config(model: nn.Module, name: str) -> ConfigMapping:
 
 
 def _named(config: ConfigMapping, word: str) -> list[float]:
-    """All numbers of a config, at any depth, whose key has the word in it."""
+    """Returns all numbers of a config, at any depth, whose key contains the word."""
     found = []
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -244,7 +256,7 @@ def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
     got = recipe.total_scale
     if math.isnan(got) or abs(got / said - 1) < 2e-3:
         return ""
-    return f"{name} means logits {said:.4g} · q·k, seen was {scale_text((got,), recipe.head_dim)}"
+    return f"{name} means logits {said:.4g} · q·k, observed was {scale_text((got,), recipe.head_dim)}"
 
 
 def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -254,7 +266,7 @@ def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
     said, got = config[key], recipe.softcap
     if (said or None) == got or (said and got and abs(got / said - 1) < 1e-3):
         return ""
-    return f"config.{key} is {said}, the cap seen is {'none' if got is None else f'{got:g}'}"
+    return f"config.{key} is {said}, the observed cap is {'none' if got is None else f'{got:g}'}"
 
 
 def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -277,7 +289,7 @@ def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
     ):
         said = config.get(key)
         if isinstance(said, int) and got not in _named(config, word):
-            return f"config.{key} is {said}, seen were {got}"
+            return f"config.{key} is {said}, observed: {got}"
     return ""
 
 
@@ -289,38 +301,40 @@ def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
         return ""
     if any(abs(g / value - 1) < 0.05 for value in said for g in (got, whole)):
         return ""
-    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, the one seen is {got:,.6g}"
+    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, the observed one is {got:,.6g}"
 
 
 _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 
 
-# The recipe that each attention of a model really applies, found by experiment.
+# Assembling the recipe of each attention.
 
 
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:
-    """Returns what each attention of a model does to q, k and their product, as forward passes show it, not names.
+    """Finds out by forward passes what each attention of a model does to q, k and their product.
 
-    The projections of every site are made to give chosen numbers (twice as large, tiny, with one number larger, the
-    same at every token, …), and the q and k that arrive at attention are compared. Parameters near it are changed
-    one after the other to see what they do. That takes a few dozen forward passes; afterwards the model is bit for
-    bit what it was.
+    Names and types are not trusted. Instead the projections of every site are made to output chosen numbers (twice as
+    large, tiny, one number larger, equal at every token, …), and the q and k that arrive at attention are compared.
+    Nearby parameters are changed one by one to see their effect. This takes a few dozen forward passes and leaves the
+    model bit for bit unchanged.
 
     Args:
-        model: any PyTorch model whose attention `find_sites` sees. Compiled ones are run eagerly.
-        batch: what a forward pass takes: a tensor, a tuple of arguments, or a mapping of keyword arguments. It needs
-            three tokens or more to show positions, and float32 to show what bfloat16 rounds away. Of a model that
-            `qkeel.watch` has seen train: by default its last batch.
+        model: any PyTorch model whose attention `find_sites` finds. Compiled models run eagerly.
+        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Positions
+            need three tokens or more, and details that bfloat16 rounds away need float32. Default: the last batch, if
+            `qkeel.watch` has seen the model train.
 
     Returns:
-        An Explanation: print it, or read `sites` and `differences` (from `model.config`, where there is one).
+        An Explanation: print it, or read `sites` and `differences` (from `model.config`, if there is one).
 
     Raises:
-        RefusedError: there is no attention that can be seen. InvalidValueError: the forward pass fails.
+        RefusedError: no attention can be analysed.
+        InvalidValueError: the forward pass fails.
 
-    >>> model = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
-    >>> print(explain_model(model, torch.randn(1, 5, 16)).sites[0].lines()[0])
-    heads     2 heads of 8
+    Example:
+        >>> model = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
+        >>> print(explain_model(model, torch.randn(1, 5, 16)).sites[0].lines()[0])
+        heads     2 heads of 8
     """
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
@@ -339,12 +353,12 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
 
 
 def _last_batch(model: nn.Module) -> Arguments:
-    """The arguments of the training pass that a watched model made last."""
+    """Returns the arguments of a watched model's last training pass."""
     latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
     if latest is None:
         raise InvalidTypeError(
-            "expected a batch, as the model takes it: qkeel.explain_model(model, batch). It is known without one only "
-            "of a model that qkeel.watch has seen train"
+            "expected a batch, as the model takes it: qkeel.explain_model(model, batch). The batch may be left out "
+            "only for a model that qkeel.watch has seen train"
         )
     return tuple(latest.args), dict(latest.kwargs)
 
@@ -358,6 +372,7 @@ def _recipe(experiment: SiteExperiments, site: AttentionSite) -> SiteRecipe:
         n_kv_heads=site.n_kv_heads,
         head_dim=site.head_dim,
         key_heads=site.key_heads,
+        layer_type=site.layer_type,
     )
     if name not in experiment.base:
         return recipe(
@@ -402,7 +417,7 @@ def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tu
 
 
 def _biased(reading: Observation, scale: tuple[float, ...] | None) -> bool:
-    """Returns whether something besides q·k makes one key more likely than another."""
+    """True if something besides q·k makes one key more likely than another."""
     if reading.logits is None:
         return reading.bias is not None and bool((reading.bias[reading.visible] != 0).any())
     if scale is None:
@@ -413,7 +428,7 @@ def _biased(reading: Observation, scale: tuple[float, ...] | None) -> bool:
 
 
 def _latent(site: AttentionSite, norms: Mapping[str, str]) -> str:
-    """MLA in words: which parts of a head come from which key weight, and what lies before it."""
+    """Describes MLA: which parts of a head come from which key weight, and what precedes that weight."""
     if len(site.terms) < 2 and not norms:
         return ""
     parts = []

@@ -1,4 +1,7 @@
-"""The experiments behind `explain`: a model whose inputs of attention are set, and what its logits answer."""
+"""The experiments behind `explain_model`: forward passes with chosen projection outputs, and the observed q, k, logits.
+
+Shapes: h query heads, g key heads, t queries, s keys, d numbers per head.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkeel.audit import explain_responses
-from qkeel.audit.explain_responses import EPS_FACTORS
+from qkeel.audit.explain_responses import EPS_FACTORS, close
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall, CaptureMode
@@ -24,22 +26,24 @@ from qkeel.sites.trace import forward, grouped
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
-# A model under control: its projections give what an experiment chooses, and q, k and logits are observed.
+# Controlling a model: projections output what an experiment chooses, and q, k and logits are observed.
 #
-# A torch function mode below the interceptor replaces the output of every product with a projection's weight. Then q
-# and k are functions of that replacement and of the position alone, whatever the layers before did.
+# A torch function mode below CaptureMode replaces the output of every product with a projection's weight. q and k then
+# depend on that replacement and on the position alone, whatever the preceding layers computed.
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
 _SOFTMAX = frozenset({"softmax", "safe_softmax"})
 
-Stimulus = Callable[[Tensor, Tensor], Tensor]  # x [features], like [tokens features] -> what the projection gives
+Stimulus = Callable[[Tensor, Tensor], Tensor]  # x [features], like [tokens features] -> the projection's output
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """One site in one pass, first item of the batch, float64: q [h t d], k [g s d], logits [h t s] (None for a fused
-    kernel), the scale a fused kernel was given, visible [h t s], the additive bias of a fused kernel, columns beyond
-    the keys in the softmax [h t n]."""
+    """One site in one pass, first batch entry, float64.
+
+    q [h t d], k [g s d], logits [h t s] (None for a fused kernel), a fused kernel's scale and additive bias, visible
+    [h t s], and `beyond` [h t n]: softmax columns beyond the keys. `rounding` is the eps of q's dtype.
+    """
 
     q: Tensor
     k: Tensor
@@ -56,24 +60,24 @@ Observations = Mapping[str, Observation]
 
 
 def random_vector(name: str, size: int, salt: int = 0) -> Tensor:
-    """[size] numbers of magnitude 0.5 to 1.5 and random sign, the same for the same name."""
+    """Returns [size] numbers of magnitude 0.5 to 1.5 and random sign, determined by the name."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{salt}".encode()))
     size_of = torch.rand(size, generator=generator, dtype=torch.float64) + 0.5
     return size_of * (2 * torch.randint(0, 2, (size,), generator=generator) - 1)
 
 
 def scaled(factor: float, salt: int = 0) -> Stimulus:
-    """The same vector times `factor` at every token."""
+    """Outputs the same vector times `factor` at every token."""
     return lambda x, like: (factor * _other(x, salt)).expand(like.shape)
 
 
 def shifted(by: float) -> Stimulus:
-    """The same vector plus a constant at every token."""
+    """Outputs the same vector plus a constant at every token."""
     return lambda x, like: (x + by).expand(like.shape)
 
 
 def one_number(features: frozenset[int], factor: float = 64.0) -> Stimulus:
-    """The same vector at every token, but some of its numbers larger at the first token."""
+    """Outputs the same vector at every token, with some of its numbers larger at the first token."""
 
     def stimulus(x: Tensor, like: Tensor) -> Tensor:
         out = x.expand(like.shape).clone()
@@ -84,7 +88,7 @@ def one_number(features: frozenset[int], factor: float = 64.0) -> Stimulus:
 
 
 def tokens(salt: int) -> Stimulus:
-    """Another vector at every token."""
+    """Outputs a different vector at every token."""
 
     def stimulus(x: Tensor, like: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(salt * 1000 + len(x))
@@ -101,7 +105,7 @@ def _other(x: Tensor, salt: int) -> Tensor:
 
 
 class _Replace(TorchFunctionMode):
-    """Replaces products with target weights; records their inputs and the width of each softmax."""
+    """Replaces products with target weights; records the products' inputs and the last softmax's input."""
 
     def __init__(self, targets: Mapping[int, str], stimulus: Mapping[str, Stimulus]) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class _Replace(TorchFunctionMode):
 
 
 class ControlledModel:
-    """Runs experiments on `sites` of `model`; its caller restores the model afterwards."""
+    """Runs experiments on `sites` of `model`. The caller restores the model afterwards."""
 
     def __init__(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], sites: Sequence[AttentionSite]
@@ -146,14 +150,14 @@ class ControlledModel:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.targets = {s.parameter for site in sites for s in ends(site)}
         self.names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
-        # Keys that are repeated in another order than blocks stay as they are, one for each query head.
+        # Keys repeated in an order other than blocks stay repeated, one per query head.
         self.groups = {s.name: s.n_kv_heads if s.key_heads is None else s.n_heads for s in sites}
         self.layouts = {site.name: site.layout for site in sites if site.layout is not None}
         self.inputs: dict[str, Tensor] = {}
         self.order: list[str] = []
 
     def run(self, stimulus: Stimulus | Mapping[str, Stimulus], also: frozenset[str] = frozenset()) -> Observations:
-        """One pass in which the targets (and the weights `also`) give the stimulus; one for all, or one per weight."""
+        """Runs one pass in which the targets (and the weights in `also`) output the stimulus, common or per weight."""
         each = stimulus if isinstance(stimulus, Mapping) else dict.fromkeys(self.targets | also, stimulus)
         seen: dict[str, CapturedCall] = {}
         beyond: dict[str, Tensor | None] = {}
@@ -179,7 +183,7 @@ def ends(site: AttentionSite) -> list[HeadSlice]:
 
 @contextmanager
 def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which the parameters hold other numbers, different from each other and none of them near 0."""
+    """A context in which the parameters hold other values, all different and none near 0."""
     kept = [p.detach().clone() for p in parameters]
     try:
         with torch.no_grad():
@@ -194,7 +198,7 @@ def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _beyond(sighting: CapturedCall, softmax_input: Tensor | None) -> Tensor | None:
-    """[n t extra] columns of a softmax beyond those of the keys."""
+    """Returns the softmax columns beyond those of the keys, [h t n]; None if there are none."""
     call = sighting.call
     if not isinstance(call, ScoresCall) or softmax_input is None:
         return None
@@ -205,7 +209,7 @@ def _beyond(sighting: CapturedCall, softmax_input: Tensor | None) -> Tensor | No
 
 
 def _heads(parts: Sequence[Tensor | None]) -> Tensor:
-    """The heads of the first item of a batch, from calls of all heads or of one each, in float64."""
+    """Returns the heads of the first batch entry, from calls of all heads or of one head each, in float64."""
     return torch.cat([x.detach()[0] for x in parts if x is not None]).double().cpu()
 
 
@@ -215,7 +219,7 @@ def _observation(calls: list[CapturedCall], beyond: Tensor | None, groups: int) 
     if packed or any(c.call.q is None or c.call.k is None for c in calls):
         return None
     q, k = _heads([c.call.q for c in calls]), _heads([c.call.k for c in calls])
-    k = k[:: max(1, len(k) // groups)]  # keys of 0 are not seen to be repeated
+    k = k[:: max(1, len(k) // groups)]  # undoes the repetition even where equality can't show it, as for zero keys
     h, t, s = len(q), q.shape[1], k.shape[1]
     logits = bias = None
     if isinstance(first, ScoresCall):
@@ -242,31 +246,31 @@ def _observation(calls: list[CapturedCall], beyond: Tensor | None, groups: int) 
     )
 
 
-# The modules and parameters around a site that may take part in its recipe, and the norms there that are idle.
+# Modules and parameters around a site that may take part in its recipe, and norms there that do nothing.
 
 _MOST = 24  # parameters tried per site
-_SMALL = 1 << 16  # numbers up to which a parameter may be a gain
+_SMALL = 1 << 16  # a parameter with more numbers is not tried as a gain
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scope:
-    """The module that holds a site's projections and its attention: `name` and the module itself."""
+    """The module that holds a site's projections and attention, and its name in the model."""
 
     name: str
     module: nn.Module
     site: AttentionSite
 
     def short(self, name: str) -> str:
-        """A parameter's or module's name inside the scope."""
+        """Returns the name of a parameter or module relative to the scope."""
         return name.removeprefix(f"{self.name}.")
 
     def full(self, name: str) -> str:
-        """The name in the model of what has `name` in the scope."""
+        """Returns the name in the model of something named `name` in the scope."""
         return f"{self.name}.{name}" if self.name else name
 
     def candidates(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters that may be gains, biases of norms, scales or sinks: small ones that are no projection's."""
+        """Returns parameters that may be gains, biases of norms, scales or sinks: small and not a projection's."""
         known = {s.parameter for s in (*self.site.query, *self.site.key)}
         known |= {f"{name.removesuffix('weight')}bias" for name in known}
         limit = max(self.site.n_heads * self.site.head_dim, 1)
@@ -279,7 +283,7 @@ class Scope:
 
 
 def scope_of(model: nn.Module, site: AttentionSite) -> Scope:
-    """The innermost module that holds the site's own module and the projections of q and k."""
+    """Returns the innermost module around the site's own module and the projections of q and k."""
     paths = [site.name.split("#")[0].split(".")]
     for part in ends(site):
         path = part.parameter.split(".parametrizations.")[0].split(".")
@@ -296,20 +300,20 @@ def scope_of(model: nn.Module, site: AttentionSite) -> Scope:
 @final
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Leaf:
-    """A leaf module of a scope, and what it was given in one pass."""
+    """A leaf module of a scope, and the norms of its inputs in one pass."""
 
     name: str
     module: nn.Module
     inputs: list[float] = dataclasses.field(default_factory=list)
 
     def note(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """A hook before its forward."""
+        """Records the input; used as a forward pre-hook."""
         x = args[0] if args else None
         self.inputs.append(float(x.detach().double()[:1].norm()) if isinstance(x, Tensor) else 0.0)
 
 
 def idle_norms(controlled: ControlledModel, scopes: Sequence[Scope], base: Observations) -> dict[str, tuple[str, ...]]:
-    """Per site, norms that are there and do nothing: never called, or called on q or k with the result thrown away."""
+    """Returns per site the norms without effect: never called, or called on q or k with an unused result."""
     leaves = {scope.site.name: _leaves(scope) for scope in scopes}
     with ExitStack() as undo:
         for leaf in (leaf for some in leaves.values() for leaf in some):
@@ -348,13 +352,13 @@ def _leaves(scope: Scope) -> list[_Leaf]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A module whose only parameters are vectors, or one that calls itself a norm."""
+    """True if all parameters are vectors, or if the class name contains "norm"."""
     shapes = [p.ndim for p in module.parameters()]
     return (bool(shapes) and max(shapes) == 1 and min(shapes) == 1) or "norm" in type(module).__name__.lower()
 
 
 def _given(leaf: _Leaf, site: AttentionSite, reading: Observation) -> str:
-    """Returns whether the leaf was given what the projection of q or of k made: numbers of the same length."""
+    """Returns "q" or "k" if the leaf's input was that projection's output, judged by its length; else ""."""
     for side, x, part in (("q", reading.q, site.terms[0].query[-1]), ("k", reading.k, site.terms[0].key[-1])):
         rows = part.index.cpu().flatten()
         vector = random_vector(part.parameter, int(rows.max()) + 1)
@@ -365,17 +369,18 @@ def _given(leaf: _Leaf, site: AttentionSite, reading: Observation) -> str:
 
 
 def _other_leaf(module: nn.Module, args: object, output: object) -> object:
-    """A hook that makes a module give something else."""
+    """A forward hook that changes a module's output."""
     return -2 * output if isinstance(output, Tensor) else output
 
 
-# The experiments of explain_model: passes over all sites at once, and what changed in each.
+# The experiments of explain_model: each pass covers all sites at once.
 
 
 def products(reading: Observation, over: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns q·k and the logits [h t s], each row less its mean over the keys of `over` [h t s], 0 elsewhere.
+    """Returns q·k and the logits [h t s], each row less its mean over the keys in `over` [h t s], and 0 elsewhere.
 
-    What is the same for all keys of a row (a bias of k, a maximum taken off) does not change a softmax.
+    Centring removes what is equal for all keys of a row (a bias of k, a subtracted maximum) and leaves the softmax
+    unchanged.
     """
     assert reading.logits is not None
     z = reading.q @ reading.k.repeat_interleave(len(reading.q) // len(reading.k), 0).mT
@@ -386,7 +391,7 @@ def products(reading: Observation, over: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(one: Observation, two: Observation) -> tuple[float, ...] | None:
-    """Returns s per head in z = s q·k + b, from two passes with other q and k and the same b; None if there is none."""
+    """Fits s per head in z = s q·k + b from two passes with different q and k and the same b; None if no s fits."""
     if one.logits is None or two.logits is None:
         return (one.scale,) * len(one.q)
     both = one.visible & two.visible
@@ -394,7 +399,7 @@ def scale_of(one: Observation, two: Observation) -> tuple[float, ...] | None:
     x, y = (x1 - x2).flatten(1), (y1 - y2).flatten(1)
     energy = x.square().sum(1)
     if not bool((energy > 0).all()):
-        return None  # no row sees two keys
+        return None  # no row sees two keys, so there is nothing to compare
     s = (x * y).sum(1) / energy
     rest = (y - s[:, None] * x).abs().amax(1)
     if not bool((rest <= max(1e-3, 30 * one.rounding) * y.abs().amax(1).clamp_min(1e-30)).all()):
@@ -403,7 +408,7 @@ def scale_of(one: Observation, two: Observation) -> tuple[float, ...] | None:
 
 
 def seen(visible: Tensor) -> tuple[str, int | None]:
-    """Returns which keys are visible [h t s] in words, and how many keys back where that is limited in this example."""
+    """Describes which keys are visible [h t s], and returns the window in tokens if this example shows one."""
     v = visible[0]
     t, s = v.shape
     if not bool((visible == v).all()):
@@ -427,7 +432,7 @@ def seen(visible: Tensor) -> tuple[str, int | None]:
 
 
 def sinks_of(reading: Observation, parameters: Sequence[str]) -> str:
-    """Returns the columns of the softmax beyond the keys, in words."""
+    """Describes the softmax columns beyond the keys."""
     if reading.beyond is None:
         return ""
     n = reading.beyond.shape[-1]
@@ -450,7 +455,7 @@ class ParameterEffect:
 
 @final
 class SiteExperiments:
-    """All experiments on all sites, done when it is made: each pass is one for every site at once."""
+    """Runs all experiments on all sites when constructed; each pass covers every site."""
 
     def __init__(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], sites: Sequence[AttentionSite]
@@ -480,7 +485,7 @@ class SiteExperiments:
         return frozenset(int(part.index[0, 0]) for part in slices if part.parameter == parameter)
 
     def _effects(self) -> dict[str, list[ParameterEffect]]:
-        """Per site, what each parameter near it does when it is changed."""
+        """Returns per site the effects of changing each nearby parameter."""
         candidates = {name: scope.candidates() for name, scope in self.scopes.items()}
         found: dict[str, list[ParameterEffect]] = {name: [] for name in candidates}
         for i in range(max(map(len, candidates.values()), default=0)):
@@ -490,7 +495,7 @@ class SiteExperiments:
         return found
 
     def _effects_of(self, now: Mapping[str, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, ParameterEffect]]:
-        """The same for one parameter per site, all changed at once."""
+        """Yields the effects of one parameter per site, all changed in the same passes."""
         unique = list({id(p): p for _, p in now.values()}.values())
         before = {id(p): p.detach().clone() for p in unique}
         heads = max(site.n_heads for site in self.sites)
@@ -528,7 +533,7 @@ class SiteExperiments:
         return frozenset(what for what, so in named.items() if so)
 
     def _latents(self) -> dict[str, dict[str, str]]:
-        """Per site, for weights behind another matrix in the same scope: whether a norm lies between."""
+        """Returns per site, for weights behind another matrix of the scope, whether a norm lies between the two."""
         above = {n for n, s in self.scopes.items() for n in self._above(s)}
         if not above:
             return {}
@@ -542,19 +547,19 @@ class SiteExperiments:
             for part in {s.parameter for s in ends(scope.site)}:
                 one, three, other = (i.get(part) for i in inputs)
                 read = next((n for n in self.order if n.startswith(f"{scope.name}.") or not scope.name), "")
-                first = inputs[0].get(read)  # what the scope's first product reads
+                first = inputs[0].get(read)  # input of the scope's first product
                 if one is None or three is None or other is None or first is None:
                     continue
                 if one.numel() == first.numel() and torch.equal(one.flatten(), first.flatten()):
                     continue
-                if explain_responses.close(other, one, 1e-3):
+                if close(other, one, 1e-3):
                     continue
-                normed = explain_responses.close(three, one, 1e-3)
+                normed = close(three, one, 1e-3)
                 found.setdefault(name, {})[part] = "normed latent" if normed else "latent without norm"
         return found
 
     def _above(self, scope: Scope) -> list[str]:
-        """Matrices of the scope that run before its last projection and might feed one."""
+        """Returns matrices of the scope that run before its last projection and might feed one."""
         own = {scope.full(n) for n, p in scope.module.named_parameters() if p.ndim == 2}
         ran = [n for n in dict.fromkeys(self.order) if n in own]
         last = max((ran.index(s.parameter) for s in ends(scope.site) if s.parameter in ran), default=-1)

@@ -1,4 +1,7 @@
-"""How a recipe is read from the responses of logits to queries and keys that were set."""
+"""Reads a recipe (norm, gain, rotation, scale) from the responses of q and k to the experiments, and formats it.
+
+Shapes: n heads, t tokens, d numbers per head.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ import torch
 from torch import Tensor
 
 from qkeel.frames.tables import join, plain_table, tag
+from qkeel.records import LAYER_TYPES
 
-# The responses of q or k to experiments, read: which norm, over which axes, which gain, which rotation.
+# Interpreting responses: which norm over which axes, which gain, which rotation.
 
 EPS_FACTORS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-7, 1e-13, 1e-14)
 
@@ -21,10 +25,11 @@ EPS_FACTORS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-7, 1e-13, 1e-14)
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answers:
-    """Results q or k [n t d] of one site at x, 2x, -x, 0, at another x, at x + a constant, at x with one number larger.
+    """The q or k [n t d] of one site for projection outputs x, 2x, -x, 0, another x, x plus a constant, and x with one
+    number larger.
 
-    `small`: at c · x for c in EPS_FACTORS. `x` [n r], `other` [n r] are the projection's own numbers of each head
-    where it has r = d of them in one weight, else None. `tolerance` is relative, from the dtype's rounding.
+    `small` holds the responses to c · x for c in EPS_FACTORS. `x` and `other` [n r] are each head's own projection
+    outputs if one weight provides r = d of them, else None. `tolerance` is relative, from the dtype's rounding.
     """
 
     base: Tensor
@@ -43,21 +48,21 @@ class Answers:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """The dimensions of d that turn with the position; pairs and base where they are known."""
+    """The dimensions of a head that turn with the position; pairing and base if known."""
 
-    dims: int  #: how many dimensions turn; 0 if unknown
+    dims: int  #: number of dimensions that turn; 0 if unknown
     of: int  #: d, all dimensions of a head
-    pairing: Literal["half", "interleaved", "one pair", ""] = ""  #: which two turn together; "" if unknown
-    base: float | None = None  #: of the frequencies base^(-2i/dims)
-    why: str = ""  #: what is unknown, in words; "" if nothing is
+    pairing: Literal["half", "interleaved", "one pair", ""] = ""  #: which two dimensions form a pair; "" if unknown
+    base: float | None = None  #: base of the frequencies base^(-2i/dims)
+    why: str = ""  #: what is unknown; "" if nothing is
 
     @property
     def whole_base(self) -> float | None:
-        """The base if the exponent -2i/n counts all of the head's dimensions as n, not only those that turn."""
+        """The base if the exponent -2i/n counts all dimensions of the head as n, not only those that turn."""
         return None if self.base is None else self.base ** (self.of / self.dims)
 
     def text(self) -> str:
-        """`RoPE (half), base 10,000`."""
+        """Returns text such as `RoPE (half), base 10,000`."""
         if self.why and not self.pairing:
             return f"changes with the position in an unknown way: {self.why}"
         where = "" if self.dims == self.of else f" on {self.dims} of {self.of} dimensions"
@@ -68,12 +73,12 @@ class Rotation:
 
 
 def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Returns whether two tensors differ by no more than rounding."""
+    """True if two tensors differ by at most the relative tolerance."""
     return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-30))
 
 
 def response(a: Answers) -> Literal["normed", "linear", "partly normed", "other"]:
-    """The kind of response of q to a projection twice as large."""
+    """Classifies how q responds to a doubled projection."""
     if close(a.double, a.base, a.tolerance):
         return "normed"
     if close(a.double - a.zero, 2 * (a.base - a.zero), a.tolerance):
@@ -85,8 +90,9 @@ def response(a: Answers) -> Literal["normed", "linear", "partly normed", "other"
 
 
 def reach(a: Answers) -> str:
-    """Over what the norm is taken: along which axes one larger number changes others. A norm over tokens reaches
-    all of them; "some tokens" is what a convolution or pooled keys do.
+    """Returns the extent of the norm: the axes along which one larger number changes others.
+
+    A norm over tokens reaches all of them; a convolution or pooled keys reach only "some tokens".
     """
     delta = (a.poked - a.base).abs() > 10 * a.tolerance * a.base.abs().max()
     if not bool(delta.any()):
@@ -105,12 +111,12 @@ def reach(a: Answers) -> str:
 
 
 def subtracts_mean(a: Answers) -> bool:
-    """Returns whether a constant added to every number leaves q where it was."""
+    """True if adding a constant to every number leaves q unchanged."""
     return close(a.lifted, a.base, 10 * a.tolerance)
 
 
 def gains(a: Answers, kind: str, over: str) -> Tensor | None:
-    """[n d] what each number of the normed projection is multiplied with at the first position, if it is."""
+    """Returns the gain [n d] on the normed projection at the first position; None if a gain does not explain q."""
     if a.x is None or a.other is None or a.x.shape[-1] != a.base.shape[-1]:
         return None
     first = odd_part(a)[:, 0] / _unit(a.x, kind, over)
@@ -120,17 +126,17 @@ def gains(a: Answers, kind: str, over: str) -> Tensor | None:
 
 
 def odd_part(a: Answers) -> Tensor:
-    """The part of q that changes sign with the projection."""
+    """Returns the part of q that changes sign with the projection."""
     return (a.base - a.minus) / 2
 
 
 def even(a: Answers) -> Tensor:
-    """The part of q that the projection's sign does not change: a bias after the norm."""
+    """Returns the part of q that is independent of the projection's sign: a bias after the norm."""
     return (a.base + a.minus) / 2
 
 
 def _unit(x: Tensor, kind: str, over: str) -> Tensor:
-    """Returns x normed as RMSNorm or LayerNorm without gain or eps would."""
+    """Returns x after RMSNorm or LayerNorm without gain and eps."""
     flat = x.reshape(1, -1) if over == "layer" else x
     if kind == "layer":
         flat = flat - flat.mean(-1, keepdim=True)
@@ -138,7 +144,7 @@ def _unit(x: Tensor, kind: str, over: str) -> Tensor:
 
 
 def shape_of(gain: Tensor, tolerance: float) -> str:
-    """`none`, `scalar 1.2`, `per dim`, `per head` or `per head and dim`: how a gain [n d] varies."""
+    """Describes how a gain [n d] varies: `none`, `scalar 1.2`, `per dim`, `per head` or `per head and dim`."""
     loose = 30 * tolerance
     if close(gain, gain[:1, :1].expand_as(gain), loose):
         value = float(gain.median())
@@ -149,7 +155,10 @@ def shape_of(gain: Tensor, tolerance: float) -> str:
 
 
 def eps_of(a: Answers, kind: str, over: str) -> tuple[float | None, bool]:
-    """The eps of a norm from how q fades as its projection does, and whether it is a floor (max(‖x‖, eps))."""
+    """Estimates the eps of a norm from how q shrinks with its projection.
+
+    Returns eps (None if unknown), and True if eps is a floor, max(‖x‖, eps), instead of a number under the root.
+    """
     if a.x is None:
         return None, False
     shift = even(a)[0, 0]
@@ -171,22 +180,25 @@ def eps_of(a: Answers, kind: str, over: str) -> tuple[float | None, bool]:
 
 
 def _round(value: float) -> float:
-    """To the nearest of 1, 2, 5 · 10ⁿ within 10 %, else as it is to two digits."""
+    """Rounds to the nearest of 1, 2, 5 · 10ⁿ if within 10 %, else to two digits."""
     step = 10.0 ** math.floor(math.log10(value))
     near = min((step * m for m in (1, 2, 5, 10)), key=lambda v: abs(math.log(v / value)))
     return float(f"{near:.1g}") if abs(near / value - 1) < 0.1 else float(f"{value:.2g}")
 
 
 def moving(y: Tensor, tolerance: float) -> Tensor:
-    """The dimensions of y [n t d] that change with the position."""
+    """Returns the dimensions of y [n t d] that change with the position."""
     least = min(tolerance / 100, 1e-2) * y.abs().max()
     return ((y - y[:, :1]).abs() > least).any(0).any(0).nonzero().flatten()
 
 
 def rotation(y: Tensor, tolerance: float, among: Tensor | None = None) -> Rotation | None:
-    """The rotation of y [n t d] by position, with the same numbers at every token; None if there is none.
+    """Returns the rotation of y [n t d] by position, given equal inputs at every token; None if nothing changes.
 
-    `among`: the dimensions that turn, where they are known from elsewhere.
+    Args:
+        y: queries or keys.
+        tolerance: relative, from the dtype's rounding.
+        among: the dimensions that turn, if known already.
     """
     d = y.shape[-1]
     among = moving(y, tolerance) if among is None else among
@@ -211,7 +223,7 @@ def _turns(u: Tensor, v: Tensor, tolerance: float) -> bool:
 
 
 def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
-    """The base of frequencies base^(-2i/r) from the angles between positions."""
+    """Estimates the base of frequencies base^(-2i/r) from the angles between positions; else None and the reason."""
     if r == 2:
         return None, "one pair turns"
 
@@ -232,7 +244,7 @@ def _base(u: Tensor, v: Tensor, r: int) -> tuple[float | None, str]:
     return float(f"{math.exp(-slope * r / 2):.3g}"), ""
 
 
-# The result of explain_model: one SiteRecipe per attention, and the text of them all.
+# The result of explain_model: one SiteRecipe per attention, and the text of all.
 
 
 @final
@@ -241,22 +253,22 @@ class NormRecipe:
     """The norm that acts on q or k."""
 
     kind: str = "none"  #: none, RMS, layer, L2 or unknown
-    over: str = ""  #: head, layer, or the wrong axes
-    eps: float | None = None  #: None where it is unknown
+    over: str = ""  #: head, layer, or the unusual axes
+    eps: float | None = None  #: None if unknown
     gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
-    bias: bool = False  #: whether something is added after the gain
-    parameters: tuple[str, ...] = ()  #: names of those that hold gain and bias
-    factor: float = 1.0  #: what q is multiplied with where nothing norms it
+    bias: bool = False  #: whether a bias follows the gain
+    parameters: tuple[str, ...] = ()  #: names of the gain and bias parameters
+    factor: float = 1.0  #: factor on q or k if no norm acts
     order: str = ""  #: before RoPE, after RoPE, either (they commute)
-    why: str = ""  #: what is unknown or unusual, in words
+    why: str = ""  #: what is unknown or unusual
 
     @property
     def acts(self) -> bool:
-        """Returns whether a norm was seen to act."""
+        """True if a norm was observed to act."""
         return self.kind in ("RMS", "layer", "L2")
 
     def text(self) -> str:
-        """Returns `RMS norm over each head, eps 1e-06, gain per dim (q_norm.weight), before RoPE`."""
+        """Returns text such as `RMS norm over each head, eps 1e-06, gain per dim (q_norm.weight), before RoPE`."""
         if self.kind == "unknown":
             return f"unknown: {self.why}"
         if not self.acts:
@@ -273,34 +285,35 @@ class NormRecipe:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRecipe:
-    """One attention as it was seen to work. scale: the factor of q·k, per head; NaN where unknown."""
+    """The observed behaviour of one attention. `scale` is the factor on q·k per head; empty if unknown."""
 
-    name: str  #: of its module in the model
+    name: str  #: name of its module in the model
     n_heads: int  #: query heads
     n_kv_heads: int  #: key heads
     head_dim: int  #: d, numbers of one head's query
-    query: NormRecipe  #: what acts on q
-    key: NormRecipe  #: what acts on k
-    rotation: Rotation | None = None  #: by the position; None where nothing turns
-    latent: str = ""  #: latents that q and k are made of (MLA), in words; "" without
+    query: NormRecipe  #: the norm of q
+    key: NormRecipe  #: the norm of k
+    rotation: Rotation | None = None  #: rotation by position; None without one
+    latent: str = ""  #: latents behind q and k (MLA); "" without
     key_heads: tuple[int, ...] | None = None  #: key head of each query head; None: consecutive blocks
     scale: tuple[float, ...] = ()
     scale_parameter: str = ""  #: name of the parameter that learns the scale; "" without
     softcap: float | None = None  #: cap c of c·tanh(z/c), in nats; None without
-    sinks: str = ""  #: columns of the softmax beyond the keys, in words; "" without
-    visible: str = ""  #: the keys that a query sees, in words; "" if unknown
+    sinks: str = ""  #: softmax columns beyond the keys; "" without
+    visible: str = ""  #: the keys that a query sees; "" if unknown
     window: int | None = None  #: tokens of a sliding window, the query's own included; None without
     bias: bool = False  #: whether something is added to scale · q·k
-    idle: tuple[str, ...] = ()  #: norms in the module that change nothing, in words
-    unknown: tuple[str, ...] = ()  #: what could not be read, in words
+    layer_type: str = "full"  #: see records.LAYER_TYPES
+    idle: tuple[str, ...] = ()  #: norms in the module that have no effect
+    unknown: tuple[str, ...] = ()  #: what could not be determined
 
     @property
     def total_scale(self) -> float:
-        """The scale of the first head, with what q and k are multiplied with where nothing norms them."""
+        """The first head's scale times the factors on unnormed q and k."""
         return (self.scale[0] if self.scale else math.nan) * self.query.factor * self.key.factor
 
     def lines(self) -> list[str]:
-        """Returns the recipe in words, one part per line."""
+        """Returns the recipe as text, one part per line."""
         same = dataclasses.replace(self.query, parameters=()) == dataclasses.replace(self.key, parameters=())
         heads = f"{self.n_heads} heads of {self.head_dim}"
         use = "query heads in blocks" if self.key_heads is None else f"used by the query heads as {self.key_heads}"
@@ -312,6 +325,7 @@ class SiteRecipe:
             f"position  {'no rotation of q and k' if self.rotation is None else self.rotation.text()}",
             f"logit     {self._logit()}",
             f"visible   {self.visible or 'unknown'}",
+            *([] if self.layer_type == "full" else [f"type      {self.layer_type}: {LAYER_TYPES[self.layer_type]}"]),
         ]
         rows += [f"idle      {text}" for text in self.idle]
         return rows + [f"unknown   {text}" for text in self.unknown]
@@ -323,7 +337,7 @@ class SiteRecipe:
         folded = self.query.factor * self.key.factor
         z = f"z = {s} · q·k{' + a bias' if self.bias else ''}"
         if abs(folded - 1) > 1e-3 and self.scale:
-            z += f" (in all {scale_text((self.total_scale,), self.head_dim)}, with what multiplies q and k)"
+            z += f" (in all {scale_text((self.total_scale,), self.head_dim)}, with the factors on q and k)"
         cap = "" if self.softcap is None else f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
         return f"{z}{cap}{f', {self.sinks}' if self.sinks else ''}"
 
@@ -346,11 +360,11 @@ def scale_text(scale: Sequence[float], head_dim: int) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The recipes of every attention of a model, and where the model's config says something else."""
+    """The recipes of all attentions of a model, and contradictions to the model's config."""
 
     model: str  #: name of the model's class
     sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
-    differences: tuple[str, ...] = ()  #: sentences, one for each setting of the config that the model contradicts
+    differences: tuple[str, ...] = ()  #: one sentence per config setting that the model contradicts
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {len(self.sites)} attentions"]
@@ -366,7 +380,7 @@ class Explanation:
         return join([tag("p", {}, self.model), plain_table((), rows), *more])
 
     def grouped(self) -> list[tuple[str, SiteRecipe]]:
-        """Returns each distinct recipe once, with the names of the layers that have it."""
+        """Returns each distinct recipe once, with the names of its layers."""
         groups: dict[str, list[SiteRecipe]] = {}
         for site in self.sites:
             groups.setdefault("\n".join(site.lines()), []).append(site)
@@ -374,7 +388,7 @@ class Explanation:
 
 
 def compress(names: Sequence[str]) -> str:
-    """Returns `a.0.b, a.1.b, a.3.b` as `a.{0-1,3}.b`: names that differ in one number; others one after the other."""
+    """Joins names that differ in one number: `a.0.b, a.1.b, a.3.b` becomes `a.{0-1,3}.b`."""
     families: dict[str, list[int]] = {}
     for name in names:
         match = re.search(r"\d+", name)

@@ -1,4 +1,4 @@
-"""A checkpoint read head by head without running it."""
+"""Scans a checkpoint head by head without running the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 from qkeel.safetensors_io import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 
-# Per-head numbers of one attention from d×d Gram matrices of its weights, and the logits they allow.
+# Per-head numbers of one attention from d×d Gram matrices of its weights, and the logits that they allow.
 
 Load = Callable[[str], Tensor | None]
 
@@ -28,18 +28,18 @@ Load = Callable[[str], Tensor | None]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """One attention of a checkpoint; one number per query head (a key head's stands at each of its queries).
+    """One attention of a checkpoint, with one number per query head (a key head's number is repeated for its queries).
 
     query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part).
-    interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can be larger at any position, given the norm before the
-    projections; NaN if none was found or if q or k are normed. interaction_bound: the same, tighter, where nothing
-    rotates q against k (no RoPE, or a token with itself; for MLA it is logit_bound). gain_bound: the same from the
-    gains of the q/k norm; NaN without one. outlier: see `outliers`. Logits in nats, before any cap, without what a
-    position bias or a mask adds.
+    interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can exceed it at any position, given the norm before the
+    projections; NaN if there is no such norm or if q or k are normed. interaction_bound: a tighter bound if nothing
+    rotates q against k (no RoPE, or a token with itself; for MLA it equals logit_bound). gain_bound: a bound from the
+    gains of the q/k norm; NaN without one. outlier: see `outliers`. Logits are in nats, before any cap, without
+    position biases and additive masks.
     """
 
-    name: str  #: of the attention's module
-    layout: str  #: how q and k lie in the weights, in words
+    name: str  #: name of the attention's module
+    layout: str  #: arrangement of q and k in the weights
     n_heads: int  #: query heads
     n_kv_heads: int  #: key heads
     head_dim: int  #: d, numbers of one head's query
@@ -54,16 +54,15 @@ class SiteReport:
     logit_bound: tuple[float, ...]
     gain_bound: tuple[float, ...]
     query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None without one
-    key_gain_max: float | None = None  #: the same of k's norm
+    key_gain_max: float | None = None  #: largest magnitude of the gain of k's norm; None without one
     outlier: tuple[bool, ...] = ()
-    notes: tuple[str, ...] = ()  #: what the bounds rest on or leave out, in words
+    notes: tuple[str, ...] = ()  #: assumptions and gaps of the bounds
 
 
 def grams(weight: Tensor, part: Slice) -> Tensor:
-    """W_h W_hᵀ per head, [heads rows rows]: float64 for 32- and 64-bit weights, float32 for shorter ones.
+    """Returns W_h W_hᵀ per head, [heads rows rows]: float64 for 32- and 64-bit weights, else float32.
 
-    One head at a time, so that memory is that of one head; of the mirror image below the diagonal a quarter of the
-    whole is copied instead of computed.
+    Works on one head at a time to bound memory. A quarter of each symmetric result is copied instead of computed.
     """
     wide = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
     inner = weight.shape[1 - part.axis]
@@ -80,7 +79,7 @@ def grams(weight: Tensor, part: Slice) -> Tensor:
 
 
 def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry) -> SiteReport:
-    """The report of a site whose Gram matrices are there; `load` reads a small tensor (gain, bias) by name."""
+    """Returns the report of a site from its Gram matrices; `load` reads a small tensor (gain, bias) by name."""
     share = plan.n_heads // plan.n_kv_heads
     a = gram[plan.query]
     b = gram[plan.key].repeat_interleave(share, 0)
@@ -90,7 +89,7 @@ def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: 
     scale = geometry.scale_of(plan.head_dim)
     query, key = gram_spectral_norm(a), gram_spectral_norm(b[::share]).repeat_interleave(share, 0)
     bounds = _Bounds(plan, gram, load, geometry, query, key)
-    rotated = scale * geometry.rope_factor**2  # YaRN's stretch of cos and sin, on both sides
+    rotated = scale * geometry.rope_factor**2  # YaRN scales cos and sin of both sides
 
     def per_head(column: Tensor) -> tuple[float, ...]:
         return tuple(torch.where(fine, column, math.nan).tolist())
@@ -123,10 +122,10 @@ def _trace_root(gram: Tensor) -> Tensor:
 
 @final
 class _Bounds:
-    """The longest query and key that norms allow, hence the largest logit.
+    """The longest query and key that norms allow, and hence the largest logit.
 
-    The input of a projection is g∘n + c with ‖n‖ ≤ √width (RMSNorm, LayerNorm), so no longer than
-    ρ = √width · max|g| + ‖c‖, and ‖W x + b‖ ≤ ‖W‖₂ ρ + ‖b‖. A normed head is no longer than √d · max|g| + ‖c‖ (flat
+    The input of a projection is g∘n + c with ‖n‖ ≤ √width (RMSNorm, LayerNorm), so its length is at most
+    ρ = √width · max|g| + ‖c‖, and ‖W x + b‖ ≤ ‖W‖₂ ρ + ‖b‖. A normed head has length at most √d · max|g| + ‖c‖ (a flat
     norm over all heads: √(heads · d) · max|g_h|). Rotation keeps lengths, so |q·k| ≤ ‖q‖ ‖k‖ holds at every offset.
     """
 
@@ -138,7 +137,7 @@ class _Bounds:
         self.share = plan.n_heads // plan.n_kv_heads
 
     def from_weights(self, interaction: Tensor) -> Tensor:
-        """Largest |q·k|: ‖q‖ ‖k‖ of plain attention; of MLA ρ_q ρ_k ‖W_uqᵀ W_uk‖₂ + the rope part's lengths."""
+        """Bounds |q·k| by ‖q‖ ‖k‖; for MLA by ρ_q ρ_k ‖W_uqᵀ W_uk‖₂ plus the lengths of the rope parts."""
         plan = self.plan
         if plan.query_gain or plan.key_gain:
             return torch.full_like(interaction, torch.nan)
@@ -151,7 +150,7 @@ class _Bounds:
         return nope + (q + self._biases(plan.query_rope)) * k
 
     def from_interaction(self, interaction: Tensor) -> Tensor:
-        """Largest |q·k| without rotation: ρ_q ρ_k ‖W_Qᵀ W_K‖₂ and what the biases add."""
+        """Bounds |q·k| without rotation by ρ_q ρ_k ‖W_Qᵀ W_K‖₂ plus what the biases add."""
         plan = self.plan
         if plan.query_gain or plan.key_gain or plan.query_rope is not None:
             return self.from_weights(interaction)
@@ -160,7 +159,7 @@ class _Bounds:
         return self.radius(plan.query_input) * self.radius(plan.key_input) * interaction + (q * k - wq * wk)
 
     def from_gains(self) -> Tensor:
-        """Largest |q·k| where q or k are normed; NaN where neither is."""
+        """Bounds |q·k| if q or k are normed; NaN if neither is."""
         if not (self.plan.query_gain or self.plan.key_gain) or self.plan.query_rope is not None:
             return torch.full_like(self.spectral["query"], torch.nan)
         q = self._normed(self.plan.query_gain, self.plan.n_heads) if self.plan.query_gain else None
@@ -175,7 +174,7 @@ class _Bounds:
         return self.spectral[side] * self.radius(name) + biases
 
     def _biases(self, part: Slice) -> Tensor:
-        """‖b_h‖ per head of the part."""
+        """Returns ‖b_h‖ for each head of the part."""
         if part.bias is None:
             return self.spectral["query"].new_zeros(len(part.starts))
         bias = self._vector(part.bias).to(self.spectral["query"].dtype)
@@ -186,7 +185,7 @@ class _Bounds:
         g = self._gain(gain).to(like.dtype)
         offset = self._offset(gain, like)
         if g.numel() == heads * self.plan.head_dim and heads > 1:
-            # One norm over all heads, or a bare parameter, which does not say; [heads, d] of a module: one per head.
+            # A norm over all heads, or a bare parameter, which does not say; a module's [heads, d] is one per head.
             flat = g.ndim == 1 or not gain.endswith(".weight")
             width = g.numel() if flat else self.plan.head_dim
             c = offset.view(heads, -1).norm(dim=1) if offset.numel() == g.numel() else offset.norm()
@@ -194,7 +193,7 @@ class _Bounds:
         return (self.plan.head_dim**0.5 * g.abs().amax() + offset.norm()).expand(heads)
 
     def radius(self, gain: str | None) -> float:
-        """ρ of the norm of that name; NaN if there is none."""
+        """Returns ρ for the named norm; NaN without one."""
         if gain is None:
             return math.nan
         g = self._gain(gain).double()
@@ -217,7 +216,7 @@ class _Bounds:
         return like.new_zeros(()) if bias is None else bias.to(like.dtype)
 
     def notes(self) -> list[str]:
-        """Returns what was assumed, and why a bound is missing."""
+        """Returns the assumptions made, and the reasons for missing bounds."""
         plan = self.plan
         found = []
         if self.geometry.model_type is None and (plan.query_input or plan.query_gain or plan.key_gain):
@@ -231,13 +230,13 @@ class _Bounds:
 
 
 Z_SCORE = 3.5  # Iglewicz & Hoaglin 1993, "How to detect and handle outliers": modified z-score above 3.5
-RATIO = 2.0  # and at least this many times the median: a tight checkpoint has no outliers
+RATIO = 2.0  # an outlier also exceeds this multiple of the median, so that a tight checkpoint has none
 
 
 def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
-    """Per site and head: ‖W_Qᵀ W_K‖₂ · scale far above the median of all heads, on a logarithmic scale.
+    """Marks per site and head where ‖W_Qᵀ W_K‖₂ · scale is far above the median of all heads, on a logarithmic scale.
 
-    z = 0.6745 (ln x - median ln x) / median |ln x - median|; an outlier has z > 3.5 and x > 2 · median. NaN is one.
+    z = 0.6745 (ln x - median ln x) / median |ln x - median|; an outlier has z > 3.5 and x > 2 · median, or is NaN.
     """
     logs = [[_log(x * site.scale) for x in site.interaction_spectral] for site in sites]
     known = [x for row in logs for x in row if math.isfinite(x)]
@@ -253,12 +252,12 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan
 
 
-# A checkpoint read head by head in one pass over the file, without running the model.
+# Reading a checkpoint in one pass over its files.
 
 _CHUNK = 1 << 19  # numbers read at once: small enough for a core's cache
-_SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads that find eigenvalues
-_PENDING = 2 * _SOLVERS  # attentions whose eigenvalues may wait to be found; bounds memory
-_KEEP = 1 << 26  # bytes after which pages of a large tensor are given back
+_SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # eigenvalue threads
+_PENDING = 2 * _SOLVERS  # attentions queued for eigenvalues; bounds memory
+_KEEP = 1 << 26  # bytes of a large tensor that stay mapped in memory
 
 ScanProgress = Callable[[int, int], None]
 
@@ -266,24 +265,24 @@ ScanProgress = Callable[[int, int], None]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """One tensor: dtype as the file names it, Frobenius norm of its finite values (None if not floating), NaN + inf."""
+    """One tensor of the checkpoint."""
 
     name: str  #: as in the checkpoint
     dtype: str  #: as in the checkpoint
     shape: tuple[int, ...]  #: as in the checkpoint
-    frobenius: float | None  #: ‖·‖_F of the finite values
-    non_finite: int  #: how many values are NaN or infinite
+    frobenius: float | None  #: ‖·‖_F of the finite values; None if not floating-point
+    non_finite: int  #: number of NaN and infinite values
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The result of `scan`: attention sites, what could not be read and why, every tensor."""
+    """The result of `scan`: attention sites, unread candidates with the reason, and every tensor."""
 
-    path: str  #: of the checkpoint, as given
+    path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes
     sites: tuple[SiteReport, ...]  #: every attention that was read
-    unknown: tuple[Unknown, ...]  #: what looks like attention and was not read
+    unknown: tuple[Unknown, ...]  #: what looks like attention but could not be read
     tensors: tuple[TensorReport, ...]  #: every tensor
 
 
@@ -294,24 +293,28 @@ def _silent(done: int, total: int) -> None:
 def scan(
     path: str | Path, *, flags: Geometry | None = None, on_progress: ScanProgress = _silent, heads: bool = True
 ) -> Scan:
-    """Returns the norms of every tensor and, per layer and head, of W_Q, W_K and W_Qᵀ W_K, and the logits they allow.
+    """Measures every tensor and, per layer and head, W_Q, W_K and W_Qᵀ W_K, and bounds the logits that they allow.
+
+    Memory is bounded by one head and the Gram matrices of a few layers; file pages are released during the scan.
 
     Args:
         path: a .safetensors file, a folder of shards with model.safetensors.index.json, or a Hugging Face folder.
-        flags: head counts where config.json has none, or in place of those of config.json.
-        on_progress: called with bytes done and bytes in all.
-        heads: False for the table of tensors alone; then a checkpoint without known attention is no error.
+        flags: head counts that complete or override those of config.json.
+        on_progress: called with the bytes done and the bytes in all.
+        heads: False for the table of tensors alone; a checkpoint without known attention is then accepted.
 
-    Memory is that of one head and of the Gram matrices of a few layers; pages of the file are given back as it goes.
+    Raises:
+        RefusedError: the checkpoint is pickled.
+        DataError: a file is missing, truncated or damaged.
+        UnknownNameError: no attention weights have known names.
+        InvalidValueError: a head count is below 1.
 
-    Raises: RefusedError for pickles; DataError for missing, truncated or damaged files; UnknownNameError if nothing
-        in it is known as attention; InvalidValueError for head counts that cannot be.
-
-    >>> import tempfile, torch, safetensors.torch
-    >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
-    >>> safetensors.torch.save_file({f"attn.{name}_proj.weight": torch.eye(8) for name in "qk"}, file)
-    >>> scan(file, flags=Geometry(n_heads=2)).sites[0].query_spectral
-    (1.0, 1.0)
+    Example:
+        >>> import tempfile, torch, safetensors.torch
+        >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> safetensors.torch.save_file({f"attn.{name}_proj.weight": torch.eye(8) for name in "qk"}, file)
+        >>> scan(file, flags=Geometry(n_heads=2)).sites[0].query_spectral
+        (1.0, 1.0)
     """
     given = flags or Geometry()
     for name, value in (("n_heads", given.n_heads), ("n_kv_heads", given.n_kv_heads), ("head_dim", given.head_dim)):
@@ -345,10 +348,10 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
 
 @final
 class _TensorPass:
-    """One pass over the tensors in the order they lie on disk.
+    """One pass over the tensors in the order of the files.
 
-    Reading and Gram matrices in this thread, their eigenvalues in others: LAPACK solves one small matrix after the
-    other on one core, while this thread has the next layer to read.
+    This thread reads and computes Gram matrices; other threads compute their eigenvalues, since LAPACK solves small
+    matrices one by one on a single core.
     """
 
     def __init__(
@@ -365,7 +368,7 @@ class _TensorPass:
                 self.waiting.setdefault(tensor, []).append(plan)
 
     def run(self) -> tuple[list[TensorReport], dict[str, SiteReport]]:
-        """Reads every tensor once; a site is measured when its last weight is read."""
+        """Reads every tensor once; measures a site when its last weight has been read."""
         done, total = 0, self.checkpoint.size
         reports = []
         file: MappedFile | None = None
@@ -400,7 +403,7 @@ class _TensorPass:
             list(self.sites.values())[-1 - _PENDING].result()
 
     def _norm(self, file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
-        """Frobenius norm of the finite values, and how many are not finite; from Gram matrices where they have all."""
+        """Returns the Frobenius norm of the finite values and the count of others; reuses Gram matrices if complete."""
         known = [(part, gram) for part, gram in self.grams.items() if part.tensor == tensor.name]
         if len(known) == 1 and len(known[0][0].starts) * known[0][0].rows == tensor.shape[known[0][0].axis]:
             square = float(known[0][1].diagonal(dim1=-2, dim2=-1).double().sum())
@@ -412,17 +415,17 @@ class _TensorPass:
         tensor = self.checkpoint.tensors.get(name)
         if tensor is None:
             return None
-        with self.lock:  # asked for by several threads
+        with self.lock:  # several solver threads call this
             if tensor.file not in self.small:
                 self.small = {tensor.file: MappedFile(tensor.file)}
             return self.small[tensor.file].view(tensor).clone()
 
 
 def _norm(file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
-    """Frobenius norm of the finite values, and how many are not finite."""
+    """Returns the Frobenius norm of the finite values, and the count of the others."""
     flat = file.view(tensor).reshape(-1)
     size = flat.element_size()
-    # One piece of memory for all chunks: converting costs less than asking for new memory.
+    # One buffer for all chunks: allocating would cost more than converting.
     wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32 if size < 4 else flat.dtype)
     total, bad = 0.0, 0
     for start in range(0, flat.numel(), _CHUNK):
@@ -441,7 +444,7 @@ def _norm(file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
     return math.sqrt(total), bad
 
 
-# A scan as text for people and as JSON for programs.
+# A scan as text and as JSON.
 
 # Field of SiteReport -> heading of its column.
 _COLUMNS = {
@@ -458,10 +461,11 @@ _COLUMNS = {
 
 
 def as_json(scan: Scan) -> dict[str, Any]:
-    """Returns a scan as plain values; NaN, which JSON does not have, is None.
+    """Returns a scan as plain values for JSON, with None for NaN and infinity.
 
-    >>> as_json(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=()))["path"]
-    'm'
+    Example:
+        >>> as_json(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=()))["path"]
+        'm'
     """
     return {name: _plain(value) for name, value in dataclasses.asdict(scan).items()}
 
@@ -475,10 +479,11 @@ def _plain(value: object) -> object:
 
 
 def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str:
-    """Returns a scan as text: per layer its largest head, or every head, then outliers, what is unknown or not finite.
+    """Formats a scan: each layer's largest head or every head, then outliers, unknown attention and non-finite tensors.
 
-    >>> print(table(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=())))
-    m: 0.000 GB, 0 tensors, 0 attentions
+    Example:
+        >>> print(table(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=())))
+        m: 0.000 GB, 0 tensors, 0 attentions
     """
     parts = [f"{scan.path}: {scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors, {len(scan.sites)} attentions"]
     if scan.sites:
@@ -519,7 +524,7 @@ def _outlier_line(scan: Scan) -> str:
 
 
 def _notes(scan: Scan) -> list[str]:
-    """Each note once, with the layers it is about."""
+    """Returns each note once, with its layers."""
     where: dict[str, list[str]] = {}
     for site in scan.sites:
         for note in site.notes:

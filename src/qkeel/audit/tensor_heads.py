@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which head."""
+"""Finds out which rows of which tensors of a checkpoint make which head, from names, shapes and config.json."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, final
 from qkeel.errors import DataError
 from qkeel.safetensors_io import StoredTensor
 
-# The number, width and scale of the heads, read from config.json or from flags, never from weights.
+# Head counts, head sizes and scale, read from config.json or flags, never from weights.
 
 ConfigMapping = Mapping[str, Any]  # config.json, or a part of it: whatever JSON holds
 
-# Keys of config.json by meaning, the first that is present counts.
+# Keys of config.json by meaning; the first one present counts.
 N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
 N_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
-# Parts of a composite config, and words in the names of their tensors; the first that fits counts.
+# Parts of a composite config, and words in their tensors' names; the first match counts.
 SECTIONS = (
     ("vision_config", ("vision", "visual", "image")),
     ("audio_config", ("audio",)),
@@ -41,31 +41,31 @@ UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of attention; None where neither config nor flags say. `scale` None stands for 1/√head_dim."""
+    """Sizes of attention; None if neither config nor flags give them. `scale` None means 1/√head_dim."""
 
     n_heads: int | None = None  #: query heads
     n_kv_heads: int | None = None  #: key heads
     head_dim: int | None = None  #: d, numbers of one head's query
-    nope_dim: int | None = None  #: of latent attention: those of a head that are not rotated
-    rope_dim: int | None = None  #: of latent attention: those that are rotated
+    nope_dim: int | None = None  #: latent attention: unrotated numbers of a head
+    rope_dim: int | None = None  #: latent attention: rotated numbers of a head
     value_dim: int | None = None  #: numbers of one head's value
     scale: float | None = None
-    rope_factor: float = 1.0  #: on cos and sin, if more than 1 (YaRN, LongRoPE)
-    model_type: str | None = None  #: as in config.json; it says whether norms multiply by w or 1 + w
-    layout: str | None = None  #: of a fused weight: "blocks", [q | k | v], or "groups", q, k, v per key head
+    rope_factor: float = 1.0  #: factor above 1 on cos and sin (YaRN, LongRoPE)
+    model_type: str | None = None  #: as in config.json; decides whether norms multiply by w or 1 + w
+    layout: str | None = None  #: of a fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
 
     @property
     def one_plus(self) -> bool:
-        """Returns whether norms multiply by 1 + w."""
+        """True if norms multiply by 1 + w."""
         return self.model_type in ONE_PLUS
 
     def scale_of(self, head_dim: int) -> float:
-        """Returns what logits are multiplied with."""
+        """Returns the factor on q·k."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
 def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geometry:
-    """Returns the sizes for the tensor of that name; flags go over config.json."""
+    """Returns the sizes for the named tensor; flags override config.json."""
     part = section(config, tensor)
     # An encoder-decoder may give its halves different numbers of heads.
     keys = ("decoder_attention_heads", *N_HEADS) if "decoder." in tensor else N_HEADS
@@ -84,7 +84,7 @@ def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geomet
 
 
 def section(config: ConfigMapping, tensor: str) -> ConfigMapping:
-    """Returns the part of a composite config that is about a tensor or module of that name."""
+    """Returns the part of a composite config that describes the named tensor or module."""
     for key, words in SECTIONS:
         part = config.get(key)
         if isinstance(part, Mapping) and any(word in tensor for word in words):
@@ -111,11 +111,11 @@ def _kv_heads(config: ConfigMapping) -> int | None:
     found = _first(config, N_KV_HEADS)
     if found is not None or "decoder_attention_heads" in config:
         return found
-    return _first(config, N_HEADS)  # a config without the key is of a model without groups
+    return _first(config, N_HEADS)  # models without grouped keys omit the field
 
 
 def _scale(config: ConfigMapping) -> float | None:
-    """None for 1/√head_dim. DeepSeek's YaRN multiplies it with (0.1·m·ln s + 1)²; others name it."""
+    """Returns the scale, None for 1/√head_dim. DeepSeek's YaRN multiplies that by (0.1·m·ln s + 1)²."""
     if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
         return 1.0
     if scalar := _positive(config, "query_pre_attn_scalar"):
@@ -132,9 +132,10 @@ def _scale(config: ConfigMapping) -> float | None:
 
 
 def _positive(config: ConfigMapping, key: str) -> float | None:
-    """The number above 0 of that name; None where it is not given, null or 0.
+    """Returns the named number; None if it is missing, null or 0.
 
-    Raises: DataError for anything else.
+    Raises:
+        DataError: the value is anything but a positive number.
     """
     value = config.get(key)
     if value is None or (value == 0 and not isinstance(value, str)):
@@ -147,9 +148,10 @@ def _positive(config: ConfigMapping, key: str) -> float | None:
 
 
 def _rope_factor(config: ConfigMapping) -> float:
-    """YaRN: 0.1 m ln s + 1 (Peng et al. 2023, arXiv 2309.00071, equation 22; m, m_all as in DeepSeek's config).
+    """Returns the factor on cos and sin, at least 1.
 
-    LongRoPE: √(1 + ln s / ln L) (Ding et al. 2024, arXiv 2402.13753, as in transformers 5.23). Never below 1 here.
+    YaRN: 0.1 m ln s + 1 (Peng et al. 2023, arXiv 2309.00071, equation 22; m, m_all as in DeepSeek's config).
+    LongRoPE: √(1 + ln s / ln L) (Ding et al. 2024, arXiv 2402.13753, as in transformers 5.23).
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping):
@@ -169,12 +171,12 @@ def _rope_factor(config: ConfigMapping) -> float:
     return 1.0
 
 
-# Names and shapes that show which rows of which weight make head h: the tables, and how they are applied.
+# Tables of names and shapes that show which rows of which weight make head h, and the code that applies them.
 #
-# A checkpoint holds no code, so here, and only here, names are read. Nothing is guessed in silence: what a name
-# leaves open comes from config.json or a flag, what is taken by convention is noted, the rest is listed as unknown.
+# A checkpoint contains no code, so only here are names interpreted. Nothing is guessed silently: config.json or a flag
+# decides what a name leaves open, conventions are noted in the result, and the rest is listed as unknown.
 
-# Query and key in weights of their own: the last part of the module's name.
+# Query and key in separate weights: the last part of the module's name.
 SEPARATE = (
     ("q_proj", "k_proj"),
     ("query", "key"),
@@ -186,7 +188,7 @@ SEPARATE = (
     ("q", "k"),
 )
 # Query, key and value in one weight. blocks: [q | k | v]; groups: for each key head its queries, its key, its value
-# (with as many key heads as heads: q, k, v interleaved per head); None: the name does not say, see GROUPED, BLOCKS.
+# (with as many key heads as heads: q, k, v interleaved per head); None: the name leaves it open, see GROUPED, BLOCKS.
 FUSED: dict[str, str | None] = {
     "qkv": "blocks",
     "qkv_proj": "blocks",
@@ -197,11 +199,11 @@ FUSED: dict[str, str | None] = {
     "wqkv": "groups",
     "linear_qkv": "groups",
 }
-# What the model type says, over the table above (transformers 5.23, modeling files).
+# Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = frozenset(["gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon", "internlm2", "gpt_bigcode"])
 BLOCKS = frozenset(["chatglm"])
 OTHER = {"codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a trace of the TPUs it was trained on)"}
-# q_proj holds, per head, the query and a gate of the same width.
+# Model types whose q_proj holds, per head, the query and a gate of the same width.
 GATED = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
 # Gains of a q/k norm next to the projections: (query, key).
 GAINS = (
@@ -215,7 +217,7 @@ GAINS = (
 # The norm whose output the projections read, next to the attention module or one or two levels up.
 INPUT_NORMS = ("input_layernorm", "ln_1", "attention_norm", "attn_norm", "layernorm_before", "layer_norm1", "norm1")
 INPUT_NORMS += ("ln1", "ln_attn", "self_attn_layer_norm", "pre_attention_layernorm")
-# Types whose norm of such a name comes after attention.
+# Model types in which the norm of such a name follows attention.
 NOT_BEFORE = frozenset(["swinv2", "opt", "bart", "mbart", "marian"])
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
@@ -239,7 +241,7 @@ class Slice:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlan:
-    """One attention in a checkpoint. The rope parts are there for MLA only: there a logit is a sum of two products."""
+    """The weights of one attention in a checkpoint. Only MLA, whose logit is a sum of two products, has rope parts."""
 
     name: str
     layout: str
@@ -258,24 +260,24 @@ class SitePlan:
     notes: tuple[str, ...] = ()
 
     def slices(self) -> list[Slice]:
-        """The parts that are there."""
+        """Returns the parts that exist."""
         return [s for s in (self.query, self.key, self.query_rope, self.key_rope) if s is not None]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unknown:
-    """Something that looks like attention and could not be read, and why."""
+    """Something that looks like attention but could not be read, and the reason."""
 
-    name: str  #: of the module or the weight
-    reason: str  #: why it could not be read, in words
+    name: str  #: name of the module or weight
+    reason: str  #: why it could not be read
 
 
 PlansOrUnknown = list[SitePlan | Unknown]
 
 
 def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> PlansOrUnknown:
-    """Returns every attention of a checkpoint in the order of its tensors, and what could not be read."""
+    """Returns every attention of a checkpoint in the order of its tensors, and the candidates that can't be read."""
     found: PlansOrUnknown = []
     for name, tensor in tensors.items():
         module, dot, leaf = _split(name)
@@ -401,17 +403,17 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
 
 
 def _width(shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None) -> int:
-    """The head_dim of a fused weight, 0 if nothing fits: nn.Linear has outputs in rows, GPT-2's Conv1D in columns."""
+    """Returns the head_dim of a fused weight, or 0. nn.Linear has outputs in rows, GPT-2's Conv1D in columns."""
     parts = heads + 2 * groups
     fits = [n // parts for n in shape if n % parts == 0]
     if head_dim is not None:
         return head_dim if head_dim in fits else 0
-    usual = [n // heads for n in shape if n // heads in fits]  # the input is as wide as all heads together
+    usual = [n // heads for n in shape if n // heads in fits]  # the input is usually as wide as all heads together
     return min(usual or fits, default=0) if len(set(fits)) > 1 else max(fits, default=0)
 
 
 def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First row of each query head and of each key head."""
+    """Returns the first row of each query head and of each key head."""
     if layout == "blocks":
         return tuple(h * width for h in range(heads)), tuple((heads + g) * width for g in range(groups))
     share = heads // groups
@@ -421,7 +423,7 @@ def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int
 
 
 def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan | Unknown:
-    """DeepSeek's MLA: q_b rows [nope | rope] per head, kv_b rows [nope | value] per head, kv_a rows [latent | rope]."""
+    """Plans DeepSeek's MLA: q_b has [nope | rope] per head, kv_b [nope | value] per head, kv_a [latent | rope]."""
     heads, nope, rope, value = geometry.n_heads, geometry.nope_dim, geometry.rope_dim, geometry.value_dim
     if heads is None or nope is None or rope is None or value is None:
         return Unknown(
@@ -452,7 +454,7 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePla
 
 
 def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan | Unknown:
-    """qkeel.nn.MLA: every part in a weight of its own."""
+    """Plans qkeel.nn.MLA, which has a separate weight for every part."""
     heads = geometry.n_heads
     names = ("q_up", "k_up", "q_rope", "k_rope")
     stored = [tensors.get(f"{at}{name}.weight") for name in names]
@@ -477,18 +479,18 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan | Unk
 
 
 def _present(tensors: Tensors, module: str) -> str | None:
-    """The name of a norm's gain, `module.weight` or the bare parameter `module`."""
+    """Returns the name of a norm's gain, `module.weight` or the bare parameter `module`; None if neither exists."""
     return next((name for name in (f"{module}.weight", module) if name in tensors), None)
 
 
 def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePlan:
-    """The plan with the norms found next to it and before it."""
+    """Returns the plan with the norms next to it and before it."""
     at = f"{plan.name}." if plan.name else ""
     gains = [(_present(tensors, at + q), _present(tensors, at + k)) for q, k in GAINS]
     query, key = next((pair for pair in gains if pair[0] or pair[1]), (None, None))
     before = None if geometry.model_type in NOT_BEFORE else _norm_before(tensors, plan.name)
     mla = plan.query_rope is not None
-    # Queries without a latent of their own (DeepSeek-V2-Lite) read what the module reads.
+    # Queries without their own latent (DeepSeek-V2-Lite) are projected from the module's input.
     own_query = f"{at}q_up.weight" == plan.query.tensor and f"{at}q_down.weight" not in tensors
     latent = mla and not own_query and not plan.query.tensor.endswith("q_proj.weight")
     return dataclasses.replace(
@@ -502,8 +504,8 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
 
 
 def _norm_before(tensors: Tensors, module: str) -> str | None:
-    """The gain of the norm that feeds a module, found next to it or to its holder; none for cross attention."""
-    if _CROSS.search(module):  # its keys come from elsewhere
+    """Returns the gain of the norm that feeds a module, next to it or one level up; None for cross attention."""
+    if _CROSS.search(module):  # its keys come from another sequence
         return None
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
     names = [f"{p}.{n}" if p else n for p in parents for n in INPUT_NORMS]
@@ -511,7 +513,7 @@ def _norm_before(tensors: Tensors, module: str) -> str | None:
 
 
 def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:
-    """Modules that are called attention, hold matrices, and are in no site."""
+    """Returns modules named like attention that hold matrices and belong to no site."""
     lost: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         match = _ATTENTION.match(name)

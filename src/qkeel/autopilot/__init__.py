@@ -1,4 +1,4 @@
-"""AUTOPILOT: a run that watches itself and holds the logits of the heads that need it."""
+"""AUTOPILOT: a training run watches itself and limits the logits of the heads that need it."""
 
 import sys
 from types import ModuleType
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class _Room(ModuleType):
-    # The public name qkeel.autopilot is both this room and the function that begins one.
+    # The public name qkeel.autopilot is both this package and the function that starts an autopilot.
     __call__ = staticmethod(autopilot)
 
 

@@ -1,4 +1,4 @@
-"""How decisions are taken record by record, and how they change the model."""
+"""Runs a policy record by record, replays it on recorded runs, and applies its decisions to the model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 
-# The decisions of a policy record by record, and the effects that were seen: the same live and in a replay.
+# Running a policy record by record; training and replay share this code.
 
-LATER = 5  # records after a decision at which its effect is looked at
+LATER = 5  # the effect of a decision is measured this many records later
 _WITH_EFFECT = (Action.CLIP, Action.RATES, Action.NORM)
 
 
 @final
 class PolicyRunner:
-    """Asks a policy at each record. What it keeps follows from the records and the refusals alone.
+    """Calls a policy at each record. All of its state follows from the records and the refusals, so it can be replayed.
 
-    Of sites whose weights are not confirmed, and of attention that was missed, the policy may know nothing but that.
+    The policy may not act at sites whose weights are not verified, nor on attention that was not recognised.
     """
 
     def __init__(self, policy: Policy, sites: Sequence[SiteFacts], missed: Sequence[str] = ()) -> None:
@@ -42,15 +42,18 @@ class PolicyRunner:
         self.decisions: list[Decision] = []
         self.refused: list[Refused] = []
         self.seen = 0  # records
-        # Numbers of the record at which, and of the decision whose effect is due.
+        # Pairs: number of the record at which an effect is due, index of its decision.
         self.waiting: list[tuple[int, int]] = []
 
     def see(self, history: History) -> tuple[list[Decision], list[DecisionEffect]]:
-        """The decisions of the last record, and the effects that are seen in it.
+        """Returns the decisions at the last record, and the effects of earlier decisions that are due now.
 
-        Raises: InvalidValueError, InvalidTypeError if the policy returns what is no decision for these sites and step.
+        Raises:
+            InvalidTypeError: the policy returned something other than decisions.
+            InvalidValueError: a decision is for another step or an unknown, unverified or smaller site.
         """
         self.seen += 1
+        # Effects are computed before the policy decides, from the state that it will see.
         due = [number for at, number in self.waiting if at <= self.seen]
         self.waiting = [one for one in self.waiting if one[0] > self.seen]
         effects = [self._effect(self.decisions[number], history) for number in due]
@@ -71,7 +74,7 @@ class PolicyRunner:
         return found, effects
 
     def refuse(self, refused: Refused) -> None:
-        """A site has refused an action; of a decision that came to nothing no effect is awaited."""
+        """Records that a site refused an action, and drops the pending effect of that decision."""
         self.refused.append(refused)
         same = (refused.step, refused.action, refused.site)
         self.waiting = [
@@ -99,7 +102,7 @@ class PolicyRunner:
         rows = [i for i, site in enumerate(self.sites) if one.site in (None, site.name)]
         own = np.asarray(series, dtype=np.float64)[:, rows]
         own = own[:, :, list(one.heads)] if one.heads else own
-        then = int(np.searchsorted(history.steps, one.step, side="right")) - 1
+        then = int(np.searchsorted(history.steps, one.step, side="right")) - 1  # the last record up to the decision
         tops = [float(np.fmax.reduce(own[k].ravel(), initial=np.nan)) for k in (max(then, 0), -1)]
         return DecisionEffect(
             step=int(history.steps[-1]),
@@ -113,13 +116,15 @@ class PolicyRunner:
         )
 
 
-FIELDS = ("max_logit", "entropy")  # of heads: what a policy may read, besides the numbers of the whole model
-MOST_PLANNED = 20_000  # steps of a schedule that is written down with the start
+FIELDS = ("max_logit", "entropy")  # the per-head fields that a policy may read
+MOST_PLANNED = 20_000  # schedules with more steps are not stored with the start event
 
 
 def begun(named: str, deliberation: PolicyRunner, planned: PlannedRates | None) -> Row:
-    """The event that an autopilot begins with: what a replay has to know besides the records."""
+    """The event that an autopilot begins with: what a replay needs besides the records."""
     known = planned is not None and planned.steps <= MOST_PLANNED
+    alone = [f"{s.name}: {s.unknown}" for s in deliberation.sites if s.unknown] + list(deliberation.missed)
+    unverified = f". It leaves alone what was not verified: {'; '.join(alone)}" if alone else ""
     return {
         "event": "autopilot",
         "policy": named,
@@ -127,32 +132,27 @@ def begun(named: str, deliberation: PolicyRunner, planned: PlannedRates | None) 
         "missed": list(deliberation.missed),
         "refusals": [{"action": r.action, "site": r.site, "reason": r.reason} for r in deliberation.refused],
         "clock": planned.clock.tolist() if planned is not None and known else None,
-        "text": _introduced(named, deliberation),
+        "text": f"autopilot with the policy {named}" + unverified,
     }
-
-
-def _introduced(named: str, deliberation: PolicyRunner) -> str:
-    alone = [f"{s.name}: {s.unknown}" for s in deliberation.sites if s.unknown] + list(deliberation.missed)
-    if not alone:
-        return f"autopilot with the policy {named}"
-    return f"autopilot with the policy {named}. It leaves alone what was not verified: {'; '.join(alone)}"
 
 
 def replay(
     run: str | Path | History, named: str | Policy = "ladder", *, planned: PlannedRates | None = None
 ) -> list[Decision | DecisionEffect]:
-    """Returns what a policy decides on the records of a run, and the effects it would see, in order.
+    """Returns the decisions of a policy on the records of a run, and the effects it would observe, in order.
 
-    On a run that had an autopilot with the same policy these are its own decisions: what sites refused is read from the
-    run's events. Elsewhere all sites are taken for verified unless the run says otherwise, and no action is refused.
+    For a run that had an autopilot with the same policy these are its own decisions; refusals are read from the run's
+    events. For other runs every site counts as verified unless the run says otherwise, and no action is refused.
 
     Args:
-        run: the directory of a watched or trained run, or the history of one.
+        run: the directory or the history of a watched or trained run.
         named: the policy.
-        planned: the learning rates of the whole run; by default those that an autopilot has written down.
+        planned: the learning rates of the whole run; by default those that an autopilot has recorded.
 
-    Raises: RunDirectoryError if there is no such run, InvalidValueError if it has no logits of heads, UnknownNameError
-        for a policy that is not known.
+    Raises:
+        RunDirectoryError: the run does not exist.
+        InvalidValueError: the run has no logits per head.
+        UnknownNameError: the policy is unknown.
 
     >>> history = History(steps=np.arange(9), values={}, heads={"max_logit": 99.0 * np.arange(9.0).reshape(9, 1, 1)})
     >>> [(found.step, found.action.value) for found in replay(history)][:3]
@@ -178,7 +178,7 @@ def replay(
         if planned is None and start["clock"] is not None:
             planned = PlannedRates(clock=np.array(start["clock"]))
     except (KeyError, TypeError) as error:
-        raise DamagedFileError(f"{place.path / 'events.jsonl'} holds no start of an autopilot ({error}).") from error
+        raise DamagedFileError(f"{place.path / 'events.jsonl'} has no valid autopilot start ({error}).") from error
     return _replayed(history, deliberation, refusals, planned)
 
 
@@ -187,7 +187,7 @@ def _replayed(
 ) -> list[Decision | DecisionEffect]:
     if "max_logit" not in history.heads:
         raise InvalidValueError(
-            "expected a run with the largest logit of each head on record, as qkeel.watch and qkeel run write it"
+            "expected a run that records the largest logit of each head, as qkeel.watch and qkeel run do"
         )
     recording = Recording([site.name for site in deliberation.sites], planned=planned or history.planned)
     out: list[Decision | DecisionEffect] = []
@@ -198,6 +198,7 @@ def _replayed(
         recording.append(values, {name: v[n] for name, v in history.heads.items() if name in FIELDS})
         decisions, effects = deliberation.see(recording.history)
         out += [*effects, *decisions]
+        # A live run learns of a refusal after the decision, so a replay passes it on in the same order.
         for one in refusals:
             if one.step == int(history.steps[n]):
                 deliberation.refuse(one)
@@ -205,7 +206,7 @@ def _replayed(
 
 
 def _sites(history: History, config: Row | None = None) -> list[SiteFacts]:
-    """The layers of a history, with what the run says of their weights."""
+    """The sites behind the layers of a history, with what the run's config says about their weights."""
     logits = history.heads.get("max_logit")
     if logits is None:
         return []
@@ -219,25 +220,25 @@ def _sites(history: History, config: Row | None = None) -> list[SiteFacts]:
     return found
 
 
-# The one place where an autopilot changes a model: remedies on the heads of some sites, put on and taken off.
+# Applying and removing remedies. Nothing else in this package changes the model.
 
-RemedyKey = tuple[str, int]  # a remedy with its options, and the number of the optimizer that it acts on
-SiteHeads = dict[str, tuple[int, ...]]  # by site, () for all
-BLEND = 5  # optimizer steps from the model without a norm to that with it
+RemedyKey = tuple[str, int]  # a remedy with its options, and the index of the optimizer that it acts on
+SiteHeads = dict[str, tuple[int, ...]]  # heads by site, () for all
+BLEND = 5  # optimizer steps over which a new norm is blended in
 Refusals = list[tuple[Action, str | None, str]]
 
 _COMPILED = {
-    Action.CLIP: "qk_clip reads the logits of a compiled model by one more pass without gradients before each pass",
-    Action.NORM: "a norm is put into a compiled model: its next passes compile again",
+    Action.CLIP: "the model is compiled: to read its logits, qk_clip runs one more forward pass without gradients",
+    Action.NORM: "the model is compiled: adding a norm makes its next passes compile again",
 }
 
 
 @final
 class RemedyManager:
-    """Keeps active what it is asked for, by one handle for each remedy and optimizer.
+    """Applies the requested remedies, with one handle per remedy and optimizer.
 
-    A change of the heads takes the old handle off and puts a new one on with what it remembered. Where that is refused
-    what was active is restored, so nothing is half applied.
+    To change the heads of a remedy, the manager removes its handle and applies it anew with the old state. If a site
+    refuses, the previous remedies are restored, so nothing remains half applied.
     """
 
     def __init__(
@@ -246,24 +247,24 @@ class RemedyManager:
         self.model, self.optimizers, self.example = model, list(optimizers), example
         self.handles: dict[RemedyKey, tuple[Handle, SiteHeads]] = {}
         self.norm: tuple[str, Retrofit] | None = None
-        self.compiled = False  # whether the model runs compiled code, as far as it has been seen
+        self.compiled = False  # whether the model was observed to run compiled code
         self._said: set[Action] = set()
         self.know(sites)
 
     def know(self, sites: Sequence[AttentionSite]) -> None:
-        """Takes the sites; after a resume without remedies they are found later, in the first measured pass."""
+        """Sets the sites. After a resume without remedies they are found later, in the first measured pass."""
         self.sites = list(sites)
         self._home = {site.name: self._optimizer_of(site) for site in self.sites}
 
     def _optimizer_of(self, site: AttentionSite) -> int:
-        """The number of the optimizer that holds the site's weights; the first where they are known by copies only."""
+        """The index of the optimizer that holds the site's weights; 0 if the site only knows copies of them."""
         names = {s.parameter for s in (*site.query, *site.key)}
         own = {id(p) for name, p in self.model.named_parameters() if name in names}
         held = ({id(p) for g in o.param_groups for p in g["params"]} for o in self.optimizers)
         return next((i for i, ids in enumerate(held) if ids & own), 0)
 
     def try_all(self) -> Refusals:
-        """Returns what sites refuse, found out by applying it and taking it off again; that changes no bit."""
+        """Returns what sites refuse, by applying each remedy and removing it again; the model keeps its bits."""
         found: Refusals = []
         verified = [site for site in self.sites if site.verified]
         for action, spec in ((Action.CLIP, "qk_clip"), (Action.RATES, "lalr")):
@@ -273,11 +274,11 @@ class RemedyManager:
                     refusals = {name: self._refusal((spec, i), {name: ()}) for name in own}
                     found += [(action, name, why) for name, why in refusals.items() if why]
         if self.example is None:
-            found.append((Action.NORM, None, "its gains are fitted on a batch: give example=batch to the autopilot"))
+            found.append((Action.NORM, None, "its gains are fitted on a batch: pass example=batch to the autopilot"))
         return found
 
     def _refusal(self, key: RemedyKey, heads: SiteHeads) -> str:
-        """Returns why these heads refuse a remedy, "" if they do not; it is applied and taken off again."""
+        """Returns why these heads refuse a remedy, or "" if they accept it; the remedy is removed again."""
         try:
             self._applied(key, heads).remove()
         except QkeelError as error:
@@ -285,7 +286,7 @@ class RemedyManager:
         return ""
 
     def set(self, held: Held, optimizer: int) -> Refusals:
-        """Brings into force what acts on this optimizer, and no more; returns what was refused."""
+        """Applies exactly the remedies that should be active on this optimizer; returns what was refused."""
         norm = next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
         if refused := self.set_norm(norm):
             return refused
@@ -304,7 +305,7 @@ class RemedyManager:
         return refused
 
     def _exchange(self, key: RemedyKey, wanted: SiteHeads) -> Iterator[tuple[str, str]]:
-        """Puts a remedy on these heads in place of those it was on; yields the sites that refuse, and why."""
+        """Changes the heads of a remedy; yields the sites that refuse, and why."""
         old, before = self.handles.pop(key, (None, {}))
         state = {} if old is None else old.state()
         if old is not None:
@@ -312,7 +313,7 @@ class RemedyManager:
         try:
             self.put_on(key, wanted, state)
             return
-        except QkeelError:  # which of the sites?
+        except QkeelError:  # some site refuses: try them one by one
             kept = {site: heads for site, heads in before.items() if site in wanted}
         for site, heads in wanted.items():
             if why := self._refusal(key, {**kept, site: heads}):
@@ -323,13 +324,14 @@ class RemedyManager:
             self.put_on(key, kept, state)
 
     def put_on(self, key: RemedyKey, heads: SiteHeads, state: State) -> None:
-        """Applies a remedy to these heads; `state` is what it remembered of them, as far as it did.
+        """Applies a remedy to these heads and restores its `state`, as far as it has any for them.
 
-        Raises: QkeelError if that is refused; nothing is changed then.
+        Raises:
+            QkeelError: a site refuses; nothing is changed then.
         """
         handle = self._applied(key, heads)
         fresh = handle.state()
-        clip = self._parsed(key).name == QKClip.name  # what it remembers depends on the step, not on the heads
+        clip = self._parsed(key).name == QKClip.name  # its state depends on the step, not on the heads
         handle.load(state if clip else {name: state.get(name, value) for name, value in fresh.items()})
         self.handles[key] = handle, dict(heads)
 
@@ -344,9 +346,9 @@ class RemedyManager:
         return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def set_norm(self, spec: str) -> Refusals:
-        """Puts a norm with fitted gains into the whole model in place of all else, once; "" for none.
+        """Replaces all remedies by a norm with fitted gains in the whole model, once; "" for none.
 
-        The gains join the first optimizer that takes them; its steps blend the norm in, so the loss does not jump.
+        The gains join the first optimizer that accepts them. Its steps blend the norm in, so the loss does not jump.
         """
         if not spec or self.norm is not None:
             return []
@@ -373,7 +375,7 @@ class RemedyManager:
             caution(_COMPILED[action])
 
     def remove(self, *, norm: bool = True) -> None:
-        """Takes everything off, the last change first; with norm=False all but a norm, which is part of the model."""
+        """Removes everything, the latest change first; norm=False keeps a norm, which is part of the trained model."""
         for key in reversed(list(self.handles)):
             self.handles.pop(key)[0].remove()
         if norm and self.norm is not None:
@@ -381,7 +383,7 @@ class RemedyManager:
             self.norm = None
 
     def state(self) -> State:
-        """Returns what the active remedies remember, by their numbers in the order of `handles`, and the norm."""
+        """Returns the state of the active remedies, numbered in the order of `handles`, and of the norm."""
         parts = {str(i): handle for i, (handle, _) in enumerate(self.handles.values())}
         parts |= {} if self.norm is None else {"norm": self.norm[1]}
         return {f"{i}.{name}": value for i, handle in parts.items() for name, value in handle.state().items()}

@@ -1,4 +1,4 @@
-"""The autopilot of a training run: where it begins, what it does after each step, what it keeps in a checkpoint."""
+"""The autopilot of a training run: construction, work after each step, and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from qkeel.patching.optimizers import StepHooks, stepping, when_hooks_are_done
 from qkeel.remedies.head_weights import innermost
 from qkeel.sites.find import find_sites
 
-# An autopilot as tensors by name, which any checkpoint can hold, and back. Nothing is pickled.
+# State dict: tensors by name, which every checkpoint format can hold. Nothing is pickled.
 
 
 def state(pilot: Autopilot) -> State:
-    """The state of an autopilot: its records, its decisions, and what the active remedies remember."""
+    """The state of an autopilot: its records, its decisions, and the state of the active remedies."""
     found: State = {f"monitor/{name}": value for name, value in pilot.monitor.state().items()}
     about: Row = {"policy": pilot.named, "begun": pilot.deliberation is not None}
     if (coming := pilot.next_sample(lag=0)) is not None:
@@ -67,10 +67,11 @@ def state(pilot: Autopilot) -> State:
 
 
 def load(pilot: Autopilot, state: State) -> None:
-    """Takes such a state up, before the first step.
+    """Restores such a state, before the first step.
 
-    Raises: InvalidValueError if it is none or of another policy, or the training has begun; RefusedError if remedies
-    were active and the sites are not known.
+    Raises:
+        InvalidValueError: the state is not that of an autopilot with this policy, or training has begun.
+        RefusedError: remedies were active and the sites are not known.
     """
     if pilot.deliberation is not None:
         raise InvalidValueError(
@@ -117,46 +118,43 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
         raise
 
 
-# The Autopilot: asks the policy after each measured step, and sees to what it decides.
+# The Autopilot calls the policy after each measured step and carries out its decisions.
 
 _OFF = (
-    "the autopilot failed and changes nothing further: {}. What it has applied stays active until remove(); training "
-    "continues"
+    "the autopilot failed and changes nothing further: {}. Remedies that it has applied stay active until remove(); "
+    "training continues"
 )
 
 
 @final
 class Autopilot(Handle):
-    """Watches a training run and does what its policy decides; made by `qkeel.autopilot`.
+    """Watches a training run and carries out the decisions of its policy; made by `qkeel.autopilot`.
 
-    `remove()` undoes everything and stops watching. `close()` stops watching and removes what acts on steps, but
-    leaves a norm in the model, which was trained with it. `events` are what it did, as in the journal of the run.
-    `state_dict()` and `load_state_dict()` carry it over a checkpoint: give what they return to the checkpoint's file
-    and load it before the first step.
+    `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
+    steps, but keeps a norm, which the model was trained with. `events` lists everything it did, as in the run's event
+    log. `state_dict()` and `load_state_dict()` make it part of a checkpoint: save the first with the checkpoint and
+    load it before the first step.
 
-    What is measured in step s is decided on when step s + 1 is done: by then it has come from the device and from the
-    other processes, so that none waits, and the lag is the same in each. Nothing is changed in the middle of a step:
-    decisions take effect when the hooks of step s + 1 are through. Before the first the training is bit for bit that of
-    a watched run.
+    The measurements of step s are decided on when step s + 1 is done. By then they have arrived from the device and
+    from all processes, so nothing waits, and every process has the same lag. Decisions take effect after all hooks of
+    step s + 1 have run, never within a step. Until the first action, training is bit for bit that of a watched run.
     """
 
     def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):
         self.monitor, self.policy, self.named = monitor, policy, named
         self.optimizers, self.example = list(optimizers), example
         self.events: list[Row] = []
-        self.warns = True  # with a warning for each decision, as for alarms
+        self.warns = True  # whether each decision raises a warning, as alarms do
         self.recording = Recording(planned=monitor.history.planned)
         self.deliberation: PolicyRunner | None = None
         self.actuator: RemedyManager | None = None
-        self.carried: Sample | None = None  # measured before a checkpoint, and not decided on in it
+        self.carried: Sample | None = None  # measured before a checkpoint, decided on after it
         self._pending = [False] * len(self.optimizers)
         self._later = [Handle(lambda: None) for _ in self.optimizers]
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
-        hooks = [
-            StepHooks(lambda _: None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers
-        ]
-        self._hooks = hooks
+        hooks = [StepHooks(None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers]
+        self._hooks = hooks  # kept so that _stop() can remove them
         super().__init__(self._take_off, state=lambda: state(self), load=lambda s: load(self, s))
 
     @property
@@ -166,26 +164,29 @@ class Autopilot(Handle):
 
     @property
     def asked_rate(self) -> bool:
-        """Returns whether a lower learning rate was asked for, which only the training script can give."""
+        """Whether the policy has requested a lower learning rate, which only the training script can set."""
         return any(one.action is Action.RATE for one in self.decisions)
 
     def state_dict(self) -> State:
-        """Returns tensors by name, for a checkpoint."""
+        """Returns the state as tensors by name, for a checkpoint."""
         return self.state()
 
     def load_state_dict(self, state: State) -> None:
-        """Continues where `state_dict()` was taken; to be called before the first step. Where a norm was active it is
-        added again, with gains for the model's own state dict to overwrite: load that, and the optimizer's, after it.
+        """Continues from a state that `state_dict()` returned; call it before the first step.
 
-        Raises: InvalidValueError if it is no such state, or of another policy; RefusedError if remedies were active
-        and the sites are not known: then the autopilot needs an example.
+        If a norm was active, it is added again with fresh gains: load the state dicts of the model and of the optimizer
+        after this one, to restore them.
+
+        Raises:
+            InvalidValueError: the state is not that of an autopilot with this policy.
+            RefusedError: remedies were active and the sites are not known; pass an example to the autopilot.
         """
         self.load(state)
 
     def close(self, *, complete: bool = True) -> None:
         """Stops watching, as `Monitor.close` does; `complete` says whether training ended as planned."""
         if complete:
-            self.monitor.training_over()  # while what it has put on is active
+            self.monitor.training_over()  # before the remedies are removed
         self._end()
         if self.actuator is not None:
             self.actuator.remove(norm=False)
@@ -202,7 +203,7 @@ class Autopilot(Handle):
         self.monitor.remove()
 
     def _end(self) -> None:
-        """Sees the record of the last step, which no step has followed, and stops."""
+        """Handles the record of the last step, which no further step triggers, and stops."""
         last = None if self._stopped or self.deliberation is None else self.next_sample(lag=0)
         if last is not None:
             self._guard(self._see, last)
@@ -210,14 +211,15 @@ class Autopilot(Handle):
 
     def _stop(self) -> None:
         self._stopped = True
-        # Again at remove(): in a step they stay, idle.
+        # Hooks cannot be removed within a step; they stay, idle, until remove() is called again.
         for hook in [*self._hooks, *([] if stepping() else self._later)]:
             hook.remove()
 
     def known_sites(self) -> list[AttentionSite]:
-        """The sites, as far as they are known without a pass of the training.
+        """Returns the sites if they are known without a training pass.
 
-        Raises: RefusedError if they are not.
+        Raises:
+            RefusedError: they are not.
         """
         if self.monitor.sites:
             return list(self.monitor.sites)
@@ -226,39 +228,39 @@ class Autopilot(Handle):
             return list(find_sites(self.monitor.model, *args, **kwargs))
         except RefusedError as error:
             raise RefusedError(
-                "expected an example, to restore what was active before the first step: give the autopilot or the "
-                "callback example=batch, with a batch as the model takes it"
+                "expected an example batch to restore the remedies that were active: pass example=batch to the "
+                "autopilot or the callback, with a batch as the model takes it"
             ) from error
 
     def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> PolicyRunner:
-        """Takes up these sites."""
+        """Starts the policy on these sites."""
         self.actuator = RemedyManager(self.monitor.model, self.optimizers, sites, self.example)
         self.recording.layers = tuple(site.name for site in facts)
         self.deliberation = PolicyRunner(self.policy, facts, missed)
         return self.deliberation
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Among the hooks after a step."""
+        """Runs among the hooks after an optimizer step."""
         number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
         self._later[number].remove()
         if self._stopped or not self.monitor.active:
             return
-        # The sites are taken up at once, which waits for the first record alone: a checkpoint may follow.
+        # The first record is handled without lag, so that a checkpoint right after it contains the sites.
         sample = self.next_sample(lag=0 if self.deliberation is None else 1) if number == 0 else None
         if self._pending[number] or sample is not None:
             act = lambda _: self._guard(self._act, number, sample)  # noqa: E731
             self._later[number] = when_hooks_are_done(optimizer, act)
 
     def next_sample(self, *, lag: int) -> Sample | None:
-        """The record that is to be decided on, of a step at least `lag` before the one done last; None without one."""
+        """Returns the next record to decide on, from at least `lag` steps before the last step, or None."""
         sample = self.monitor.sample_before(self.monitor.steps - lag) or self.carried
         steps = self.recording.history.steps
         return sample if sample is not None and (not len(steps) or sample.step > steps[-1]) else None
 
     def _act(self, number: int, sample: Sample | None) -> None:
-        """Sees to the record and to what was decided; called when the hooks are through."""
+        """Handles the record and carries out decisions, after all hooks of the step have run."""
         if self.deliberation is None:
-            assert sample is not None  # or there was nothing to act on
+            assert sample is not None  # nothing is pending before the policy has started
             self._begin(sample)
         elif sample is not None:
             self._see(sample)
@@ -270,7 +272,7 @@ class Autopilot(Handle):
         for action, site, reason in actuator.set(in_force(known.decisions, known.refused), number):
             refused = Refused(step=known.decisions[-1].step, action=str(action), site=site, reason=reason)
             known.refuse(refused)
-            self._pending[number] |= action is Action.NORM  # what was decided with it follows after the next step
+            self._pending[number] |= action is Action.NORM  # the other decisions are carried out after the next step
             self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
 
     def _see(self, sample: Sample) -> None:
@@ -293,17 +295,18 @@ class Autopilot(Handle):
             self.monitor.closer = int(closer[0]["every"]) if closer else None
 
     def _begin(self, sample: Sample) -> None:
-        """Takes up the sites that the first record shows, and what they refuse."""
+        """Starts the policy on the sites of the first record, and finds out what they refuse."""
         sites = {site.name: site for site in self.monitor.sites}
         facts = []
         for name in sample.layers:
             site = sites.get(name)
-            unknown = "it was not found among the sites of this process" if site is None else ""
+            unknown = "this process did not find it" if site is None else ""
             if site is not None and not site.verified:
                 unknown = site.unverified or site.why or "its weights are not known"
             n = sample.heads["max_logit"].shape[1] if site is None else site.n_heads
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(one) for one in self.monitor.missed]
+        # All processes must agree on the sites, or their policies would decide differently.
         dist.done_by_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None, patience=dist.PATIENCE)
         known = self.start(facts, missed, list(sites.values()))
         assert self.actuator is not None
@@ -319,7 +322,7 @@ class Autopilot(Handle):
         self.monitor.event(row)
 
 
-# `qkeel.autopilot`: the checked way to an Autopilot.
+# The public entry points, which check their arguments.
 
 EVERY = 10  # steps
 
@@ -335,9 +338,28 @@ def autopilot(
     query_mask: MaskSource | None = None,
     example: object = None,
 ) -> Autopilot:
-    """Watch a training run, and hold the logits of the heads that need it by the cheapest remedy that does.
+    """Watches a training run and limits the logits of the heads that need it by the cheapest remedy that is enough.
 
-    Until its first action the training is bit for bit what it is without it. Every process of a run calls it.
+    Until its first action, training is bit for bit the same as without it. Every process of a run must call it.
+
+    Args:
+        model: see `qkeel.watch`.
+        optimizer: the optimizer or optimizers of the model; the first one counts the steps.
+        policy: "ladder" with options ("ladder:threshold=50,allow_new_parameters=true"), or your own Policy.
+        planned: the learning rates of the run, if known; they let the autopilot act earlier.
+        sinks: where records and events are written; see `qkeel.watch`.
+        every: at which steps the run is measured while nothing is wrong.
+        query_mask: which query rows count; see `qkeel.watch`.
+        example: a batch as the model takes it; needed for a calibrated norm and to resume with active remedies.
+
+    Returns:
+        The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;
+        `remove()` undoes everything.
+
+    Raises:
+        InvalidTypeError: there is no optimizer, or something else in its place.
+        UnknownNameError: the policy or an option does not exist.
+        QkeelError: `qkeel.watch` or `find_sites` fails.
 
     >>> import torch
     >>> from qkeel.nn import Attention
@@ -345,24 +367,6 @@ def autopilot(
     >>> with autopilot(model, torch.optim.AdamW(model.parameters())) as pilot:
     ...     pilot.decisions
     []
-
-    Args:
-        model: as for `qkeel.watch`.
-        optimizer: what steps it; of several the first counts the steps.
-        policy: what is done when: "ladder" with its options ("ladder:threshold=50,allow_new_parameters=true"), or a
-            Policy of your own.
-        planned: the learning rates of the run, if known: with them it acts earlier.
-        sinks: where records and events go; see `qkeel.watch`.
-        every: at which steps the run is measured before anything is wrong.
-        query_mask: which query rows count; see `qkeel.watch`.
-        example: a batch as the model takes it: for a calibrated norm, and to resume with active remedies.
-
-    Returns: the Autopilot: `events`, `decisions`, `state_dict()`, `load_state_dict()`, `close()`; a context manager,
-    and `remove()` undoes all.
-
-    Raises:
-        InvalidTypeError: there is no optimizer, or something else in its place.
-        UnknownNameError: no such policy or option. Besides the errors of `qkeel.watch` and of `find_sites`.
     """
     optimizers = _several(optimizer)
     chosen = known_policy(policy)
@@ -381,21 +385,24 @@ def attach(
     policy: str | Policy = "ladder",
     example: object = None,
 ) -> Autopilot:
-    """An autopilot on a model that is watched already, before its first step; it closes the monitor.
+    """Adds an autopilot to a model that is already watched, before its first step; the autopilot closes the monitor.
+
+    Args:
+        monitor: a monitor made with this optimizer, or with the first of several.
+        optimizer: the optimizer or optimizers of the model.
+        policy: see `autopilot`.
+        example: see `autopilot`.
+
+    Raises:
+        InvalidTypeError: an argument has the wrong type.
+        UnknownNameError: the policy or an option does not exist.
+        InvalidValueError: the monitor has already recorded training steps.
 
     >>> import torch
     >>> from qkeel.nn import Attention
     >>> model = Attention(d_model=8, n_heads=2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> attach(watch(model, optimizer), optimizer).remove()
-
-    Args:
-        monitor: made with this optimizer, the first of several.
-        optimizer: what steps the model.
-        policy: see `autopilot`.
-        example: see `autopilot`.
-
-    Raises: see `autopilot`; InvalidValueError if the monitor has seen training already.
     """
     optimizers = _several(optimizer)
     chosen = known_policy(policy)
@@ -414,8 +421,8 @@ def _several(given: object) -> list[Optimizer]:
     for one in several:
         if not isinstance(one, Optimizer):
             raise InvalidTypeError(
-                f"expected the optimizer that steps the model, got {type(one).__name__}; the remedies of an autopilot "
-                "act on its steps: qkeel.autopilot(model, optimizer)"
+                f"expected the optimizer that steps the model, got {type(one).__name__}: call "
+                "qkeel.autopilot(model, optimizer)"
             )
     if not several:
         raise InvalidTypeError("expected at least one optimizer, got an empty list")

@@ -1,4 +1,12 @@
-"""What the autopilot decides: pure functions of records, from a growing head to the next remedy."""
+"""Policies of the autopilot: pure functions that map the records of a run to the next remedy.
+
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have are NaN.
+        with np.errstate(invalid="ignore"):
+            over = self.logits[-1] > self.ladder.threshold
+====
+        with np.errstate(invalid="ignore"):  # NaN: heads that were not measured
+            over = self.logits[-1] > self.ladder.threshold
+"""
 
 from __future__ import annotations
 
@@ -18,16 +26,17 @@ from qkeel.monitor.history import Forecast, History, clock, forecast
 from qkeel.monitor.rules import Alarm, Approach, Ceiling, EntropyCollapse, Growth, Outlook, Rule, Severity
 from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
 
-# The interface of a policy, records in, decisions out; and what decisions say and have put active.
+# The interface of a policy: records in, decisions out.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """All that a policy may know at one step: the records up to it, the sites, and what it has decided before.
+    """Everything a policy may know at one step.
 
-    history: the merged samples of training, in order. sites: in the order of the layers of the history. missed:
-    attentions that were seen but not understood. decisions: earlier ones. refused: actions that sites refused so far.
+    history: the merged training samples, in order. sites: in the order of the history's layers. missed: attention calls
+    that were observed but not understood. decisions: earlier decisions. refused: actions that sites have refused so
+    far.
     """
 
     history: History
@@ -43,20 +52,20 @@ class Records:
 
     @property
     def in_force(self) -> Held:
-        """The action and its heads, by remedy and site."""
+        """The active action and its heads, by remedy and site."""
         return in_force(self.decisions, self.refused)
 
     def refuses(self, action: Action, site: str | None) -> str:
-        """The reason why a site refuses an action, "" where it does not."""
+        """Returns the reason why a site refuses an action, or "" if it does not."""
         return next((r.reason for r in self.refused if r.action == action and r.site in (site, None)), "")
 
 
 class Policy(abc.ABC):
     """A pure function of records. Subclasses are frozen dataclasses; their fields are the policy's options.
 
-    `decide` sees the records up to one step and returns what is to be done then. It keeps nothing from call to call and
-    knows neither model nor optimizer, so the same records lead to the same decisions live, in a replay, and in every
-    process of a run.
+    `decide` gets the records up to one step and returns the decisions for that step. It keeps no state between calls
+    and sees neither model nor optimizer, so the same records lead to the same decisions in training, in a replay, and
+    on every process of a run.
     """
 
     name: ClassVar[str]
@@ -66,15 +75,15 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def decide(self, records: Records) -> tuple[Decision, ...]:
-        """The decisions of the step of the last record."""
+        """Returns the decisions for the step of the last record."""
 
 
 class Action(StrEnum):
-    """The actions of an autopilot, in the order of the ladder: each costs more than the one before.
+    """The actions of an autopilot, from cheapest to most expensive.
 
-    WATCH: the run is measured more often. CLIP: qk_clip on heads. RATES: lalr, the rates of the q and k weights of
-    heads. NORM: a q/k norm with fitted gains in the whole model. RATE: a lower learning rate is asked for, which
-    nobody but the training script can give. NONE: no action is left.
+    WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NORM:
+    a q/k norm with fitted gains in the whole model. RATE: request a lower learning rate, which only the training script
+    can set. NONE: no action is left.
     """
 
     WATCH = "watch_closer"
@@ -88,39 +97,39 @@ class Action(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
-    """A site as a policy sees it."""
+    """What a policy knows about a site."""
 
-    name: str  #: of the site
-    n_heads: int  #: query heads
-    unknown: str = ""  #: why the weights of its heads are not confirmed; "" if they are
+    name: str  #: name of the site
+    n_heads: int  #: number of query heads
+    unknown: str = ""  #: why the weights of its heads are not verified; "" if they are
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """An action that a site refused (None: the whole model) when it was tried at `step`, and why."""
+    """An action that a site refused when it was tried at `step`, and why."""
 
     step: int
-    action: str  #: by name
-    site: str | None  #: by name
-    reason: str  #: in words
+    action: str  #: name of the action
+    site: str | None  #: name of the site; None: the whole model
+    reason: str  #: error message of the refusal
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An action at one site, or its release."""
+    """An action at one site, or the release of one."""
 
-    step: int  #: optimizer steps done when it was made
-    action: Action  #: what is done, or released
-    site: str | None = None  #: None: the whole model
-    heads: tuple[int, ...] = ()  #: those it acts on, or that are released; empty for all
-    remedy: str = ""  #: what is applied, as a spec string; "" where it is no remedy
-    release: bool = False  #: whether it ends the action
-    rule: str  #: what raised it
-    forecast: Forecast | None = None  #: of the largest logit, where one could be made
-    expected: str  #: the effect, in words
-    reason: str  #: in words
+    step: int  #: number of completed optimizer steps at the decision
+    action: Action  #: the action to take or to release
+    site: str | None = None  #: name of the site; None: the whole model
+    heads: tuple[int, ...] = ()  #: the heads to act on or to release; empty for all
+    remedy: str = ""  #: spec string of the remedy; "" if the action is not a remedy
+    release: bool = False  #: whether this decision ends the action
+    rule: str  #: name of the rule that raised it
+    forecast: Forecast | None = None  #: forecast of the largest logit, if available
+    expected: str  #: the expected effect, in words
+    reason: str  #: the reason, in words
 
     def __post_init__(self) -> None:
         check_known("action of an autopilot", self.action, list(Action))
@@ -128,7 +137,7 @@ class Decision:
             raise InvalidTypeError(f"expected numbers of heads, got {self.heads!r}")
 
     def __str__(self) -> str:
-        """One sentence: when, where, what and why."""
+        """One sentence that states when, where, what and why."""
         heads = (
             "" if not self.heads else f", head{'s' if len(self.heads) > 1 else ''} {', '.join(map(str, self.heads))}"
         )
@@ -143,7 +152,7 @@ class Decision:
 
     @classmethod
     def of(cls, row: Row) -> Self:
-        """The decision that `row()` gave; other fields of the line are left out."""
+        """Restores the decision that `row()` returned; other fields of the row are ignored."""
         try:
             known = {field.name: row[field.name] for field in dataclasses.fields(cls)}
             ahead = None if row["forecast"] is None else Forecast(**row["forecast"])
@@ -155,19 +164,19 @@ class Decision:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionEffect:
-    """The effect, seen at `step`, of the decision of step `of_step`: the largest logit of its heads then and now."""
+    """The effect of an earlier decision: the largest logit of its heads at the decision and now."""
 
-    step: int
-    of_step: int
-    action: Action  #: of the decision
-    site: str | None  #: of the decision; None: the whole model
-    heads: tuple[int, ...]  #: of the decision; empty: all
+    step: int  #: step at which the effect was measured
+    of_step: int  #: step of the decision
+    action: Action  #: action of the decision
+    site: str | None  #: site of the decision; None: the whole model
+    heads: tuple[int, ...]  #: heads of the decision; empty: all
     before: float  #: largest logit at `of_step`, in nats
     after: float  #: largest logit at `step`, in nats
-    expected: str  #: the effect that the decision named, in words
+    expected: str  #: the effect that the decision predicted, in words
 
     def __str__(self) -> str:
-        """One sentence."""
+        """One sentence with the logit before and after."""
         place = "" if self.site is None else f" at {self.site or 'the model itself'}"
         return (
             f"autopilot at step {self.step:,}: since {self.action}{place} at step {self.of_step:,} the max logit went "
@@ -180,7 +189,7 @@ class DecisionEffect:
 
 
 def _row(event: str, one: Decision | DecisionEffect) -> Row:
-    """As JSON gives it back, so that events are equal after a resume."""
+    """The event as a JSON row. Fields are converted first so that events compare equal after a resume from JSON."""
     plain = dataclasses.asdict(one) | {"action": str(one.action), "heads": list(one.heads)}
     return {"event": event, **plain, "text": str(one)}
 
@@ -189,9 +198,9 @@ Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
 
 
 def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Held:
-    """Returns what is active after these decisions: by (remedy, site) the action and its heads, empty for all.
+    """Returns the actions that are active after these decisions, by (remedy, site), with their heads (empty for all).
 
-    A decision that was refused at its step changes nothing. A norm takes the place of what acts on steps.
+    A decision that was refused at its step changes nothing. A norm replaces all remedies that act on optimizer steps.
 
     >>> in_force([Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")])
     {('lalr', 'a'): (<Action.RATES: 'lalr'>, ())}
@@ -213,17 +222,17 @@ def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> 
     return found
 
 
-# The heads whose logits are growing, by the records so far.
+# Forecasts per head: which logits are growing.
 
 FLOOR, FACTOR = thresholds.OUTLOOK_FLOOR, thresholds.OUTLOOK_FACTOR
 
 
 def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[np.ndarray, "layers heads"]:
-    """The largest logit of each head at the end of the run, if it continues in proportion to the sum of learning rates.
+    """Extrapolates the largest logit of each head to the end of the run, in proportion to the sum of learning rates.
 
-    z_end = z + faster · (z - z_s) (c_end - c) / (c - c_s), from record s = `since` on; the rule "outlook" of each head.
-    Where no schedule is known, or the run does not follow it, the end is at four times the clock so far. NaN where a
-    head was not measured.
+    z_end = z + faster · (z - z_s) (c_end - c) / (c - c_s), where c is the sum of learning rates and s = `since` is the
+    first record used. This is the rule "outlook", applied to each head. Without a known schedule, or if the run does
+    not follow it, c_end is four times the present sum. NaN for heads that were not measured.
 
     >>> values = np.array([0.0, 5.0, 10.0]).reshape(3, 1, 1)
     >>> at_the_end(History(steps=np.arange(3), values={}, heads={"max_logit": values})).tolist()
@@ -243,7 +252,7 @@ def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[n
 
 
 def growing(history: History, threshold: float) -> Bool[np.ndarray, "layers heads"]:
-    """True for heads over 8 nats that have doubled since the first record and will end over `threshold`."""
+    """Returns True for heads over 8 nats that have doubled since the first record and will end above `threshold`."""
     series = np.asarray(history.series("max_logit"), dtype=np.float64)
     with np.errstate(invalid="ignore"):
         risen = (series[-1] > FLOOR) & (series[-1] > FACTOR * series[0])
@@ -251,20 +260,20 @@ def growing(history: History, threshold: float) -> Bool[np.ndarray, "layers head
 
 
 def ahead(history: History) -> Forecast | None:
-    """The forecast of when the largest logit passes the next threshold of the alarms; None if it does not."""
+    """Forecasts when the largest logit crosses the next alarm threshold; None if it will not."""
     top = history.top("max_logit")
     if top is None or not len(top) or not np.isfinite(top[-1]):
         return None
-    over = (t for t in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES) if top[-1] < t)
-    found = next(over, None)
-    if found is None:
+    over = next((t for t in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES) if top[-1] < t), None)
+    if over is None:
         return None
-    return forecast(history.steps, top, found, rates=history.rates, planned=history.planned)
+    return forecast(history.steps, top, over, rates=history.rates, planned=history.planned)
 
 
-# The default policy: the cheapest action that holds the logits of the heads that need it, and its release.
+# The default policy: the cheapest action that limits the logits of the heads that need it, and its release.
 
-# What makes it act: the alarms whose quality research/alarms.md measures, and no notices, which healthy runs have too.
+# The alarms that trigger an action; research/alarms.md measures their quality. Healthy runs have notices, so those do
+# not count.
 RULES: tuple[Rule, ...] = (
     Outlook(),
     Growth(),
@@ -277,20 +286,20 @@ RULES: tuple[Rule, ...] = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(Policy):
-    """Escalates by head and site: watch closer, qk_clip, lalr, a calibrated norm, ask for a lower rate.
+    """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, request a lower learning rate.
 
-    *Watch closer*: for the first `calm` records, and while a head over 8 nats has doubled and will end over 100, in
-    proportion to the sum of learning rates: every `every` steps.
-    *qk_clip* at `threshold`: an alarm of RULES; on the heads that will end over 500 or are over the threshold, and the
-    one that the alarm names. *lalr*: the clip has held heads of the site within a fifth of the threshold for `patience`
-    records running, so they push on, or the site's entropy is under 0.05 nats all the same. *Norm*, of the whole model
-    and only with `allow_new_parameters`: under lalr for 2 · `patience` records, and a logit of the site is over three
-    times the threshold, or its entropy is under 0.05. Then a lower rate, with `ask_for_rate`. What a site refuses is
-    left out; where nothing is left that is reported once.
+    *Watch closer* measures every `every` steps, for the first `calm` records and while some head over 8 nats has
+    doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it acts on
+    the heads that are over the threshold or forecast to end above 500, and on the head that the alarm names. *lalr*
+    follows when the clipped heads of a site stay within a fifth of the threshold for `patience` records, which means
+    that they keep pushing, or when the site's entropy is below 0.05 nats despite the clip. *Norm*, of the whole model
+    and only with `allow_new_parameters`, follows after 2 · `patience` records under lalr if a logit of the site exceeds
+    three times the threshold or its entropy is below 0.05. Last comes the request for a lower rate, with
+    `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
 
-    Released is, the last first: lalr where over the last `calm` records the site stayed under half of the threshold and
-    would end under it if it grew 1/tau times as fast; qk_clip of heads for which the same holds at the speed they have;
-    each release doubles `calm` for that action and site. The norm stays.
+    Releases happen in reverse order. lalr is released if the site stayed below half of the threshold for the last
+    `calm` records and would end below it even if it grew 1/tau times as fast; qk_clip is released per head by the same
+    rule at the present speed. Each release doubles `calm` for that action and site. The norm is never released.
     """
 
     threshold: Positive = 15.0
@@ -317,7 +326,7 @@ class Ladder(Policy):
 
 
 class _Step:
-    """The decisions of one step; made for each alone, so nothing is kept."""
+    """Computes the decisions of one step; a new object per step, so no state carries over."""
 
     def __init__(self, ladder: Ladder, records: Records) -> None:
         self.ladder, self.records, self.history = ladder, records, records.history
@@ -333,7 +342,7 @@ class _Step:
         self.normed = (self.specs[Action.NORM], None) in self.held
 
     def decide(self) -> tuple[Decision, ...]:
-        """The first kind of decision that there is a reason for: closer before clips before more."""
+        """Returns all actions that have a reason, or releases if there are none."""
         alarm = next((found for rule in RULES if (found := rule.check(self.history)) is not None), None)
         found = [*self.watch(), *self.clips(alarm), *self.more()]
         norm = next((one for one in found if one.action is Action.NORM), None)
@@ -341,14 +350,14 @@ class _Step:
         return tuple(found or self.releases()) if norm is None else (norm,)
 
     def of(self, action: Action, site: int | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
-        """A decision of this step."""
+        """Builds a decision for this step."""
         expected = {
             Action.WATCH: "a record every few steps; nothing else changes",
             Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
-            Action.RATES: f"steps of the site's q and k weights {self.ladder.tau:g} times as large or smaller",
+            Action.RATES: f"steps of this layer's query and key weights are at most {self.ladder.tau:g} times as long",
             Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed for it",
             Action.RATE: "the logits grow in proportion to the learning rate",
-            Action.NONE: "nothing: the run continues unchanged",
+            Action.NONE: "no change; the run continues as it is",
         }[action]
         return Decision(
             step=self.records.step,
@@ -363,7 +372,7 @@ class _Step:
         )
 
     def watch(self) -> list[Decision]:
-        """Closer at the start, where logits change most, and wherever they grow; as before once all is calm."""
+        """Watches closer at the start, where logits change most, and while they grow; then returns to normal."""
         spec = self.specs[Action.WATCH]
         heads = growing(self.history, thresholds.CLIPS)[list(self.sites)] if self.sites else np.zeros(0, dtype=bool)
         if (spec, None) not in self.held:
@@ -376,7 +385,7 @@ class _Step:
         return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is active")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
-        """The heads that an alarm is about; at a site that is held already, alarm or not, those over the threshold."""
+        """Clips the heads that an alarm concerns; at sites with a remedy, all heads over the threshold."""
         if self.normed:
             return []
         with np.errstate(invalid="ignore"):
@@ -397,12 +406,12 @@ class _Step:
                 why = alarm.meaning if alarm.layer == site.name else elsewhere
                 found += self.above(None, i, alarm.rule, why, tuple(sorted(heads)))
             elif clipped is not None or rated:
-                why = f"{own} at a site that is held"
+                why = f"{own} at a site with an active remedy"
                 found += self.above(None, i, "over the threshold", why, tuple(sorted(heads)))
         return found
 
     def more(self) -> list[Decision]:
-        """The next action at each site that the one active does not hold."""
+        """Escalates at each site where the active action is not enough."""
         found = []
         for i in [] if self.normed else self.sites:
             last, why = None, ""
@@ -411,11 +420,11 @@ class _Step:
             elif self._held(Action.CLIP, i) is not None:
                 last, why = Action.CLIP, self._beyond_clip(i)
             if why:
-                found += self.above(last, i, "not held", why)
+                found += self.above(last, i, "not enough", why)
         return found
 
     def above(self, last: Action | None, i: int, rule: str, reason: str, heads: tuple[int, ...] = ()) -> list[Decision]:
-        """The next action of the ladder that is allowed, and that the site takes."""
+        """Returns the next action above `last` that is allowed and that the site accepts."""
         allowed = [Action.CLIP, Action.RATES]
         allowed += [Action.NORM] if self.ladder.allow_new_parameters else []
         allowed += [Action.RATE] if self.ladder.ask_for_rate else []
@@ -442,6 +451,7 @@ class _Step:
         return self._low_entropy(i)
 
     def _beyond_rates(self, i: int) -> str:
+        # Lower rates act more slowly than a clip, so they get twice the patience.
         if self._since(Action.RATES, i) < 2 * self.ladder.patience:
             return ""
         top = float(np.fmax.reduce(self.logits[-1, i]))
@@ -457,12 +467,12 @@ class _Step:
         return f"its mean attention entropy is {float(own.mean()):.3g} nats" if low else ""
 
     def releases(self) -> list[Decision]:
-        """The release of what is no longer needed; lalr before qk_clip."""
+        """Releases actions that are no longer needed; lalr before qk_clip."""
         found = []
         for (spec, site), (action, heads) in self.held.items():
             i = next((i for i, own in self.sites.items() if own.name == site), None)
             if i is None or (action is Action.CLIP and self._held(Action.RATES, i) is not None):
-                continue
+                continue  # lalr, the later action, is released first
             calm = self._calm(i, action)
             own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
             if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
@@ -471,7 +481,7 @@ class _Step:
         return found
 
     def off(self, spec: str, site: str | None, action: Action, heads: tuple[int, ...], why: str) -> Decision:
-        """The release of what is active."""
+        """Builds the release of an active action."""
         return Decision(
             step=self.records.step,
             action=action,
@@ -485,10 +495,11 @@ class _Step:
         )
 
     def _calm(self, i: int, action: Action) -> np.ndarray:
-        """[heads]: whether each is far from the threshold, and would stay so without the action."""
+        """Returns whether each head [heads] is far below the threshold and would stay so without the action."""
         n = self._patience(action, i)
         if self._since(action, i) < n:
             return np.zeros(self.logits.shape[-1], dtype=bool)
+        # Without lalr the logits would grow 1/tau times as fast as observed.
         faster = 1 / self.ladder.tau if action is Action.RATES else 1.0
         with np.errstate(invalid="ignore"):
             low = ~(self.logits[-n:, i] >= 0.5 * self.ladder.threshold).any(0)
@@ -496,59 +507,61 @@ class _Step:
             return low & ~(end >= self.ladder.threshold)
 
     def _patience(self, action: Action, i: int) -> int:
-        """The records of calm that a release takes: twice as many after each."""
+        """Returns the number of calm records before a release; it doubles after each release."""
         site = self.records.sites[i].name
         before = {d.step for d in self.records.decisions if d.release and (d.action, d.site) == (action, site)}
-        return self.ladder.calm * 2 ** min(len(before), 16)
+        return self.ladder.calm * 2 ** min(len(before), 16)  # the limit keeps it a sensible integer
 
     def _since(self, action: Action, i: int | None) -> int:
-        """The records since the last decision for this action at this site, None for the whole model."""
+        """Returns the number of records since the last decision for this action at this site (None: the model)."""
         site = None if i is None else self.records.sites[i].name
         steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
         return int((self.history.steps > max(steps, default=-1)).sum())
 
     def _held(self, action: Action, i: int) -> tuple[int, ...] | None:
-        """The heads for which an action is active at a site; None where it is not, () for all."""
+        """Returns the heads on which an action is active at a site, () for all; None if it is not active."""
         found = self.held.get((self.specs[action], self.records.sites[i].name))
         return None if found is None else found[1]
 
-
-# The table of policies.
 
 POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
 
 
 def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
-    """The policy that a spec string names, or the policy itself; without `parameters` one that never adds any.
+    """Returns the policy that a spec string names, or the given policy itself.
 
-    Raises: UnknownNameError for a name or an option that there is not, InvalidTypeError for anything else,
-        InvalidValueError for a ladder that may add parameters where it must not.
+    Args:
+        named: a spec string or a Policy.
+        parameters: if False, policies that may add parameters are rejected.
+
+    Raises:
+        UnknownNameError: the policy or an option does not exist.
+        InvalidTypeError: `named` is neither a string nor a Policy.
+        InvalidValueError: the ladder may add parameters although `parameters` is False.
 
     >>> policy("ladder:threshold=50").threshold
     50.0
     """
-    found = _built(named) if isinstance(named, str) else named
+    found = named
+    if isinstance(named, str):
+        terms = parse(named)
+        if len(terms) != 1:
+            raise InvalidValueError(f"expected one policy, got {len(terms)} in {named!r}")
+        name = terms[0].name
+        found = build(f"policy {name!r}", lookup("policy", POLICIES, name), terms[0].options)
     if not isinstance(found, Policy):
         raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(named).__name__}")
     if not parameters and isinstance(found, Ladder) and found.allow_new_parameters:
         raise InvalidValueError(
-            "expected a policy without allow_new_parameters here, whose checkpoints cannot hold parameters that are "
-            "added during training; use it in your own training loop, with qkeel.autopilot(model, optimizer, "
+            "expected a policy without allow_new_parameters: the checkpoints of this trainer cannot hold parameters "
+            "that are added during training; use it in your own training loop, with qkeel.autopilot(model, optimizer, "
             "example=batch)"
         )
     return found
 
 
-def _built(named: str) -> Policy:
-    terms = parse(named)
-    if len(terms) != 1:
-        raise InvalidValueError(f"expected one policy, got {len(terms)} in {named!r}")
-    (term,) = terms
-    return build(f"policy {term.name!r}", lookup("policy", POLICIES, term.name), term.options)
-
-
 def spelled(term: Term) -> str:
-    """The one spelling of a policy with its options, checked; not of one that may add parameters.
+    """Returns the canonical spelling of a policy with its options, after checking that it adds no parameters.
 
     >>> spelled(parse("ladder:tau=0.10")[0])
     'ladder:tau=0.1'

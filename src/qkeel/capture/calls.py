@@ -41,6 +41,7 @@ from qkeel.kernels.statistics import (
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.patching.modes import without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -351,7 +352,9 @@ class ScoresCall:
     norms, angles and weights, the logits are never computed from them; of a logit that is a sum of products neither
     is there. `layout` is that of the scores in the module. In a probe `products` are q and k of every product of the
     sum, and `lost` says what else is in it. `query_mask` [b t]: False leaves a query row out of the statistics;
-    `classes` splits them.
+    `classes` splits them. `gathered`: the keys were picked for each query, so that a column is of no one key, and the
+    first key of a row is not known: sink_share is NaN. `sink` is the logsumexp of the columns that are no keys, where
+    some were attached.
     """
 
     spec: AttentionSpec
@@ -365,6 +368,8 @@ class ScoresCall:
     layout: HeadLayout | None = None
     query_mask: Bool[Tensor, "b t"] | None = None
     classes: TokenClasses | None = None
+    gathered: bool = False
+    sink: Float[Tensor, "b h t"] | None = None
 
     @property
     def headless(self) -> bool:
@@ -384,7 +389,7 @@ class ScoresCall:
 
 @torch.no_grad()
 def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """Exact LogitStats of a hand-written call; weights are those of the softmax over the visible keys, sinks left out.
+    """Exact LogitStats of a hand-written call; weights are those of the softmax over the visible keys and a sink.
 
     What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
     """
@@ -408,9 +413,14 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
         found = logit_rows(z, seen, threshold, classes)
         if call.capped is not call.logits:
             z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
-        parts.append(RowStats(**angle, **found, **softmax_rows(z, seen, classes)))
+        sink = None if call.sink is None else call.sink[:, :, rows]
+        weights = softmax_rows(z, seen, classes, sink)
+        if call.gathered:  # the first column is the first that was picked, and not the first key of the sequence
+            weights["first_weight"] = torch.full_like(weights["first_weight"], torch.nan)
+        parts.append(RowStats(**angle, **found, **weights))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes)
+    sinks = int(call.sink is not None)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks=sinks)
 
 
 @torch.no_grad()
@@ -555,7 +565,7 @@ class ScoreBlock(NamedTuple):
             yield self.names[0], self.joint
             return
         parts = {
-            name: x.split(self.kv_heads if name.startswith(("key_", "n_keys")) else self.heads)
+            name: x.split_with_sizes(self.kv_heads if name.startswith(("key_", "n_keys")) else self.heads)
             for name, x in self.joint.tensors().items()
         }
         for i, site in enumerate(self.names):
@@ -598,7 +608,7 @@ class SiteStats(Mapping[str, LogitStats]):
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             x = block.joint.tensors()[name]
-            found |= zip(block.names, x.split(block.heads)) if len(block.names) > 1 else {block.names[0]: x}
+            found |= zip(block.names, x.split_with_sizes(block.heads)) if len(block.names) > 1 else {block.names[0]: x}
         return found
 
     def merged(self, other: SiteStats) -> SiteStats:
@@ -689,7 +699,7 @@ class SiteStatistics:
         return SiteStats.of(stats)
 
 
-@torch.no_grad()
+@without_gradients
 def _reduced(group: Mapping[str, Found]) -> ScoreBlock:
     first, *others = group.values()
     heads = [one.heads for one in group.values()]

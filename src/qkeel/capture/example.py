@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -31,6 +31,7 @@ from qkeel.patching.modes import (
     hooks_after,
     in_this_thread,
     parameters_of,
+    put_hooks,
     recomputing,
     unguarded,
 )
@@ -44,8 +45,9 @@ from qkeel.spec.call import make_call
 class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `since` and
-    `until` the numbers of operators that had run when it began and when it ended.
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
+    how often it has chosen keys, `since` and `until` the numbers of operators that had run when it began and when it
+    ended.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ModuleCall:
     calls: int = 0
     since: int = 0
     until: int | None = None
+    indexes: int = 0
 
     def line(self) -> list[ModuleCall]:
         """This frame and those that called it, innermost first."""
@@ -108,9 +111,10 @@ class ModuleStack:
             undo.callback(every.register_module_forward_pre_hook(push).remove)
             undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
         push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in (self.push, self._pop))
+        tables: list[dict[Any, Any]] = []
+        undo.callback(lambda: [table.pop(self, None) for table in tables])
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
-            undo.callback(module.register_forward_pre_hook(push, with_kwargs=True, prepend=True).remove)
-            undo.callback(module.register_forward_hook(pop, always_call=True).remove)
+            tables += put_hooks(module, self, push, pop)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
         """Before `attach`: the model's own call has begun already, and its end is of no interest."""
@@ -307,7 +311,8 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     with ExitStack() as undo:
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
-        kept = [restore for module in model.modules() for restore in (_keep(module), _keep_contents(module))]
+        torchs_own = vars(nn.Module()).keys()  # its hooks, its parameters: sharded models exchange those in a pass
+        kept = [r for module in model.modules() for r in (_keep(module), *_keep_contents(module, torchs_own))]
 
         def again() -> None:
             streams.close()
@@ -332,9 +337,14 @@ def _keep(module: nn.Module) -> Callable[[], None]:
     held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
     values = _keep_values(held)
     hooks = set(hooks_after(module))
+    names, ids = [*vars(module)], [*map(id, vars(module).values())]
 
     def restore() -> None:
         state = vars(module)
+        # Most modules have nothing to put back.
+        plain = not (buffers or held or hooks_after(module) or buffers_of(module))
+        if plain and [*state] == names and [*map(id, state.values())] == ids:
+            return
         # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
         # hidden states): both go, else the next pass would register them a second time.
         drop_hooks_after(module, kept=hooks)
@@ -348,9 +358,9 @@ def _keep(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _keep_contents(module: nn.Module) -> Callable[[], None]:
-    """A function that puts back what a module's lists, dicts, sets and generators held."""
-    torchs_own = vars(nn.Module())  # its hooks, its parameters: sharded models exchange those in a pass
+def _keep_contents(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
+    """A function that puts back what a module's lists, dicts, sets and generators held, where it has some; `torchs_own`
+    are the names of those that every module has."""
     held = [v for name, v in vars(module).items() if isinstance(v, (list, dict, set)) and name not in torchs_own]
     kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
     streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
@@ -363,7 +373,8 @@ def _keep_contents(module: nn.Module) -> Callable[[], None]:
         for generator, state in streams:
             generator.set_state(state)
 
-    return restore
+    if kept or streams:
+        yield restore
 
 
 def _values(x: Any) -> list[int]:
@@ -403,9 +414,11 @@ class LastPass:
     alive. A loop that keeps its batch until it has the next one needs no more memory for that.
     """
 
-    def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
-        self.args, self.kwargs = mapped((args, dict(kwargs)), _detached)
-        device = next((p.device.type for p in model.parameters()), "cpu")
+    def __init__(self, device: str, args: Args, kwargs: Mapping[str, object]) -> None:
+        """Takes the type of the device that the model is on, besides what it was called with."""
+        # In every training pass: tensors without a call of Python's for each.
+        self.args = tuple([x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for x in args])
+        self.kwargs = {n: x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for n, x in kwargs.items()}
         self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
-from qkeel.capture.products import Scores
+from qkeel.capture.products import Lost, Scores
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -33,7 +33,9 @@ from qkeel.capture.readers import (
     returned_rows,
     sdpa_arguments,
 )
-from qkeel.capture.written import EagerAttentionTracer, fused_layout, seen_call
+from qkeel.capture.scores import products_of
+from qkeel.capture.written import EagerAttentionTracer, fused_layout, index_call, seen_call
+from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.heads.walk import names_of
@@ -42,22 +44,26 @@ from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
     INSIDE,
+    SDPA_BY_NAME,
     Args,
+    EagerOperatorMode,
     Function,
     Guarded,
     Kwargs,
     ModeInModules,
     OperatorMode,
     TorchOperator,
+    begin_taking,
+    end_taking,
     function_name,
     in_vmap,
     leave,
     suspended,
+    take_named_calls,
     transformed_now,
     unguarded,
 )
 
-_SDPA = F.scaled_dot_product_attention
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
 
@@ -75,6 +81,7 @@ class CapturedCall:
         layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
         added: in a probe the products that a fused function's additive mask is the sum of.
         rows: what its kernel found of each row, where that was asked for.
+        named: whether it is a call of F.scaled_dot_product_attention that was made by that name.
     """
 
     frame: ModuleCall
@@ -85,6 +92,7 @@ class CapturedCall:
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
+    named: bool = False
 
     @property
     def name(self) -> str:
@@ -160,7 +168,8 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
-        self._below = OperatorMode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
+        mode = EagerOperatorMode if record else OperatorMode
+        self._below = mode(self._read_below, guard, wanted=self._is_below, keep=record) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}
@@ -168,12 +177,18 @@ class CaptureMode(CallObserver):
         # repeated, which waits for a device.
         self.key_heads: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
+        # Gets the calls of modules that choose keys; a probe keeps the first of each, with what they are made of.
+        self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
+        self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
+        self._chosen: dict[str, tuple[ModuleCall, ScoresCall, frozenset[tuple[int, int]], Scores | Lost]] = {}
         self._names = names_of(model) if probing else None
+        self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
             self._valued,
+            self._chose,
         )
         if record:
             self.handwritten.tags.weights = []
@@ -187,7 +202,7 @@ class CaptureMode(CallObserver):
             return super().__torch_function__(func, types, args, kwargs)
         if func not in self.only:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func is not _SDPA or self.plain is None:
+        if func not in SDPA_BY_NAME or self.plain is None:
             return super().__torch_function__(func, types, args, kwargs)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if not _READING.get():
@@ -229,10 +244,21 @@ class CaptureMode(CallObserver):
     def look(self, around: ExitStack) -> None:
         """Sees the calls of the pass that begins, until `around` is closed."""
         if self._only_in is None:
+            if take_named_calls(around):
+                begin_taking(self._take_named)
+                around.callback(end_taking, self._take_named)
             self.__enter__()
             around.callback(leave, self)
         else:
             ModeInModules(self, self._only_in, self._entered, self._left).attach(around)
+
+    def _take_named(self, function: Function, types: object, args: Args, kwargs: dict[str, object]) -> object:
+        """Notes that a call of SDPA was made by its name."""
+        before, self._by_name = self._by_name, args
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._by_name = before
 
     def _entered(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         batch = 0
@@ -289,6 +315,28 @@ class CaptureMode(CallObserver):
         finally:
             _READING.reset(token)
 
+    def _chose(self, frame: ModuleCall, tag: Scores | Lost, x: Tensor) -> None:
+        if self._elsewhere(frame) or not (self.probing or self.index is not None):
+            return
+        known = self.index_layouts(frame.name)
+        frame.indexes += 1
+        try:
+            call = index_call(tag, x, frame, known=known, names=self._names)
+        except Exception as error:  # attention beside it is seen all the same
+            caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
+            return
+        if self.index is not None:
+            self.index(frame, call)
+        else:
+            of = frozenset(products_of(tag)) if isinstance(tag, Scores) else tag.products
+            self._chosen.setdefault(frame.name, (frame, call, of, tag))  # the tag keeps what it is made of
+
+    @property
+    def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
+        """The scores of a probe by which keys were chosen, but for those that a softmax took as well."""
+        weighed = self.handwritten.lost.weighed
+        return [(frame, call) for frame, call, of, _ in self._chosen.values() if of.isdisjoint(weighed)]
+
     @property
     def operations(self) -> Sequence[TorchOperator]:
         """The operators that ran so far, where they are kept."""
@@ -332,7 +380,9 @@ class CaptureMode(CallObserver):
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
             call, how = fused(args, kwargs, CallGeometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
+            # Where somebody between has made another call of it, its name does not lead there.
+            named = bool(args) and [*map(id, args)] == [*map(id, self._by_name)]
+            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows, named=named)
             if site is not None and name == "scaled_dot_product_attention":
                 self._valued(site, sdpa_arguments(args, kwargs)["value"])
 
@@ -386,6 +436,7 @@ class CaptureMode(CallObserver):
         *,
         below: bool = False,
         rows: KernelRows | None = None,
+        named: bool = False,
     ) -> str | None:
         if self._elsewhere(frame):
             return None
@@ -401,6 +452,7 @@ class CaptureMode(CallObserver):
                 layout=layout,
                 added=added,
                 rows=rows,
+                named=named,
             )
         )
         return name_of(frame, ordinal)

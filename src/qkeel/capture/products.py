@@ -275,20 +275,32 @@ class Lost:
     """Tag of what an operation made of scores that is not understood: a softmax over it is an attention all the same.
 
     `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
-    something else. `frame` is where the product was made.
+    something else. `others` are more numbers of which one may be that of queries: where all heads share their keys, a
+    product does not tell heads and queries apart. `doubtful`: only one of these is left, so that a softmax over it is
+    not known to be attention. `frame` is where the product was made, `products` says of what.
     """
 
     operation: str
     frame: ModuleCall
     rows: int
     columns: int
+    others: frozenset[int] = frozenset()
+    products: frozenset[tuple[int, int]] = frozenset()
+    doubtful: bool = False
 
     def passes_to(self, out: Tensor) -> bool:
         """True if a tensor may be one number per query and key still."""
+        return self._has(out, self.rows)
+
+    def may_pass_to(self, out: Tensor) -> bool:
+        """The same, whichever number is that of queries."""
+        return any([self._has(out, n) for n in (self.rows, *self.others)])  # noqa: C419
+
+    def _has(self, out: Tensor, rows: int) -> bool:
         sizes = list(out.shape)
-        if self.rows not in sizes or not out.is_floating_point():
+        if rows not in sizes or not out.is_floating_point():
             return False
-        sizes.remove(self.rows)
+        sizes.remove(rows)
         return self.columns in sizes and out.ndim > 2
 
 

@@ -48,6 +48,7 @@ FLASH = (
 LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
 _ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them
 _ONE_HOME = (
+    ("qkeel.ops", "attention"),  # called by a module that is not one of qkeel's
     ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
     ("qkeel.ops", "run_with_weights"),
 )
@@ -396,6 +397,14 @@ def qkeel_call(given: Kwargs) -> AttentionCall:
     return dataclasses.replace(call, k=fewest_keys(call.k))
 
 
+def own(given: Kwargs) -> AttentionCall:
+    """Reads qkeel.attention(q, k, v, spec=..., ...), which is qkeel.ops.attention."""
+    names = ("params", "causal", "mask", "pos_q", "pos_k")
+    call = make_call(given["spec"], given["q"], given["k"], given["v"], **{name: given[name] for name in names})
+    call = call if given["cu_seqlens"] is not None else dataclasses.replace(call, k=fewest_keys(call.k))
+    return band_call(call, cu_seqlens=given["cu_seqlens"])
+
+
 def flex(given: Kwargs) -> AttentionCall:
     """Reads flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)."""
     q, k = given["query"], given["key"]
@@ -471,6 +480,7 @@ def _window(size: object) -> tuple[int, int]:
 
 # The reader of each function that foreign_functions observes.
 FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
+    "attention": own,
     "run": qkeel_call,
     "run_with_weights": qkeel_call,
     "flex_attention": flex,

@@ -148,14 +148,14 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     factors = [y.grad_fn for part in tag.parts for y in part.operands if y.grad_fn is not None]
     for frame in tag.frame.line():
         stops = nodes_of(frame.inputs)
-        if own := _reached(factors, stops):
-            return bool(_reached([node], own))
+        if own := reached(factors, stops):
+            return bool(reached([node], own))
     own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
 
 
-def _reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
-    """Those of the nodes `stops` that are met first on the way back from `starts`."""
+def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
+    """Those of the nodes `stops` that are met first on the way back from `starts`, in a graph of moderate size."""
     seen: set[Node] = set()
     found: set[Node] = set()
     queue = list(starts) if stops else []
@@ -240,7 +240,7 @@ def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Sc
         whole = torch.zeros_like(x, dtype=torch.bool) if tag.hidden is None else tag.hidden.expand_as(x).clone()
         whole[index] = new is None if hidden is None else hidden.expand_as(value)  # type: ignore[arg-type,index]
         hidden = whole
-    if new is None or _products(new) == _products(tag):
+    if new is None or products_of(new) == products_of(tag):
         return dataclasses.replace(tag, hidden=hidden)
     if isinstance(value, Tensor) and value.shape == x.shape:
         return dataclasses.replace(new, hidden=hidden)
@@ -264,10 +264,11 @@ def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
 def _same_kind(tag: Scores, new: Scores) -> bool:
     """True if the new scores are the old ones, masked, or a sum of them and more."""
     plain = all(part is None for one in (tag, new) for part in (one.uncapped, one.before_tanh, one.unshifted, one.keys))
-    return plain and not new.lost and new.scale == tag.scale and _products(tag) <= _products(new)
+    return plain and not new.lost and new.scale == tag.scale and products_of(tag) <= products_of(new)
 
 
-def _products(tag: Scores) -> set[tuple[int, int]]:
+def products_of(tag: Scores) -> set[tuple[int, int]]:
+    """What the products of scores are made of, by identity."""
     return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
 
 
@@ -509,6 +510,7 @@ class LostScores:
     def __init__(self, tags: Tags) -> None:
         self.missed: list[UnrecognizedAttention] = []
         self.ends: dict[str, None] = {}  # the operations that ended scores
+        self.weighed: set[tuple[int, int]] = set()  # the products that softmaxes took
         self._tags = tags
 
     def begin(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, out: object) -> None:
@@ -519,9 +521,16 @@ class LostScores:
         rows, columns = x.shape[-2:]
         if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
             columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all
-        first = name in _FIRST
+        first, others, products = name in _FIRST, _queries(tag, x), frozenset(products_of(tag))
         for part in (*tensors((out,)),)[: 1 if first else None]:
-            lost = Lost(operation=name, frame=tag.frame, rows=rows, columns=part.shape[-1] if first else columns)
+            lost = Lost(
+                operation=name,
+                frame=tag.frame,
+                rows=rows,
+                columns=part.shape[-1] if first else columns,
+                others=others,
+                products=products,
+            )
             self._put(part, lost)
 
     def product(self, name: str, given: Args, out: object) -> None:
@@ -540,11 +549,15 @@ class LostScores:
         """`name(…)` of something lost made `out`: a softmax, or exponentials, are an attention that is missed."""
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
+            self.weighed |= tag.products
+        if weights and not tag.doubtful:
             words = _WORDS.get(tag.operation, tag.operation)
             self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores could not be followed beyond {words}")
         for part in tensors((out,)):
-            if weights:
+            if weights and not tag.doubtful:
                 self._tags.put(part, Weights())
+            elif weights:
+                self._tags.drop(part)
             else:
                 self._put(part, tag)
 
@@ -553,10 +566,31 @@ class LostScores:
         self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 
     def _put(self, out: Tensor, tag: Lost) -> None:
-        if tag.passes_to(out):
+        if not tag.doubtful and tag.passes_to(out):
             self._tags.put(out, tag)
+        elif tag.may_pass_to(out):
+            self._tags.put(out, dataclasses.replace(tag, doubtful=True))
         else:
             self._tags.drop(out)
+
+
+def _queries(tag: Scores, x: Tensor) -> frozenset[int]:
+    """The sizes of the dimensions of scores along which one factor changes and the other does not, but for the last."""
+    found = set[int]()
+    for sides in (part.sides for part in tag.parts):
+        if sides is not None:
+            found |= {n for i, n in enumerate(x.shape[:-1]) if sides[0].varies(i) != sides[1].varies(i)}
+    return frozenset(found)
+
+
+def is_index(tags: Tags, tag: object, x: Tensor) -> bool:
+    """True if a tensor with this tag scores keys for queries: a product of activations, or what was made of some."""
+    if isinstance(tag, Lost):
+        return tag.may_pass_to(x) and x.shape[-1] == tag.columns
+    if not isinstance(tag, Scores) or tag.table:
+        return False
+    made = [any([isinstance(tags.get(y), (Lost, Scores)) for y in part.operands]) for part in tag.parts]  # noqa: C419
+    return any(made) or any([apart(part.sides) for part in tag.parts])  # noqa: C419
 
 
 def _is_weight(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, head_counts, layout
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, head_counts, layout
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import (
     ELEMENTWISE,
@@ -49,17 +49,20 @@ from qkeel.capture.scores import (
     factors_of,
     hidden_by_sum,
     hidden_through_view,
+    is_index,
     is_lost,
     joined,
     may_be_outer,
     mixed,
     outer,
     over_last,
+    products_of,
     raised,
     rearranged,
     row_top,
     written,
 )
+from qkeel.functional.norms import wide
 from qkeel.heads.rows import Sides, layout_of
 from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
@@ -77,6 +80,7 @@ class EagerAttentionTracer:
         names: parameters by identity, in a probe: walks to them show which dimensions are heads. None where there is no
             graph to walk.
         valued: gets the name of a site and what its weights are multiplied by.
+        chose: gets scores of which the largest are chosen, and what they are known to be.
     """
 
     def __init__(
@@ -85,7 +89,9 @@ class EagerAttentionTracer:
         known: Callable[[ModuleCall], HeadLayout | None] = lambda frame: None,
         names: dict[int, str] | None = None,
         valued: Callable[[str, Tensor], None] = lambda site, values: None,
+        chose: Callable[[ModuleCall, Scores | Lost, Tensor], None] | None = None,
     ) -> None:
+        self._chose = chose
         self.tags = Tags()
         self.lost = LostScores(self.tags)
         self.below = False  # what is followed now was seen as operators only
@@ -112,6 +118,10 @@ class EagerAttentionTracer:
             if isinstance(tag, Weights) and tag.site is not None and len(args) > 1 and args[0] is place:
                 self._valued(tag.site, args[1])
             return
+        if name == "topk" and isinstance(tag, (Scores, Lost)) and place is not None and self._chose is not None:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            if dim in (-1, place.ndim - 1) and is_index(self.tags, tag, place):
+                self._chose(tag.frame.shared_with(frame), tag, place)
         if isinstance(tag, Lost):
             if name in PRODUCTS:
                 self.lost.product(name, (args, kwargs), out)
@@ -270,6 +280,7 @@ class EagerAttentionTracer:
 
     def _report_softmax(self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1) -> str | None:
         where = tag.frame.shared_with(frame)
+        self.lost.weighed |= products_of(tag)
         x = x if tag.unshifted is None else tag.unshifted
         call = seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
         return self._report(where, call, tag.below or self.below)
@@ -374,7 +385,46 @@ def seen_call(
         products=tuple(factors) if names is not None else (),
         lost=tag.lost,
         layout=how,
+        gathered=_is_gathered(parts, how),
+        sink=None if tag.keys is None else _sink(x, keys, columns, how),
     )
+
+
+def index_call(
+    tag: Scores | Lost, x: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
+) -> ScoresCall:
+    """The scores x by which keys are chosen as a call: what a softmax over them would take, and no values.
+
+    Hidden are pairs at or below what hides in a mask, and those that are chosen whatever the others are (+inf).
+    """
+    tag = tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
+    keys, x = x.ndim - 1, x.detach()
+    parts = [_sides(part, x, keys, (0, x.shape[keys])) for part in tag.parts]
+    with torch.set_grad_enabled(names is not None):
+        how = _layout(x, parts, keys, frame, known, names)
+    how = dataclasses.replace(how, headless=False)
+    hidden = (x <= HIDES) | (x == torch.inf)
+    hidden = hidden if tag.hidden is None else hidden | tag.hidden
+    logits = how.apply(x)
+    return ScoresCall(
+        spec=AttentionSpec(), logits=logits, capped=logits, hidden=how.apply(hidden), q=None, k=None, layout=how
+    )
+
+
+@torch.no_grad()
+def _sink(x: Tensor, keys: int, columns: tuple[int, int], how: HeadLayout) -> Tensor | None:
+    """The logsumexp [b h t] of the columns beside those of keys; None where there are none."""
+    n = x.shape[keys]
+    beside = [x.narrow(keys, 0, columns[0]), x.narrow(keys, columns[1], n - columns[1])]
+    if columns == (0, n):
+        return None
+    return how.apply(torch.cat(beside, keys).to(wide(x.dtype)).logsumexp(keys, keepdim=True))[..., 0]
+
+
+def _is_gathered(parts: Sequence[Sides | None], how: HeadLayout) -> bool:
+    """True if the keys were picked for each query: every product has other keys along queries too."""
+    rows = next((i for i, group in enumerate(how.groups) if group == "t"), None)
+    return rows is not None and bool(parts) and all([p is not None and p.key.varies(rows) for p in parts])  # noqa: C419
 
 
 def fused_layout(

@@ -68,21 +68,28 @@ class StudyView:
     def __init__(self, console: Console, runs: Sequence[PlannedRun], out: Path) -> None:
         self.console = console
         self.runs = {str(run_directory(out, run)): run for run in runs}
-        self.over = 0
+        self.over: set[str] = set()
         self.started = time.monotonic()
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Prints the line of a run that is over."""
-        self.over += 1
+        self.over.add(outcome.directory)
         run = self.runs[outcome.directory]
-        name = f"[{self.over}/{len(self.runs)}] {run.title}"
+        name = f"[{len(self.over)}/{len(self.runs)}] {run.title}"
         self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """The time that is left, by that of the runs that are over; nothing where that is soon."""
-        rest = len(self.runs) - self.over
-        seconds = (time.monotonic() - self.started) * rest / self.over
-        return f"; about {spent(seconds)} left" if rest and seconds >= 10 else ""
+        """The time that is left, by the steps of all runs so far; nothing where that is soon. Runs of a stack end at
+        once, so the number of those that are over would say too little.
+        """
+        steps = {
+            place: run.config.steps if place in self.over else last_step(Path(place))
+            for place, run in self.runs.items()
+        }
+        done = sum(steps.values())
+        rest = sum(run.config.steps for run in self.runs.values()) - done
+        seconds = (time.monotonic() - self.started) * rest / max(done, 1)
+        return f"; about {spent(seconds)} left" if done and seconds >= 10 else ""
 
     def _result(self, outcome: Outcome) -> str:
         if outcome.error:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from qkeel.cli.commands import OK
+from qkeel.errors import UnknownNameError
+from qkeel.records import explain_field
 from qkeel.report import write
 from qkeel.report.render import WIDTH
 from qkeel.report.render import figures as draw
@@ -31,12 +34,15 @@ def list_remedies() -> int:
 
 
 def explain_command(name: str, /) -> int:
-    """Print the formula of a preset or a remedy, and its source.
+    """Print the formula of a preset or a remedy, and its source; or what a recorded number is, and its unit.
 
     Args:
-        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
+        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1; or a number like sink_head_ratio.
     """
     known = answers()["explained"].get(name)
+    if known is None:
+        with suppress(UnknownNameError):
+            known = f"{name}: {explain_field(name)}"
     if known is None:  # one with options, several, or none
         from qkeel.cli.inspect import explain
 

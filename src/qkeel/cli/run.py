@@ -438,8 +438,8 @@ def run_study(
     jobs = how.jobs if how.jobs is not None else place.capacity() if left else 1
     part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
     console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
-    if left and not how.dry_run and (seconds := estimate_seconds(left, jobs)) >= _LONG:
-        console.print(f"about {spent(seconds)} on this machine", highlight=False)
+    if left and not how.dry_run and (said := _estimate(left, jobs, least=_LONG)):
+        print_line(console, said)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
     result = _execute(console, plan, out, how, jobs)
@@ -499,8 +499,17 @@ def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun]
         state = "to do" if run in left else "done, or another shard's"
         about = f"{run.title}, {run.config.steps} steps: {state}"
         print_line(console, f"{run_directory(out, run).name}  {about}")
-    console.print(f"about {spent(estimate_seconds(left, jobs))} on this machine; nothing was written", highlight=False)
+    print_line(console, f"{_estimate(left, jobs)}; nothing was written")
     return OK
+
+
+def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> str:
+    """How long the runs will take here, nothing below `least` seconds; or why that is not known."""
+    try:
+        seconds = estimate_seconds(left, jobs)
+    except Exception as error:  # a node that only submits may lack the device; the runs say themselves what fails
+        return f"no estimate of the time: the first steps fail here with {type(error).__name__}: {error}"
+    return f"about {spent(seconds)} on this machine" if seconds >= least else ""
 
 
 # `qkeel merge`: parts of one study, made apart, in one directory.

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from qkeel.autopilot import policy as known_policy
 from qkeel.cli.commands import OK
 from qkeel.cli.watched_program import (
     EXAMPLE,
+    TYPED,
     Fix,
     MessageWriter,
     Program,
@@ -104,7 +106,10 @@ def watch(
         apply = canonical(apply)
     program = parse(command)
     if not isinstance(program, Program):
-        _become(under_torchrun(program, ["qkeel", *own]))
+        words = under_torchrun(program, ["qkeel", *own])
+        os.environ[TYPED] = shlex.join(command)
+        _become(words)
+    typed = os.environ.pop(TYPED, None)  # the script's environment is what it is without qkeel
     source = prepare(program)
     place = out or Path("qkeel-runs") / program.title
     named = policy or ("ladder" if autopilot else None)
@@ -114,7 +119,13 @@ def watch(
         cadence=cadence,
         out=place.absolute(),
         shown=place,
-        fix=Fix(own=own, command=command, applied=apply or "", piloted=named is not None),
+        fix=Fix(
+            own=own,
+            command=command if typed is None else shlex.split(typed),
+            applied=apply or "",
+            piloted=named is not None,
+            launched=typed is None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
+        ),
         sinks=tuple(others),
         query_mask=query_mask,
         policy=named,

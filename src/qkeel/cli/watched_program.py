@@ -33,11 +33,13 @@ from qkeel.handle import Handle, compose
 from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.watch import watch as attach
+from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import is_made, submodules_of
 from qkeel.patching.optimizers import StepHooks, when_made
 from qkeel.records.disk import read_regular
 from qkeel.remedies.apply import Asked, AtNextPass
+from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.report import write
 
 # The messages about a watched run, apart from the output of its script: lines on stderr that begin with `qkeel:`.
@@ -52,6 +54,7 @@ class Fix:
     command: Sequence[str]  # the words after it
     applied: str = ""  # by --apply
     piloted: bool = False  # by --autopilot
+    launched: bool = False  # by a launcher, whose own command is not known
 
     @property
     def watcher(self) -> str:
@@ -67,10 +70,14 @@ class Fix:
             return [f"to act: {remedy}"]
         spec = found[1]
         again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
+        if self.launched:
+            again = f"start it again with --apply {spec} before the --"
         why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
         return [f"to fix it: {again}", f"or in the script, after the optimizer is made: {found[0]}{why}"]
 
 
+# In the workers of torchrun: the command that was typed behind `qkeel watch --`.
+TYPED = "QKEEL_TYPED_COMMAND"
 _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
 _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new training try qk_norm first)"
 
@@ -226,10 +233,13 @@ class ModelFinder(Handle):
         self,
         start: Callable[[nn.Module, Optimizer], Monitor],
         of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+        another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
     ) -> None:
-        """Takes what starts a watch, and what is called once for a model that the script watches itself."""
+        """Takes what starts a watch, what is called once for a model that the script watches itself, and what is called
+        for another optimizer of a model that is watched already.
+        """
         self.optimizers = 0  # made so far
-        self._start, self._of_script = start, of_script
+        self._start, self._of_script, self._another = start, of_script, another
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
         self._pid = os.getpid()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -259,6 +269,8 @@ class ModelFinder(Handle):
                 old.end()
                 self._watches.remove(old)
                 self._begin(chain, optimizer)
+            elif old.optimizer() is not optimizer and (model := old.model()) is not None:
+                self._another(model, optimizer)
 
     def _over(self, watch: _Watch) -> bool:
         """Returns whether an optimizer made now begins a new phase."""
@@ -405,15 +417,65 @@ class _WatchedModel:
 
 
 @final
+class _Remedied:
+    """The remedies of --apply on one model. Those of its pass stay as long as the model lives; those of an optimizer's
+    steps go to the optimizer that begins a new phase of training.
+    """
+
+    def __init__(
+        self, spec: str, model: nn.Module, optimizer: Optimizer, refused: Callable[[QkeelError], None]
+    ) -> None:
+        terms = [(str(term), parsed) for term in parse_terms(spec) for parsed in parse_remedies(str(term))]
+        on_pass, self._on_steps = (
+            "+".join(text for text, one in terms if one.on_steps is wanted) for wanted in (False, True)
+        )
+        self._before = {name for name, _ in model.named_parameters()}
+        self._model = weakref.ref(model)
+        # What is registered last begins first in a pass, so that remedies on steps find what those of the pass leave.
+        self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
+        self._pass = self._at_next_pass(on_pass, optimizer, refused)
+
+    def or_with(self, optimizer: Optimizer) -> None:
+        """Another optimizer of the model, of the same phase; see `AtNextPass.or_with`."""
+        for waiting in (self._pass, self._steps):
+            if waiting is not None:
+                waiting.or_with(optimizer)
+
+    def begin_phase(
+        self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
+    ) -> None:
+        """Takes the optimizer of the next phase; `write` gets a line about parameters of remedies that it lacks."""
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        model = self._model()
+        own = {} if model is None else {n: p for n, p in model.named_parameters() if n not in self._before}
+        left = [name for name, p in own.items() if id(p) not in stepped]
+        if left:
+            write(
+                f"the new {type(optimizer).__name__} does not train {', '.join(left)}, which --apply added: they stay"
+            )
+
+    def _at_next_pass(
+        self, spec: str, optimizer: Optimizer, refused: Callable[[QkeelError], None]
+    ) -> AtNextPass | None:
+        model = self._model()
+        if not spec or model is None:
+            return None
+        return AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused)
+
+
+@final
 class WatchSession:
     """Watches the models of the script that runs in this process, each in a run directory of its own."""
 
     def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
         self.plan, self.writer = plan, writer
         self._runs: list[_WatchedModel] = []
-        self._applied: list[AtNextPass] = []  # kept until the process ends
+        self._applied: dict[nn.Module, _Remedied] = {}  # kept until the process ends
         self._by_script = False  # the script watches a model itself
-        self._finder = ModelFinder(self._start, self._of_script)
+        self._finder = ModelFinder(self._start, self._of_script, self._another)
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
@@ -444,6 +506,10 @@ class WatchSession:
         if self.plan.fix.applied:
             self._apply(model, optimizer)
 
+    def _another(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if model in self._applied:
+            self._applied[model].or_with(optimizer)
+
     def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply when the model is first called; a script that they cannot be applied to ends,
         so that nobody takes it for one that they were applied to."""
@@ -457,7 +523,10 @@ class WatchSession:
             raise SystemExit(USAGE)
 
         try:
-            self._applied.append(AtNextPass(spec, model, optimizer, Asked(partial=True), refused=refused))
+            if model in self._applied:
+                self._applied[model].begin_phase(optimizer, refused, self.writer)
+            else:
+                self._applied[model] = _Remedied(spec, model, optimizer, refused)
         except QkeelError as error:
             refused(error)
 

@@ -1,33 +1,71 @@
-"""The layer over torch.distributed: which processes run this model, what they agree on, how its weights are split."""
+"""The layer over torch.distributed: the processes of a run, what they agree on, and how weights are split."""
 
-from qkeel.dist.sharding import fully_sharded
-from qkeel.dist.sharding import head_axes
-from qkeel.dist.agreement import gather
-from qkeel.dist.agreement import say_failed
-from qkeel.dist.sharding import is_split
-from qkeel.dist.sharding import sharded
-from qkeel.dist.sharding import splits_heads
-from qkeel.dist.sharding import whole
-from qkeel.dist.sharding import PartialSums
-from qkeel.dist.sharding import Span
-from qkeel.dist.sharding import local
-from qkeel.dist.sharding import shard
-from qkeel.dist.sharding import shards_of
-from qkeel.dist.agreement import StepGather
-from qkeel.dist.agreement import StepMaxima
-from qkeel.dist.agreement import PATIENCE
-from qkeel.dist.agreement import ApartError
-from qkeel.dist.agreement import Membership
-from qkeel.dist.agreement import agreed_collectives
-from qkeel.dist.agreement import done_by_all
-from qkeel.dist.agreement import failed_on_all
-from qkeel.dist.agreement import words_of_all
-from qkeel.dist.agreement import ordinal
-from qkeel.dist.agreement import collective_device
-from qkeel.dist.agreement import rank
-from qkeel.dist.agreement import world
-from qkeel.dist.sharding import is_flat
-from qkeel.dist.sharding import mates
-from qkeel.dist.sharding import stage_of
-from qkeel.dist.sharding import wrapped_by
-from qkeel.dist.sharding import wrappers
+from qkeel.dist.agreement import (
+    PATIENCE,
+    ApartError,
+    Membership,
+    StepGather,
+    StepMaxima,
+    agreed_collectives,
+    collective_device,
+    done_by_all,
+    failed_on_all,
+    gather,
+    ordinal,
+    rank,
+    say_failed,
+    words_of_all,
+    world,
+)
+from qkeel.dist.sharding import (
+    PartialSums,
+    Span,
+    fully_sharded,
+    head_axes,
+    is_flat,
+    is_split,
+    local,
+    mates,
+    shard,
+    sharded,
+    shards_of,
+    splits_heads,
+    stage_of,
+    whole,
+    wrapped_by,
+    wrappers,
+)
+
+__all__ = [
+    "ApartError",
+    "Membership",
+    "PATIENCE",
+    "PartialSums",
+    "Span",
+    "StepGather",
+    "StepMaxima",
+    "agreed_collectives",
+    "collective_device",
+    "done_by_all",
+    "failed_on_all",
+    "fully_sharded",
+    "gather",
+    "head_axes",
+    "is_flat",
+    "is_split",
+    "local",
+    "mates",
+    "ordinal",
+    "rank",
+    "say_failed",
+    "shard",
+    "sharded",
+    "shards_of",
+    "splits_heads",
+    "stage_of",
+    "whole",
+    "words_of_all",
+    "world",
+    "wrapped_by",
+    "wrappers",
+]

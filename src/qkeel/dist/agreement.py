@@ -1,66 +1,67 @@
-"""The processes of a run, how they agree that all of them do a thing or none does, and reductions over them."""
+"""The processes of a run: decisions through the store, and reductions that a failed process does not block."""
 
 from __future__ import annotations
 
-import torch
-from torch import distributed as torch_distributed
-from datetime import timedelta
-from qkeel.patching.modes import process_store
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TypeVar, final
-from torch.distributed import DistError
-from qkeel.errors import RefusedError, caution
-from qkeel.patching.modes import CollectiveMode
-from typing import Literal
-from torch import Tensor
-from torch.distributed import ProcessGroup, Work
-from collections.abc import Callable
-from typing import Self, final
+from datetime import timedelta
+from typing import Literal, Self, TypeVar, final
 from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch import distributed as torch_distributed
+from torch.distributed import DistError, ProcessGroup, Work
 from torch.optim import Optimizer
 
+from qkeel.errors import RefusedError, caution
+from qkeel.patching.modes import CollectiveMode, process_store
 
-# The processes that run this model.
+# The processes that train one model.
+
+
+_AVAILABLE = torch_distributed.is_available()
+
 
 def on() -> bool:
-    """Returns whether torch.distributed is in use."""
-    return torch_distributed.is_available() and torch_distributed.is_initialized()
+    """True if torch.distributed is initialised."""
+    return _AVAILABLE and torch_distributed.is_initialized()
 
 
 def world() -> int:
-    """The number of processes that train one model; 1 where torch.distributed is not in use."""
+    """Returns the number of processes that train one model; 1 without torch.distributed."""
     return torch_distributed.get_world_size() if on() else 1
 
 
 def rank() -> int:
-    """This process's number among them."""
+    """Returns this process's rank; 0 without torch.distributed."""
     return torch_distributed.get_rank() if on() else 0
 
 
 def collective_device() -> torch.device:
-    """The device that tensors must be on to be gathered: the GPU for NCCL, else the CPU."""
+    """Returns the device of tensors in collectives: the GPU for NCCL, else the CPU."""
     if on() and torch_distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-# Words that the processes of one run leave for each other under a name, in the store that they met at.
+# Key-value messages between the ranks of a run, through the process group's store.
+
 
 def leave_word(name: str, word: str) -> None:
-    """Leaves this process's word under a name, for others to read when they come to it; waits for nobody."""
+    """Stores this rank's message under a name without waiting; other ranks read it when they get there."""
     if on():
         process_store().set(_key(name, rank()), word)
 
 
 def words_under(name: str, word: str, patience: float) -> list[str] | None:
-    """Leaves a word and returns those of all processes, in the order of ranks, the same answer on each.
+    """Stores a message and returns the messages of all ranks in order, or None; the answer is the same on every rank.
 
-    None if some process has left none within `patience` seconds. Goes through the store and not through a collective,
-    which would wait for a silent process for ever.
+    None means that some rank stored no message within `patience` seconds. The store is used because a collective would
+    wait for a silent rank forever.
     """
     if not on():
         return [word]
@@ -69,31 +70,31 @@ def words_under(name: str, word: str, patience: float) -> list[str] | None:
     try:
         store.wait(keys, timedelta(seconds=patience))
         verdict = "heard"
-    except RuntimeError:  # each kind of store has its own error
+    except RuntimeError:  # each kind of store has its own error class
         verdict = "alone"
-    # The first verdict is everyone's: one process may just have lost patience with another that was about to speak.
+    # The first verdict binds all ranks: one may just have lost patience with another that was about to answer.
     if store.compare_set(f"qkeel/{name}/verdict", "", verdict).decode() == "alone":
         return None
     return [store.get(key).decode() for key in keys]
 
 
 def left_by_all(name: str) -> bool:
-    """Returns whether every process has left a word under a name; waits for nobody."""
+    """True if every rank has stored a message under a name; does not wait."""
     return process_store().check([_key(name, other) for other in range(world())])
 
 
 def publish(name: str, text: str) -> None:
-    """Leaves a text for all processes; all texts that are left under one name are the same."""
+    """Stores a text for all ranks. All texts stored under one name must be equal."""
     process_store().set(f"qkeel/{name}", text)
 
 
 def published(name: str) -> str:
-    """Returns a text that a process has left."""
+    """Returns a text that some rank stored with `publish`."""
     return process_store().get(f"qkeel/{name}").decode()
 
 
 def ordinal(kind: str) -> int:
-    """The count of this process's requests of this kind; the same thing gets the same one everywhere."""
+    """Counts this rank's requests of a kind, so that matching requests get the same number on every rank."""
     return process_store().add(f"qkeel/{kind}/{rank()}", 1) if on() else 0
 
 
@@ -101,18 +102,19 @@ def _key(name: str, of: int) -> str:
     return f"qkeel/{name}/{of}"
 
 
-# Actions of all processes of a run or of none, agreed in the store, where a silent process blocks nobody for long.
+# Actions that all processes of a run perform or none. They agree through the store, where a silent process blocks
+# nobody for long.
 
 T = TypeVar("T")
 
-PATIENCE = 8.0  # seconds that processes are given to come to what all of them do, once one of them has failed
+PATIENCE = 8.0  # seconds for the other processes to arrive once one of them has failed
 _FAILED = "failed: "
 _ROUND = "qkeel/round"
 _AGREED = ContextVar("qkeel_agreed_collectives", default=False)
 
 
 class ApartError(RefusedError):
-    """Something that every process of a run does or none, and that not all of them did. All of them raise an error."""
+    """An action was not performed on all processes of a run. Every process raises an error."""
 
 
 def done_by_all(
@@ -123,20 +125,20 @@ def done_by_all(
     *,
     patience: float | None = None,
 ) -> T:
-    """Returns what `act()` returns, if it succeeds on every process of the run and means the same on each.
+    """Runs `act()` and returns its result if it succeeds on every process of the run with the same outcome.
 
-    Where this is called again inside `act`, and fails there, the outer call says no more: every process knows.
+    In nested calls, a failure in the inner call is not reported again by the outer one, since every process knows.
 
     Args:
-        what: its name in errors.
-        act: is done on each process; it may wait for other processes only behind a call of this function.
-        word: what was done, in words that must be the same on all processes.
-        undo: takes back what was done where another process has failed, or has done something else.
+        what: name of the action in errors.
+        act: runs on each process; inside it, only nested calls of this function may wait for other processes.
+        word: describes the outcome; must be equal on all processes.
+        undo: reverts the action if another process failed or had a different outcome.
         patience: as in `words_of_all`.
 
     Raises:
-        ApartError: another process failed, did something else, or did not come. What `act` itself raises is raised as
-        it is, once the others know of it.
+        ApartError: another process failed, had another outcome, or did not arrive.
+        BaseException: what `act` itself raises, once the other processes know.
     """
     if world() == 1:
         return act()
@@ -158,13 +160,17 @@ def done_by_all(
 
 
 def words_of_all(what: str, word: str, *, patience: float | None = None) -> list[str]:
-    """Returns what every process says of `what`, in the order of ranks, once all have said something.
+    """Returns what every process reports about `what`, in rank order, once all have reported.
 
-    patience: seconds after which a silent process is an error. None is for what a process may come to much later than
-    others, who warn after 8 seconds and wait as long as the process group waits in a collective.
+    Args:
+        what: name of the matter.
+        word: this process's report.
+        patience: seconds after which a silent process is an error. None allows processes to arrive at very different
+            times: the waiting ones warn after 8 seconds and wait as long as the process group waits in a collective.
 
-    Raises: ApartError if a process stays silent, says something of another matter, or has said that it failed: then
-    those that are silent have 8 seconds left, and get this error as soon as they say something.
+    Raises:
+        ApartError: a process stays silent, reports about another matter, or has reported a failure. In the last case
+            silent processes get 8 more seconds, and this error as soon as they report.
     """
     at, words = _say(what, word, patience)
     fault = _fault(at)
@@ -184,9 +190,10 @@ def words_of_all(what: str, word: str, *, patience: float | None = None) -> list
 
 
 def failed_on_all(what: str, error: Exception) -> None:
-    """Tells the other processes that this one has failed in `what`; returns if each of them says the same.
+    """Reports to the other processes that this one failed in `what`; returns if every process reports a failure too.
 
-    Raises: ApartError if not.
+    Raises:
+        ApartError: some process did not fail.
     """
     at, words = _say(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
     if not all(said is not None and said.startswith(f"{what}\n{_FAILED}") for said in words):
@@ -195,8 +202,10 @@ def failed_on_all(what: str, error: Exception) -> None:
 
 @contextmanager
 def agreed_collectives(what: str) -> Iterator[None]:
-    """While it lasts, processes meet before each of their collectives: where one of them fails in `what`, the others
-    get an error instead of waiting for it, and none of its later collectives is taken for this one."""
+    """Makes processes meet before each of their collectives inside this context.
+
+    If one fails in `what`, the others get an error instead of waiting for it, and none of its later collectives is
+    mistaken for this one."""
     token = _AGREED.set(True)
     with nullcontext() if token.old_value is True else CollectiveMode(functools.partial(_meet, what)):
         try:
@@ -206,9 +215,11 @@ def agreed_collectives(what: str) -> Iterator[None]:
 
 
 def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
-    """Waits until all of these processes have come to an operator.
+    """Waits until all of these ranks have arrived at an operator.
 
-    Raises: ApartError if a process has failed. RefusedError if one of these calls another operator, or none in time.
+    Raises:
+        ApartError: a process has failed.
+        RefusedError: a rank calls another operator, or none in time.
     """
     with _store_there():
         store, at, pause = process_store(), f"{_ROUND}/{_number()}", 0.001
@@ -219,10 +230,12 @@ def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
         store.set(f"{here}/{rank()}", operator)
         while not store.check(keys):
             if _fault(at):
-                words_of_all(what, "")  # raises, and lets the other go on
+                words_of_all(what, "")  # raises, and releases the others
             over = [other for other in ranks if store.check([f"{at}/{other}"])]
             if (over or time.monotonic() > give_up) and not store.check(keys):
-                raise RefusedError(f"{what}: {_processes(over or ranks)} did not come to {operator}, as this one did")
+                raise RefusedError(
+                    f"{what}: {_processes(over or ranks)} did not reach {operator}, which this process reached"
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         words = [store.get(key).decode() for key in keys]
@@ -236,11 +249,11 @@ def _number() -> int:
 
 @contextmanager
 def _store_there() -> Iterator[None]:
-    """Raises ApartError where the store is gone."""
+    """Raises ApartError if the store is gone."""
     try:
         yield
     except DistError as error:
-        raise ApartError("another process of this run, at which all of them meet, has ended") from error
+        raise ApartError("the process of this run that hosts the store has ended") from error
 
 
 def _fault(at: str) -> str:
@@ -260,9 +273,9 @@ def _processes(ranks: Sequence[int]) -> str:
 
 @_store_there()
 def _say(what: str, word: str, patience: float | None) -> tuple[str, list[str | None]]:
-    """The round, and the words of all processes in it, None of those that stay silent.
+    """Stores this rank's message and returns the round's key and the messages of all ranks, None for silent ones.
 
-    The number of the round is common to all: a process that was silent in one meets the others in the next.
+    All ranks share the number of the round, so a rank that was silent in one meets the others in the next.
     """
     store, number = process_store(), _number()
     at = f"{_ROUND}/{number}"
@@ -274,7 +287,7 @@ def _say(what: str, word: str, patience: float | None) -> tuple[str, list[str | 
     store.set(keys[rank()], f"{what}\n{word}")
     verdict = f"{at}/verdict"
     complete = _waited(what, keys, verdict, f"{at}/fault", _limit(patience))
-    # The first verdict is everyone's: one process may just have lost patience with another that was about to speak.
+    # The first verdict binds all ranks: one may just have lost patience with another that was about to answer.
     final = store.compare_set(verdict, "", "complete" if complete else "silent").decode()
     store.compare_set(_ROUND, str(number), str(number + 1))
     here = [final == "complete" or store.check([key]) for key in keys]
@@ -282,7 +295,7 @@ def _say(what: str, word: str, patience: float | None) -> tuple[str, list[str | 
 
 
 def _catch_up(what: str, number: int, patience: float | None) -> None:
-    """Raises ApartError if this process comes too late to what has failed since, and might wait long for nobody."""
+    """Raises ApartError if this rank arrives too late for an action that has failed, instead of waiting for nobody."""
     store, joined = process_store(), f"{_ROUND}/joined/{rank()}"
     last = int(store.compare_set(joined, "", "-1").decode())
     store.set(joined, str(number))
@@ -292,7 +305,7 @@ def _catch_up(what: str, number: int, patience: float | None) -> None:
 
 
 def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: float) -> bool:
-    """Waits until all keys are there, and returns whether they are: not if there is a verdict, or time is up."""
+    """Waits for all keys; returns False if a verdict came first or time ran out."""
     store, begun, pause, warned = process_store(), time.monotonic(), 0.001, False
     give_up = begun + limit
     while not (complete := store.check(list(keys))) and not store.check([verdict]):
@@ -311,38 +324,39 @@ def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: flo
 
 
 def _unlike(words: Sequence[str]) -> str:
-    """The words of the first process, and of the first one that says others."""
+    """Quotes the first process and the first one that differs from it."""
     other = next(i for i, said in enumerate(words) if said != words[0])
     return f"On process 0: {words[0]}. On process {other}: {words[other]}"
 
 
 @final
 class Membership:
-    """A change that every process of a run has made, and that all of them must take back after the same step.
+    """A change that every process of a run has made, and that all must remove after the same step.
 
-    Processes that train one model wait for each other in every step, so what one has said before a step is known to
-    the others at the end of the step's passes: a look at the store without waiting is enough.
+    Processes that train one model wait for each other in every step. What one stored before a step is therefore visible
+    to the others at the end of its passes, and reading the store without waiting is enough.
     """
 
     def __init__(self, what: str) -> None:
         self._what, self._steps, self._here, self._refused = what, 0, True, -1
         self._head = f"{_ROUND}/left/{_number()}"
-        self._over = False  # the store is gone: there is nobody to tell
+        self._over = False  # True once the store is gone, so that nobody can be told
 
     def leave(self) -> None:
-        """This process has taken the change back; where the process that holds the store has ended, nobody is notified."""
+        """Records that this process has removed the change, unless the store is gone."""
         self._here = False
         try:
             store = process_store()
             store.set(f"{self._head}/{rank()}", str(self._steps))
             store.compare_set(self._head, "", str(self._steps))
-        except (DistError, ValueError):  # ended, or this process has left its group
+        except (DistError, ValueError):  # the store's host has ended, or this process has left its group
             self._over = True
 
     def step(self) -> bool:
-        """Called before each step; returns whether that is needed any longer.
+        """Checks membership before a step; returns False once no more checks are needed.
 
-        Raises: ApartError if not all processes have taken the change back before the same step.
+        Raises:
+            ApartError: not all processes removed the change before the same step.
         """
         if self._over:
             return False
@@ -352,7 +366,7 @@ class Membership:
             return True
         keys = [f"{self._head}/{other}" for other in range(world())]
         steps = [int(store.get(key).decode()) if store.check([key]) else None for key in keys]
-        refused = f"{self._head}/refused/{self._steps}"  # this step, by some process: then all refuse it, once
+        refused = f"{self._head}/refused/{self._steps}"  # once one rank refuses this step, all do
         if len(set(steps)) == 1 and (self._refused == self._steps or not store.check([refused])):
             return False
         store.set(refused, "")
@@ -364,16 +378,17 @@ class Membership:
         )
 
 
-# Collectives, in which nobody waits for a process that has failed.
+# Collectives that do not wait forever for a process that has failed.
 
 _FAILED_THERE = "qkeel/failed"
-_USUAL = 0.5  # seconds of waiting after which the store is asked whether there is anybody to wait for
+_USUAL = 0.5  # seconds of waiting between looks at the store for a failure
 
 
 def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | None = None) -> Tensor:
-    """[n] on every process of a group (all of them: None) -> their sums or maxima [n] on each, by one collective.
+    """Reduces [n] over a group of processes (None: all) to sums or maxima [n] on each, in one collective.
 
-    Raises: ApartError if a process that it waits for on the host has said that it failed.
+    Raises:
+        ApartError: a process of the collective has reported a failure (checked on the host only).
     """
     found = vector.to(collective_device())
     how = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
@@ -383,32 +398,33 @@ def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | Non
 
 
 def gather(vector: Tensor) -> Tensor:
-    """[n] on every process -> [world n] on each, in the order of ranks, by one collective.
+    """Gathers [n] from every process into [world n] on each, in rank order, in one collective.
 
-    Raises: ApartError if a process that it waits for on the host has said that it failed.
+    Raises:
+        ApartError: a process of the collective has reported a failure (checked on the host only).
     """
     if not on():
         return vector[None]
     out = vector.new_empty(world() * vector.numel())
-    # torch 2.13 renamed it and warns of the old name.
+    # torch 2.13 renamed the function and warns about the old name.
     all_gather = getattr(torch_distributed, "all_gather_single", torch_distributed.all_gather_into_tensor)
     _wait(all_gather(out, vector.contiguous(), async_op=True), out)
     return out.view(world(), -1)
 
 
 def say_failed(why: str) -> None:
-    """Tell the processes that wait for this one in a reduction that it does not come."""
+    """Tells processes that wait for this one in a reduction that it has failed."""
     if on():
         process_store().set(_FAILED_THERE, f"process {rank()}: {why}")
 
 
 def _wait(work: Work | None, result: Tensor) -> None:
-    """Wait until a collective is over, or some process has failed; for a GPU's its stream waits, not the host."""
+    """Waits until a collective completes or some process has failed. On a GPU its stream waits, not the host."""
     assert work is not None
     begun = asked = time.monotonic()
     while result.is_cpu and not work.is_completed():
         now = time.monotonic()
-        time.sleep(min(0.1 * (now - begun), 0.01))  # a tenth longer than need be, and no processor kept busy
+        time.sleep(min(0.1 * (now - begun), 0.01))  # waits at most a tenth too long, without a busy loop
         if now > asked + _USUAL:
             asked = now
             if process_store().check([_FAILED_THERE]):
@@ -418,35 +434,40 @@ def _wait(work: Work | None, result: Tensor) -> None:
     work.wait()
 
 
-# The gather that ends an optimizer's step, and the maxima over all processes that are sent with it.
+# The gather at the end of an optimizer step, and maxima over all processes that are sent along.
+
 
 @final
 class StepGather:
-    """The gather at the end of some steps of an optimizer. Maxima that are wanted after each step are sent with it, so
-    that such a step has one collective; all processes must have agreed on that."""
+    """The gather at the end of some optimizer steps.
+
+    Maxima that are needed after each step are sent along, so that such a step has one collective. All processes must
+    have agreed on this.
+    """
 
     def __init__(self) -> None:
         self.maxima: list[StepMaxima] = []
-        self.agreed = ""  # the name of the gather that all processes take part in
+        self.agreed = ""  # name of the gather that all processes take part in
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
-        """The one of an optimizer, which is the same for all who ask."""
+        """Returns an optimizer's instance, shared by all callers."""
         return _OF.setdefault(optimizer, cls())  # type: ignore[return-value]
 
     def agree(self, name: str, counts: set[str]) -> None:
-        """All processes take part in the gather of this name; `counts`: what each of them said of `count`."""
+        """Records that all processes take part in the named gather; `counts` are the distinct values of their
+        `count`."""
         self.agreed = name
         for one in self.maxima if len(counts) == 1 else ():
             one.sent_with = name
 
     @property
     def count(self) -> str:
-        """The number of vectors of maxima, to be compared over the processes."""
+        """The number of vectors of maxima, for comparison between processes."""
         return str(len(self.maxima))
 
     def gather(self, name: str, vector: Tensor) -> Tensor:
-        """[n] on every process -> [world n] on each; the maxima are sent behind it, and handed to who wants them."""
+        """Gathers [n] from every process into [world n], and sends along the maxima that are due."""
         with_it = [one for one in self.maxima if one.sent_with == name and one.found is None]
         sent = [vector, *(one.own().to(vector) for one in with_it)]
         rows, *others = gather(torch.cat(sent)).split([len(x) for x in sent], 1)
@@ -455,7 +476,7 @@ class StepGather:
         return rows
 
     def largest(self, wanted: StepMaxima) -> Tensor:
-        """The maxima over all processes, once a step; those that no gather took along, by one collective for all."""
+        """Returns maxima over all processes, once per step. Maxima that no gather has sent share one collective."""
         if wanted.found is None:
             left = [one for one in self.maxima if one.found is None]
             own = [one.own() for one in left]
@@ -469,10 +490,10 @@ class StepGather:
 
 @final
 class StepMaxima:
-    """A vector of which each process knows some numbers at the end of a step, and whose maxima over all are wanted.
+    """A vector whose entries are known to some processes at the end of a step, and whose maxima over all are needed.
 
-    `sent_with` is the name of the gather, agreed by all processes, that takes it along where one is made in a step;
-    else it is reduced; `own` is asked once a step. None of the numbers is NaN.
+    `sent_with` names the agreed gather that sends it along, in steps that have this gather; otherwise it is reduced
+    separately. `own` is called once per step and returns no NaN.
     """
 
     def __init__(self, own: Callable[[], Tensor], sent_with: str) -> None:

@@ -1,4 +1,4 @@
-"""Records as tables: a small frame of arrays, pandas, polars, CSV, Parquet and HTML, and figures of matplotlib."""
+"""Records as tables: a small frame of arrays with conversions to pandas, polars, CSV, Parquet, HTML and matplotlib."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qkeel.errors import caution, check_known, needed
 from qkeel.options import lookup
 from qkeel.records import disk
 
-# HTML by construction: whatever is not already markup is escaped. For pages, and for what a notebook shows.
+# HTML builders for pages and notebooks. Everything that is not yet Markup is escaped, so no caller can forget it.
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ VOID = frozenset({"br", "hr", "meta"})
 
 
 def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Markup:
-    """Returns one element; a child that is not Markup is escaped; an attribute of None is written without a value.
+    """Returns one element; children that are not Markup are escaped; an attribute whose value is None gets no value.
 
     >>> tag("p", {"class": "note"}, "a < b")
     '<p class="note">a &lt; b</p>'
@@ -43,20 +43,20 @@ def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Mark
 
 
 def join(parts: Iterable[str], between: str = "") -> Markup:
-    """Returns parts one after the other, each escaped unless it is Markup."""
+    """Concatenates parts; each is escaped unless it is Markup."""
     return Markup(between.join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
 
 
 def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: bool = False) -> Markup:
-    """Returns a table for a notebook, without a style of the page's own.
+    """Returns a table for a notebook, without the styles of a page.
+
+    Args:
+        head: the headings; empty for none.
+        rows: the cell texts.
+        aligned: align the first column left and all others, which hold numbers, right.
 
     >>> plain_table(["a"], [["<"]])
     '<table><tr><th>a</th></tr><tr><td>&lt;</td></tr></table>'
-
-    Args:
-        head: the headings; none for a table without.
-        rows: the texts of the cells.
-        aligned: the first column to the left, the others, which are numbers, to the right.
     """
 
     def line(kind: str, cells: Iterable[str]) -> Markup:
@@ -68,15 +68,15 @@ def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: 
     return tag("table", style, *([line("th", head)] if head else []), *(line("td", row) for row in rows))
 
 
-# A table of named columns, and the two tables of a run: one row per step, one row per step, layer and head.
+# Tables of named columns, and the two tables of a run: one row per step; one row per step, layer and head.
 
-Foreign = Any  # what a library makes that need not be installed: a DataFrame, an Axes
-_SHOWN = 6  # rows at each end of what a notebook shows
+Foreign = Any  # an object of an optional library: a DataFrame, an Axes
+_SHOWN = 6  # a notebook shows this many rows from each end
 
 
 @final
 class Frame:
-    """A table of `columns` of one length by name; a column is `frame["max_logit"]`, an array [rows]."""
+    """A table with `columns` by name, all of the same length; `frame["max_logit"]` is an array [rows]."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = dict(columns)
@@ -87,10 +87,15 @@ class Frame:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
+    def without(self, name: str) -> Frame:
+        """The same without a column."""
+        return Frame({column: values for column, values in self.columns.items() if column != name})
+
     def to_pandas(self) -> Foreign:
         """Returns a pandas.DataFrame.
 
-        Raises: MissingLibraryError if pandas is not installed.
+        Raises:
+            MissingLibraryError: pandas is not installed.
         """
         with needed("to_pandas()", "'qkeel[frames]'"):
             import pandas  # pyright: ignore[reportMissingImports]
@@ -99,7 +104,8 @@ class Frame:
     def to_polars(self) -> Foreign:
         """Returns a polars.DataFrame.
 
-        Raises: MissingLibraryError if polars is not installed.
+        Raises:
+            MissingLibraryError: polars is not installed.
         """
         with needed("to_polars()", "'qkeel[frames]'"):
             import polars  # pyright: ignore[reportMissingImports]
@@ -109,7 +115,7 @@ class Frame:
         return f"<Frame of {len(self):,} rows: {', '.join(self.columns)}>"
 
     def _repr_html_(self) -> str:
-        """The first and the last rows."""
+        """Shows the first and the last rows."""
         n = len(self)
         rows = [*range(min(n, _SHOWN)), *range(max(_SHOWN, n - _SHOWN), n)]
         lines = [[_cell(values[row]) for values in self.columns.values()] for row in rows]
@@ -123,7 +129,7 @@ def _cell(value: object) -> str:
 
 
 def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
-    """One row per record: the step [n] and the numbers of the whole model, each [n].
+    """Returns one row per record: the step [n] and the values of the whole model, each [n].
 
     >>> steps_frame(np.array([0, 5]), {"max_logit": np.array([1.0, 2.0])})
     <Frame of 2 rows: step, max_logit>
@@ -131,11 +137,28 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     return Frame({"step": np.asarray(steps).astype(np.int64), **{k: v for k, v in values.items() if k != "step"}})
 
 
-def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray]) -> Frame:
-    """One row per record, layer and head: step, layer, head, and the fields that were measured, NaN where one was not.
+def layers_frame(steps: np.ndarray, layers: Sequence[str], values: Mapping[str, np.ndarray]) -> Frame:
+    """One row per record and layer: step, layer, and each number that was measured, NaN where it was not.
 
-    steps [n]; layers: names, or () for layer 0, layer 1, …; heads: name -> [n layers heads] by records.HEAD_FIELDS.
-    Heads that a layer does not have get no row, fields that were never measured no column.
+    Args:
+        steps: [n]. layers: names, or () for layer 0, layer 1, …
+        values: name -> [n layers].
+
+    >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])})
+    <Frame of 1 rows: step, layer, entropy>
+    """
+    return heads_frame(steps, layers, {name: x[..., None] for name, x in values.items()}).without("head")
+
+
+def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray]) -> Frame:
+    """Returns one row per record, layer and head, with the columns step, layer, head and the measured fields.
+
+    Heads that a layer does not have get no row; fields that were never measured get no column; a missing value is NaN.
+
+    Args:
+        steps: [n].
+        layers: names, or () for layer 0, layer 1, …
+        heads: name -> [n layers heads], by records.HEAD_FIELDS.
 
     >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
     <Frame of 1 rows: step, layer, head, entropy>
@@ -151,21 +174,23 @@ def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np
     return Frame({name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()})
 
 
-# Tables on disk, CSV or Parquet, that grow frame by frame.
+# CSV and Parquet files that grow frame by frame.
 
 TableFormat = Literal["csv", "parquet"]
 TABLE_FORMATS: tuple[TableFormat, ...] = ("csv", "parquet")
-_ROWS = 100_000  # rows of Parquet held back: a file has a row group for each write
+_ROWS = 100_000  # rows buffered per Parquet write, because each write becomes a row group
 
 
 @final
 class TableFiles:
-    """Files of one `folder`, NAME.csv or NAME.parquet by `kind`: `append("heads", frame)` adds the rows of a frame.
+    """Files NAME.csv or NAME.parquet (by `kind`) in one `folder`; `append("heads", frame)` adds rows.
 
-    A file's columns are those of its first frame, or those `announced` for it; what comes later and has no column is
-    left out, with one warning. CSV can be read at every moment, Parquet after `close()`. NaN is an empty cell in CSV.
+    The columns of a file are those `announced` for it, or those of its first frame. Columns that appear later are left
+    out, with one warning. CSV can be read at any time, Parquet only after `close()`. NaN is an empty cell in CSV.
 
-    Raises: MissingLibraryError for Parquet without pyarrow, UnknownNameError for another format.
+    Raises:
+        MissingLibraryError: Parquet was requested and pyarrow is not installed.
+        UnknownNameError: the format is neither "csv" nor "parquet".
     """
 
     def __init__(self, folder: Path, kind: str, announced: dict[str, tuple[str, ...]] | None = None) -> None:
@@ -183,12 +208,14 @@ class TableFiles:
         self._left_out: set[str] = set()
 
     def append(self, name: str, frame: Frame) -> None:
-        """Adds the rows of a frame."""
+        """Adds the rows of a frame to the file `name`."""
         names = self._names.setdefault(name, tuple(frame.columns))
         late = frame.columns.keys() - set(names) - self._left_out
         if late:
             self._left_out |= late
-            caution(f"{', '.join(sorted(late))} came after {name}.{self.kind} was begun, and has no column there")
+            caution(
+                f"{name}.{self.kind} has no column for {', '.join(sorted(late))}: first measured after its first row"
+            )
         unmeasured = np.full(len(frame), np.nan)
         frame = Frame({column: frame.columns.get(column, unmeasured) for column in names})
         if self.kind == "csv":
@@ -210,7 +237,7 @@ class TableFiles:
         self._writers[name].write_table(table.cast(self._writers[name].schema))
 
     def close(self) -> list[Path]:
-        """Writes what is held back; returns the files."""
+        """Writes all buffered rows and returns the paths of the files."""
         for name, held in self._held.items():
             if held:
                 self._write_held(name)
@@ -224,24 +251,24 @@ def _lines(frame: Frame, *, head: bool) -> str:
     writer = csv.writer(text, lineterminator="\n")
     if head:
         writer.writerow(frame.columns)
-    columns = [[_text(value) for value in values.tolist()] for values in frame.columns.values()]
+    columns = [
+        ["" if isinstance(value, float) and math.isnan(value) else value for value in values.tolist()]
+        for values in frame.columns.values()
+    ]
     writer.writerows(zip(*columns, strict=True))
     return text.getvalue()
 
 
-def _text(value: object) -> object:
-    return "" if isinstance(value, float) and math.isnan(value) else value
+# Figures in matplotlib: one line per layer over the steps, a heat map of heads, a forecast.
 
-
-# Figures by matplotlib: lines of each layer over the steps, a map of heads, a forecast.
-
-_NAMED = 8  # lines that a key names; more are coloured by their depth
+_NAMED = 8  # a legend names at most this many lines; beyond it the title explains the colours
 
 
 def axes(given: Foreign = None) -> Foreign:
-    """Returns the matplotlib Axes to draw on: those given, or those of a new figure.
+    """Returns the given matplotlib Axes, or those of a new figure.
 
-    Raises: MissingLibraryError if matplotlib is not installed.
+    Raises:
+        MissingLibraryError: matplotlib is not installed.
     """
     if given is not None:
         return given
@@ -251,7 +278,7 @@ def axes(given: Foreign = None) -> Foreign:
 
 
 def draw_lines(ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str) -> None:
-    """Draws one line per column of values [n k] over the steps [n], on a log axis where values differ 30-fold."""
+    """Draws one line per column of values [n k] over steps [n], on a log axis if the values span a factor of 30."""
     from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
     colours = colormaps["viridis"](np.linspace(0, 0.9, max(len(names), 2)))
@@ -268,7 +295,7 @@ def draw_lines(ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequen
 
 
 def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str) -> None:
-    """Draws a map of one record [layers heads]; heads that a layer does not have stay empty."""
+    """Draws a heat map of one record [layers heads]; heads that a layer does not have stay empty."""
     image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
     ax.figure.colorbar(image, ax=ax, label=label)
     if len(names) <= 3 * _NAMED:
@@ -280,11 +307,14 @@ def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
 def draw_forecast(
     ax: Foreign, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float], farthest: float
 ) -> None:
-    """Draws the threshold and where it is passed: from `now`, step and value, to the steps low, likeliest, high.
+    """Draws the threshold, and a line from the last record to the forecast step at which it is reached.
 
     Args:
-        ax: the Axes. threshold: the logit. now: step and value of the last record.
-        ahead: the steps, infinite where they are not in this run. farthest: the last step that the axis shows.
+        ax: the Axes.
+        threshold: the logit.
+        now: step and value of the last record.
+        ahead: the earliest, likeliest and latest step; infinite if not within this run.
+        farthest: the last step that the axis shows.
     """
     low, step, high = ahead
     ax.axhline(threshold, color="0.5", linestyle=":")

@@ -1,4 +1,7 @@
-"""Bounds on logits from norms of activations and weights, and how far a step changes them."""
+"""Bounds on logits from norms of activations and weights, formulas on weights, and the change made by a step.
+
+Shapes: b batch, t queries, s keys, h heads, d numbers per head, m and n widths of weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from qkeel.functional.statistics import PerHead, VisibleKeys
 
 
 def entropy_floor(sigma: float, n: int) -> float:
-    """The smallest entropy, in nats, of a softmax row over n keys whose logits, mean removed, have L2 norm <= sigma.
+    """Returns the smallest entropy, in nats, of a softmax over n keys whose centred logits have L2 norm <= sigma.
 
     With β = exp(-σ √(n/(n-1))):  ln(1 + (n-1) β) + σ √(n (n-1)) β / (1 + (n-1) β). Tight.
 
@@ -34,7 +37,7 @@ def entropy_floor(sigma: float, n: int) -> float:
 
 
 def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
-    """√d · gain: the largest |q·k|/√d of RMS-normed q and k whose gains multiply to at most `gain` per dimension.
+    """Returns √d · gain, the largest |q·k|/√d of RMS-normed q and k whose gains multiply to at most `gain`.
 
     In nats, before a cap. Source: derived, |q·k| ≤ ‖q‖ ‖k‖ and an RMS-normed vector has norm √d.
 
@@ -45,15 +48,17 @@ def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
 
 
 def dilution_bound(logit: Tensor, n: int) -> Tensor:
-    """The weight of the best of n keys, at `logit`, where the others' logits are N(0, 1): c ↦ e^c / (e^c + (n-1) √e).
+    """Returns the weight e^c / (e^c + (n-1) √e) of the best of n keys, at logit c, if the others' logits are N(0, 1).
 
-    With the largest logit that a head can reach as c it bounds the weight that it can give one key among n: √d for
-    gain-free RMS-normed q and k, λ for cosine attention.
+    If c is the largest logit a head can reach, this bounds the weight that it can put on one of n keys. c is √d for
+    gain-free RMS-normed q and k, and λ for cosine attention.
 
     Args:
-        logit: c, of any shape. n: keys, at least 1.
+        logit: c, of any shape.
+        n: number of keys, at least 1.
 
-    Returns: shares in (0, 1], of the same shape.
+    Returns:
+        Shares in (0, 1], of the same shape.
 
     Source: the arithmetic behind what Yang et al. 2025, arXiv 2501.18795, report of QK-norm: logits too close together.
 
@@ -64,9 +69,9 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
 
 
 def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b"]:
-    """‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)) over all pairs: two d×d Gram matrices, O(T d²).
+    """Returns ‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)) over all pairs, from two d×d Gram matrices in O(T d²).
 
-    Times the scale it is in nats. Source: derived, tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
+    Multiply by the scale for nats. Source: derived, tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
     """
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
 
@@ -74,9 +79,10 @@ def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> F
 def gram_interaction_norms(
     a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
-    """Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
+    """Returns Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
-    ‖·‖_F² = Σ a ∘ b; see `interaction_norm`. NaN where a or b is not finite. Source: as `logit_frobenius`.
+    ‖·‖_F² = Σ a ∘ b; for the spectral norm see `interaction_norm`. NaN where a or b is not finite.
+    Source: as `logit_frobenius`.
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()
@@ -84,11 +90,11 @@ def gram_interaction_norms(
 
 
 def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
-    """Spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN where one is not finite.
+    """Returns the spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if one is not finite.
 
-    ‖·‖₂² = the largest eigenvalue of a b. On a CPU that is computed on the symmetric matrix Lᵀ b L with a = L Lᵀ:
-    Cholesky's L, or a^½ where a is singular; elsewhere by `squared_eigenvalue`. Source: derived, (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ
-    and a b have the same eigenvalues but for zeros.
+    ‖·‖₂² is the largest eigenvalue of a b. A CPU computes it from the symmetric matrix Lᵀ b L with a = L Lᵀ
+    (Cholesky's L, or a^½ if a is singular), other devices by `squared_eigenvalue`. Source: derived:
+    (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
     """
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
@@ -103,12 +109,12 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
-    """Largest singular value σ₁ of each matrix, from the smaller Gram matrix; on a GPU by `squared_eigenvalue`."""
+    """Returns the largest singular value of each matrix, from the smaller Gram matrix."""
     return gram_spectral_norm(w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w)
 
 
 def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
-    """Largest singular value of W, the root of the largest eigenvalue of W Wᵀ, from that."""
+    """Returns the largest singular value of W from W Wᵀ."""
     largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0) if gram.is_cpu else squared_eigenvalue(gram)
     return largest.sqrt()
 
@@ -116,14 +122,14 @@ def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
 def squared_eigenvalue(
     a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"] | None = None, squarings: int = 11
 ) -> Float[Tensor, "*h"]:
-    """The largest eigenvalue λ of m = a b, both symmetric without negative eigenvalues; b None: of m = a.
+    """Returns the largest eigenvalue λ of m = a b (or m = a), where a and b are symmetric and positive semidefinite.
 
-    tr(mᵖ m) / tr mᵖ with p = 2^squarings, powers scaled to a trace of √d: they neither overflow nor vanish. Twelve
-    products of batches of matrices and fifteen other operations: on a GPU torch solves eigenvalue problems matrix by
-    matrix, and the host waits for each. What is returned is a mean of the eigenvalues with weights λᵢᵖ, so it lies in
-    [λ (1 - ln d / p), λ]: at 11 squarings within 0.4 % where many eigenvalues crowd just under the largest, and exact
-    where they do not; ± 4 d u tr a · tr b by rounding, u that of the dtype. 0 for a or b zero; NaN where they are not
-    finite. Source: derived, a power iteration by squaring from every start at once.
+    Computes tr(mᵖ m) / tr mᵖ with p = 2^squarings, on powers rescaled to a trace of √d so that they neither overflow
+    nor vanish. Twelve batched products and fifteen other operations replace torch's GPU eigensolvers, which treat one
+    matrix at a time while the host waits. The result is a mean of eigenvalues with weights λᵢᵖ, so it lies in
+    [λ (1 - ln d / p), λ]: with 11 squarings within 0.4 % if many eigenvalues crowd just below the largest, else exact;
+    rounding adds ± 4 d u tr a · tr b with the dtype's u. Zero matrices give 0, non-finite ones NaN.
+    Source: derived, power iteration by squaring, from every start at once.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
     >>> round(float(squared_eigenvalue(a)), 5), round(float(squared_eigenvalue(a, torch.eye(3) / 2)), 5)
@@ -136,23 +142,23 @@ def squared_eigenvalue(
     for i in range(squarings):
         if i % 4:
             x = x @ x
-        else:  # of a trace of √d the largest eigenvalue is in [1/√d, √d], its sixteenth power in [d⁻⁸, d⁸]
+        else:  # with a trace of √d the largest eigenvalue is in [1/√d, √d], its sixteenth power in [d⁻⁸, d⁸]
             x = x / _trace(x)[:, None, None] if i else x
             x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])  # (√d x)²
     x = x.view_as(m)
     mean = (x * one.mT).sum((-2, -1)) / _trace(x)
-    return torch.fmax(size * mean, 0 * m.sum((-2, -1)))  # a zero matrix is 0 / 0
+    return torch.fmax(size * mean, 0 * m.sum((-2, -1)))  # 0 / 0 of a zero matrix becomes 0
 
 
 def _trace(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-# What a step adds to a product of weights, through factors: no matrix of the model's width squared is made.
+# The change of W_Qᵀ W_K by a step, from factors, so that no matrix of the model's width squared is formed.
 
 
 class Spectrum(NamedTuple):
-    """The singular values σ of a matrix in three numbers, per head; NaN where the matrix is not finite."""
+    """Three summaries of a matrix's singular values σ, per head; NaN if the matrix is not finite."""
 
     spectral_norm: Float[Tensor, "*h"]  #: the largest, σ₁
     stable_rank: Float[Tensor, "*h"]  #: Σσ² / σ₁², in [1, rank]; NaN of a zero matrix
@@ -160,59 +166,91 @@ class Spectrum(NamedTuple):
 
 
 def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Spectrum:
-    """The spectrum of aᵀ b [m n] from its factors of rank r, which are small.
+    """Returns the spectrum of aᵀ b [m n] from its factors of small rank r.
 
-    With aᵀ = Q_a R_a and bᵀ = Q_b R_b (thin QR) aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ, so the singular values are those of the
-    small matrix R_a R_bᵀ. In float64; nothing is squared before them, as it would be by Gram matrices. Source: derived.
+    With thin QR, aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ has the singular values of the small matrix
+    R_a R_bᵀ. Computed in float64, without the squaring that Gram matrices would need. Source: derived.
 
     >>> a, b = torch.diag(torch.tensor([3.0, 4.0])), torch.eye(2)
     >>> [round(float(x), 4) for x in product_spectrum(a, b)]
     [4.0, 1.5625, 0.6534]
     """
-    like = a
-    finite = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1)
-    if widest(a.device) != torch.float64:
+    return Spectrum(*(x.to(torch.promote_types(a.dtype, torch.float32)) for x in spectrum(small_product(a, b))))
+
+
+def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
+    """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
+
+    R_a R_bᵀ of thin QR factorisations, see `product_spectrum`. The host does not wait for a device.
+
+    Args:
+        a: the left factor.
+        b: the right factor.
+
+    Source: derived.
+    """
+    finite, device = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1), a.device
+    if widest(device) != torch.float64:
         a, b, finite = a.cpu(), b.cpu(), finite.cpu()
     a, b = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
     first, second = (torch.linalg.qr(x.mT, mode="r").R for x in (a, b))
-    sigma = torch.linalg.svdvals(first @ second.mT)
+    return (first @ second.mT).masked_fill(~finite[..., None, None], torch.nan)
+
+
+def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
+    """Returns the spectra of matrices in float64, such as those that `small_product` makes of many sites.
+
+    On a GPU the host waits once for all of them.
+
+    Args:
+        product: the matrices.
+
+    Source: the definitions, see `Spectrum`.
+    """
+    finite = product.isfinite().flatten(-2).all(-1)
+    sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))
     largest = sigma[..., 0]
     p = (sigma / largest[..., None]).square()  # NaN of a zero matrix
     total = p.sum(-1)
     entropy = total.log() - torch.special.xlogy(p, p).sum(-1) / total
-    found = (largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0))
-    return Spectrum(*(x.to(like.device, torch.promote_types(like.dtype, torch.float32)) for x in found))
+    return Spectrum(largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0))
 
 
-def step_spectra(
+def step_products(
     query: Float[Tensor, "*h r m"],
     query_step: Float[Tensor, "*h r m"],
     key: Float[Tensor, "*h r n"],
     key_step: Float[Tensor, "*h r n"],
-) -> tuple[Spectrum, Spectrum]:
-    """The spectra of Δ₂ and Δ₃, which a step adds to W_Qᵀ W_K per head: rows are features of the head, r = d_head.
+) -> tuple[Tensor, Tensor]:
+    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes of W_Qᵀ W_K per head by a step.
+
+    Rows are head features, r = d_head.
 
     (W_Q + ΔW_Q)ᵀ (W_K + ΔW_K) = W_Qᵀ W_K + Δ₂ + Δ₃ with Δ₂ = ΔW_Qᵀ W_K + W_Qᵀ ΔW_K = [ΔW_Q; W_Q]ᵀ [W_K; ΔW_K], of rank
-    2 r at most, and Δ₃ = ΔW_Qᵀ ΔW_K.
+    at most 2 r, and Δ₃ = ΔW_Qᵀ ΔW_K.
 
     Args:
-        query, key: the weights of each head before the step.
-        query_step, key_step: what the step added to them.
+        query: W_Q of each head before the step.
+        query_step: ΔW_Q.
+        key: W_K of each head before the step.
+        key_step: ΔW_K.
 
-    Source: arXiv 2606.28116, sections 3.2 and 3.4, with W of x W there for W of W x
-    here.
+    Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W for this W x.
     """
-    second = product_spectrum(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
-    return second, product_spectrum(query_step, key_step)
+    second = small_product(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
+    return second, small_product(query_step, key_step)
 
 
-# The values that position methods make of the distance r = i - j between a query at i and a key at j.
+# Position functions of the distance r = i - j between a query at i and a key at j.
 
 
 def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
-    """The slopes m_h = 2^(-8h/H), h = 1 … H; for other H those of the power of 2 below, then every second of the next.
+    """Returns ALiBi's slopes m_h = 2^(-8h/H) [h], h = 1 … H, each in (0, 1).
 
-    Returns [h], each in (0, 1). Raises: InvalidValueError if n_heads is under 1.
+    If H is not a power of 2, they are the slopes of the power of 2 below it, then every second slope of the one above.
+
+    Raises:
+        InvalidValueError: n_heads is below 1.
 
     Source: Press et al. 2022, arXiv 2108.12409, and its released code.
 
@@ -230,26 +268,26 @@ def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
 
 
 def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
-    """The bias -p ln(1 + a|r|) on logits, in nats, at most 0, of the shape that r, a and p broadcast to.
+    """Returns the bias -p ln(1 + a|r|), in nats, at most 0; r, a and p broadcast.
 
-    a and p count as at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic).
+    a and p are clamped to at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic).
     """
     return -p.clamp_min(0.01) * torch.log1p(a.clamp_min(0.01) * distance.abs())
 
 
 def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
-    """The bias -a|r|^p on logits, in nats, at most 0, of the shape that r, a and p broadcast to.
+    """Returns the bias -a|r|^p, in nats, at most 0; r, a and p broadcast.
 
-    a counts as at least 0.01, p as from 0.01 to 2. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
+    a is clamped to at least 0.01, p to [0.01, 2]. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
     """
     r = distance.abs()
-    # The derivative of r^p at r = 0 is infinite or no number; the value is 0 whatever p is.
+    # The derivative of r^p at r = 0 is infinite or NaN; the value is 0 for every p.
     grown = r.clamp_min(1e-6) ** p.clamp(0.01, 2.0)
     return -a.clamp_min(0.01) * torch.where(r > 0, grown, 0.0)
 
 
 def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
-    """ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: what pair i/2 keeps of a score over 512 tokens, in (0, 1).
+    """Returns ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: the share of a score that pair i/2 keeps over 512 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
     """
@@ -257,27 +295,26 @@ def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
     return (i + 0.4 * rotary_dim) / (1.4 * rotary_dim)
 
 
-# Expectations: how long queries are, how far logits spread, how much of a softmax still moves.
+# Expected query norms, the spread of logits, and the size of the softmax's Jacobian.
 
 
 def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -> Float[Tensor, "*h"]:
-    """E‖W x‖² = σ² ‖W‖_F² at fixed W, for x of independent entries with mean 0 and standard deviation σ.
+    """Returns E‖W x‖² = σ² ‖W‖_F² for x with independent entries of mean 0 and standard deviation σ.
 
-    Of one set of weights: inputs of a class whose entries vary k times as much give queries k times as long. Behind a
-    norm of x (RMS 1 for every token) σ is 1 for all. Source: derived, E[x xᵀ] = σ² I.
+    A class of inputs with entries k times as large gives queries k times as long. Behind a norm of x (RMS 1 for every
+    token) σ is 1 for all classes. Source: derived, E[x xᵀ] = σ² I.
     """
     return sigma**2 * weight.square().sum((-2, -1))
 
 
 def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | None = None) -> float:
-    """The standard deviation scale · √d · rms(q) · rms(k) of logits of independent q and k; scale 1/√d if not given.
+    """Returns the standard deviation scale · √d · rms(q) · rms(k), in nats, of the logits of independent q and k.
 
-    rms: per entry. With 1/√d and entries of RMS 1 it is 1 at any d, without the root √d, with 1/d it is 1/√d. In nats.
+    With entries of RMS 1 it is 1 at scale 1/√d for any d, √d without a scale, and 1/√d at scale 1/d.
     Source: derived, a sum of d products of variance rms(q)² rms(k)² each.
-
     Args:
-        query_rms: of the entries of queries.
-        key_rms: of the entries of keys.
+        query_rms: RMS of the entries of queries.
+        key_rms: RMS of the entries of keys.
         head_dim: d.
         scale: the factor on q·k; 1/√d if not given.
 
@@ -288,23 +325,23 @@ def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | No
 
 
 def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """‖diag(p) - p pᵀ‖_F = √(Σp² - 2 Σp³ + (Σp²)²) of rows p of softmax weights: what is left of a gradient.
+    """Returns ‖diag(p) - p pᵀ‖_F = √(Σp² - 2 Σp³ + (Σp²)²), the gradient's gain through softmax rows p.
 
-    0 for one key with all the weight; √(n - 1) / n for equal weights; at most 1/2, that of two keys with half each.
-    Below about 1e-8 (float64) it is rounding. Source: derived, the sum of the squared entries p_i (δ_ij - p_j).
+    It is 0 if one key has all the weight, √(n - 1) / n for equal weights, and at most 1/2 (two keys with half each).
+    Values below about 1e-8 (float64) are rounding errors. Source: derived, Σ of the squared entries p_i (δ_ij - p_j).
     """
     square = weights.square().sum(-1)
     return (square - 2 * weights.pow(3).sum(-1) + square.square()).clamp_min(0).sqrt()
 
 
-# Formulas on weights between steps: QK-Clip and Newton-Schulz. Those of lalr are `remedies.lalr.Rates`.
+# Formulas on weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.Rates`.
 
 
 def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:
-    """γ_h = τ / S_h where S_h > τ, else exactly 1.
+    """Returns γ_h = τ / S_h where S_h > τ, else exactly 1.
 
-    S_h is the largest signed scaled logit. Zero, negative and -inf maxima (a head without data) give 1, and
-    so do NaN and +inf, which would set the head's weights to zero for good: a clip never makes a weight worse.
+    S_h is the largest signed scaled logit. Zero, negative and -inf maxima (a head without data) give 1. So do NaN and
+    +inf, since a clip by them would zero the head's weights for good.
 
     Source: Kimi K2, arXiv 2507.20534, section 2.1, equation 1.
 
@@ -316,17 +353,17 @@ def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Ten
 
 
 def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h ..."]:
-    """Each group's value, once for each of the h / g consecutive query heads that share it."""
+    """Repeats each group's value for the h / g consecutive query heads that share it."""
     return x.repeat_interleave(n_heads // x.shape[0], dim=0)
 
 
 def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "*b m n"]:
-    """An approximate orthogonal factor of g (singular values to 1 ± 0.3), in g's own dtype.
+    """Returns an approximate orthogonal factor of g (singular values within 1 ± 0.3), in g's own dtype.
 
     X ← aX + (b A + c A²) X with A = X Xᵀ, (a, b, c) = (3.4445, -4.7750, 2.0315), X₀ = g / (‖g‖_F + 1e-7).
 
-    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. They iterate in bfloat16, which CPUs
-    without bfloat16 units emulate; float32 is faster there and no less exact.
+    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. They iterate in bfloat16, which CPUs without bfloat16
+    units emulate; there float32 is faster and no less exact.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = g.shape[-2] > g.shape[-1]
@@ -338,13 +375,14 @@ def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "
     return x.mT if tall else x
 
 
-# The change of the logits of a fixed batch by one optimizer step, per head.
+# The change of a fixed batch's logits by one optimizer step, per head.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitChange:
-    """Per query head, the change of signed logits before the cap, in nats, over `n_pairs` visible pairs. 0 where
-    there is none. Detached; float32 or wider.
+    """The change per query head of signed logits before the cap, in nats, over `n_pairs` visible pairs.
+
+    All fields are 0 without pairs. Detached; float32 or wider.
     """
 
     rms: PerHead  #: root mean square of the change
@@ -354,14 +392,16 @@ class LogitChange:
 
 
 def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
+    """Returns factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
 
-    In the steps, not as [q' q][k' -k]ᵀ: that one subtracts numbers of the size of the logits, and a step of 1e-3 is
-    lost in float32. `logit_frobenius` of both is ‖q' k'ᵀ - q kᵀ‖_F.
+    The form [q' q][k' -k]ᵀ would subtract numbers of the size of the logits and lose a step of 1e-3 in float32.
+    `logit_frobenius` of both factors is ‖q' k'ᵀ - q kᵀ‖_F.
 
     Args:
-        q, k: queries [b h t d] and keys [b g s d] before the step.
-        q_new, k_new: the same after the step.
+        q: queries [b h t d] before the step.
+        k: keys [b g s d] before the step.
+        q_new: queries after the step.
+        k_new: keys after the step.
 
     Source: the product rule for differences, q'k' - qk = (q' - q)k' + q(k' - k).
     """
@@ -369,7 +409,7 @@ def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[
 
 
 def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
-    """Per query row of blanked changes [b h r n]: their root sum of squares, sum of magnitudes, largest, and count."""
+    """Returns root sum of squares, sum of magnitudes, largest magnitude and count of blanked changes per query row."""
     b, h, r, _ = change.shape
     norm = torch.linalg.vector_norm(change, dim=-1)
     size = change.abs_()
@@ -378,13 +418,13 @@ def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
 
 
 def no_change_rows(like: Tensor) -> dict[str, Tensor]:
-    """Rows that see no key, as many as there are in `like` [b h r]."""
+    """Returns `change_rows` of rows that see no key, one for each entry of `like` [b h r]."""
     zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
     return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
 
 
 def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
-    """The change over the rows of all parts that see a key and count."""
+    """Reduces the rows of all parts to the change per head, over counted rows that see a key."""
     rows = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
     norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))

@@ -1,4 +1,7 @@
-"""How statistics merge over blocks, batches and processes, and statistics by class of token."""
+"""Merge rules for statistics of blocks, batches and processes, and statistics split by token class.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, c classes, r rows of a block, n keys of a block.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# Merges the statistics of two data sets into those of both, field by field.
+# Merging the statistics of two data sets field by field.
 
 MergeRule = Literal["max", "min", "sum", "root", "mean"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merge:
-    """The rule of a field: the larger, the smaller, the sum, the root of the sum of squares, or a mean weighted by the
-    field `count`. `neutral` is its value where nothing was seen."""
+    """How to merge a field: maximum, minimum, sum, root of the sum of squares, or a mean weighted by field `count`.
+
+    `neutral` is the field's value without any data.
+    """
 
     how: MergeRule
     neutral: float = 0.0
@@ -34,22 +39,22 @@ class Merge:
 
 
 def rule(how: MergeRule, neutral: float = 0.0, count: str = "") -> dict[str, Merge]:
-    """The metadata of a field that merges in this way, see `Merge`."""
+    """Returns dataclass field metadata with a `Merge` rule."""
     return {"merge": Merge(how, neutral, count)}
 
 
 def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
-    """The rules of the fields that have one, by name. Counts are the sums."""
+    """Returns the merge rules of a dataclass's fields by name. Fields without a rule are left out."""
     return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
 
 
 def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
-    """The merged fields of two statistics of one kind, those that the rules name."""
+    """Returns the merged values of the fields that `rules` names."""
     return {name: _merged(a, b, name, rule) for name, rule in rules.items()}
 
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
-    """The fields of some statistics that are tensors, by name."""
+    """Returns the tensor fields of a statistics object by name."""
     return {name: x for name in _field_names(type(stats)) if isinstance(x := getattr(stats, name), Tensor)}
 
 
@@ -68,51 +73,51 @@ def _merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str, rule: M
         return mine + other
     if rule.how == "root":
         return torch.hypot(mine, other)
-    # In the means' dtype: a quotient of integers would be float32.
+    # In the mean's dtype, since dividing integers would give float32.
     share = b[rule.count].to(mine.dtype) / (a[rule.count] + b[rule.count]).clamp_min(1)
     return torch.lerp(mine, other, share if share.ndim == mine.ndim else share[..., None])
 
 
-# ClassStats: norms, largest logits and attention weights of one site split by token classes, per head; a monoid.
+# ClassStats: per head, norms, largest logits and attention weights of one site, split by token class.
 
 PerPair = Float[Tensor, "h c c"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenClasses:
-    """Of which class each query and each key of a call is: a number of `names`, or -1 for none."""
+    """The class of each query and key of a call, as an index into `names`, or -1 for none."""
 
-    names: tuple[str, ...]  #: of the c classes
+    names: tuple[str, ...]  #: names of the c classes
     query: Int[Tensor, "#b t"]  #: number of the class of each query; -1: none
     key: Int[Tensor, "#b s"]  #: number of the class of each key; -1: none
 
     def keys(self, like: Tensor) -> KeyClasses:
-        """Made ready for logits of this dtype."""
+        """Returns the key classes prepared for logits of the dtype of `like`."""
         members = one_hot(self.key, len(self.names))
         columns = None
-        # Where all sequences are alike: their columns are read, not the whole block. Asked on a CPU only.
+        # If all sequences agree, reading a class's columns is cheaper than masking the block. A GPU would have to wait.
         if like.device.type == "cpu" and bool((members == members[:1]).all()):
             columns = tuple(one.nonzero().flatten() for one in members[0].unbind(-1))
         return KeyClasses(members.to(like.dtype), columns)
 
     def rows(self, rows: slice | Tensor) -> TokenClasses:
-        """Those of some queries and all keys."""
+        """Returns the classes of some queries and all keys."""
         return dataclasses.replace(self, query=self.query[:, rows])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyClasses:
-    """The members [b|1 s c]: 1 where a key is of a class; columns: the keys of each class where sequences are alike."""
+    """Membership [b|1 s c], 1 if a key has the class; `columns` holds each class's keys if all sequences agree."""
 
     members: Tensor
     columns: tuple[Tensor, ...] | None
 
     def upto(self, n: int) -> Tensor:
-        """The members of the first n keys."""
+        """Returns the membership of the first n keys."""
         return self.members[:, :n]
 
     def maxima(self, z: Float[Tensor, "b h r n"], n_of: Tensor) -> Float[Tensor, "b h r c"]:
-        """Row maxima of lowered logits over the keys of each class; -inf where a row sees `n_of` = 0 of them."""
+        """Row maxima of lowered logits over the keys of each class; -inf if `n_of` says that a row sees none."""
         lowest, n = torch.finfo(z.dtype).min / 4, z.shape[-1]
         tops = []
         if self.columns is None:
@@ -130,23 +135,22 @@ class KeyClasses:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClassStats:
-    """LogitStats of one site split by the classes of queries (first) and keys (second), per query [h] or key head [g].
+    """LogitStats of one site split by the class of the query and of the key, per query head [h] or key head [g].
 
-    Logits, norms and weights are those of LogitStats; tokens of no class count nowhere. The class of a query is the
-    first of two class dimensions: max_logit[h, a, b] is that of queries of class a and keys of class b.
+    Logits, norms and weights are defined as in LogitStats. Tokens without a class are not counted. The query's class
+    comes first: max_logit[h, a, b] covers queries of class a and keys of class b.
 
     Attributes:
-        max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf where there are none.
-        mass: weight that a query of class a gives to all keys of class b, mean over the `n_queries` of class a that
-            see a key at all. Before dropout, after the cap, of weights that sum to one over the keys: so rows of
-            `mass` do too, but for keys of no class.
-        uniform_mass: the same if every query gave all the keys it sees the same weight: what `mass` is to be compared
-            with.
-        query_norm: mean L2 norm over `n_normed` queries; that count is 0 where q and k were not seen, only logits.
-        key_norm: mean L2 norm over `n_keys` keys; that count is 0 in the same case.
+        max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf without pairs.
+        mass: weight from a query of class a to all keys of class b, averaged over the `n_queries` queries of class a
+            that see a key. Weights are taken after the cap and before dropout and sum to one over the keys, so rows of
+            `mass` sum to one too, less the weight on keys without a class.
+        uniform_mass: `mass` if every query spread its weight evenly over the keys it sees; the baseline for `mass`.
+        query_norm: mean L2 norm over `n_normed` queries. That count is 0 if only logits, not q and k, were seen.
+        key_norm: mean L2 norm over `n_keys` keys. That count is 0 in the same case.
     """
 
-    names: tuple[str, ...]  #: of the c classes
+    names: tuple[str, ...]  #: names of the c classes
     max_logit: PerPair = field(metadata=rule("max"))
     mass: PerPair = field(metadata=rule("mean", count="n_queries"))
     uniform_mass: PerPair = field(metadata=rule("mean", count="n_queries"))
@@ -160,27 +164,27 @@ class ClassStats:
     n_keys: Int[Tensor, "g c"] = field(metadata=rule("sum"))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every statistic and count by name."""
+        """Returns every statistic and count by name."""
         return tensors(self)
 
     def pair(self, name: str, query: str, key: str) -> Float[Tensor, " h"]:
-        """One number per head of a field by pairs: `stats.pair("mass", "image", "text")`."""
+        """Returns one entry of a field by pairs, per head: `stats.pair("mass", "image", "text")`."""
         return tensors(self)[name][:, self.index(query), self.index(key)]
 
     def index(self, name: str) -> int:
-        """The number of a class. Raises: InvalidValueError if there is none of the name."""
+        """Returns the index of a class, or raises InvalidValueError."""
         if name not in self.names:
             raise InvalidValueError(f"expected one of the classes {', '.join(self.names)}, got {name!r}")
         return self.names.index(name)
 
     @property
     def query_competition(self) -> Float[Tensor, " h"]:
-        """Mean norm of the longest class of queries over that of the shortest; NaN with fewer than two classes seen."""
+        """Largest over smallest mean query norm among the classes; NaN with fewer than two classes seen."""
         return norm_ratio(self.query_norm, self.n_normed)
 
     @property
     def key_competition(self) -> Float[Tensor, " g"]:
-        """The same of keys."""
+        """Largest over smallest mean key norm among the classes; NaN with fewer than two classes seen."""
         return norm_ratio(self.key_norm, self.n_keys)
 
 
@@ -189,9 +193,10 @@ TENSORS = tuple(MERGES)
 
 
 def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | None:
-    """The statistics of both data sets as one; None is the neutral element.
+    """Merges the statistics of two data sets; None is the neutral element.
 
-    Raises: InvalidValueError if the classes or the heads are not the same.
+    Raises:
+        InvalidValueError: the classes or the numbers of heads differ.
     """
     if a is None or b is None:
         return b if a is None else a
@@ -204,7 +209,7 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
 
 
 def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
-    """Statistics of calls of one head each as those of one site; None if some have none."""
+    """Concatenates statistics of one-head calls into those of one site; None if any part is None."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -213,12 +218,13 @@ def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
 
 
 def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Float[Tensor, "*h"]:
-    """The competition index: the largest over the smallest mean norm of a class; 1 where none is longer than another.
+    """Returns the competition index: the largest over the smallest mean norm of a class; 1 if all are equal.
 
-    Classes that were not seen are left out; NaN if fewer than two are left.
+    Classes without tokens are ignored; NaN if fewer than two remain.
 
-    >>> norm_ratio(torch.tensor([[2.0, 6.0, 0.0]]), torch.tensor([[5, 1, 0]]))
-    tensor([3.])
+    Example:
+        >>> norm_ratio(torch.tensor([[2.0, 6.0, 0.0]]), torch.tensor([[5, 1, 0]]))
+        tensor([3.])
     """
     seen = counts > 0
     ratio = norms.masked_fill(~seen, -torch.inf).amax(-1) / norms.masked_fill(~seen, torch.inf).amin(-1)
@@ -226,17 +232,17 @@ def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Flo
 
 
 def one_hot(classes: Int[Tensor, "*n"], n: int) -> Bool[Tensor, "*n c"]:
-    """True at the class of each token, nowhere for -1."""
+    """Returns True at the class of each token; no entry is True for -1."""
     return classes[..., None] == torch.arange(n, device=classes.device)
 
 
 def check_classes(classes: Tensor, n: int) -> None:
-    """Checks that classes are whole numbers from -1 to n - 1. Raises: InvalidTypeError, InvalidValueError."""
+    """Raises InvalidTypeError or InvalidValueError unless classes are integers from -1 to n - 1."""
     if classes.is_floating_point() or classes.is_complex():
         raise InvalidTypeError(f"expected the classes of tokens as whole numbers, got {classes.dtype}")
     if classes.numel() and not (int(classes.min()) >= -1 and int(classes.max()) < n):
         raise InvalidValueError(
-            f"expected classes from 0 to {n - 1}, or -1 for a token of none, got {int(classes.min())} to "
+            f"expected classes from 0 to {n - 1}, or -1 for a token without a class, got {int(classes.min())} to "
             f"{int(classes.max())}"
         )
 
@@ -247,9 +253,13 @@ def class_stats(
     over: Bool[Tensor, "b h t"],
     n_keys: Int[Tensor, "b h t"],
 ) -> dict[str, Tensor]:
-    """The fields of ClassStats on pairs, from rows = (largest logit, weight, visible keys) by key class [b h t c].
+    """Returns the fields of ClassStats over pairs.
 
-    query: the class of each query; over: rows that count; n_keys: the keys that each sees.
+    Args:
+        query: True at the class of each query.
+        rows: largest logit, weight and number of visible keys by key class, [b h t c] each.
+        over: query rows to count.
+        n_keys: number of keys that each row sees.
     """
     top, mass, n_of = rows
     of = query[:, None] & over[..., None]  # [b h t a]
@@ -273,7 +283,7 @@ def class_stats(
 def class_norms(
     of: Bool[Tensor, "#b n c"], norm: Float[Tensor, "b h n"] | None, over: Bool[Tensor, "b h n"], like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and largest norm, and how many, [h c] by class, over the tokens that count; 0 where norms are unknown."""
+    """Returns mean norm, largest norm and count [h c] by class over the tokens to count; 0 for unknown norms."""
     picked = of[:, None] & over[..., None]
     if norm is None:
         none = picked.sum((0, 2)) * 0

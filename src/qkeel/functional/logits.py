@@ -1,4 +1,4 @@
-"""What turns q·k into attention weights: factors on the logits, soft caps, normalizers, and losses on final logits."""
+"""From q·k to attention weights: factors on the logits, soft caps and normalizers; and losses on output logits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError, check
 
-# Factors on the logit that depend on the query's position, and constants of scale.
+# Position-dependent factors on the logit, and constants for scales.
 
 
 def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns ln(n) / ln(train_length) per query that sees n keys; with `clip`, never under 1.
+    """Returns ln(n) / ln(train_length) for queries that see n keys; `clip` keeps it at 1 or above.
 
-    Calibrated so that the factor is 1 at the training length. n = 1 gives 0, harmless with a single key.
+    The factor is 1 at the training length. It is 0 for n = 1, which is harmless with a single key.
 
     Source: Su 2021, kexue.fm 8823 (entropy invariance); clip: kexue.fm 9706.
 
@@ -26,7 +26,7 @@ def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype =
         n: the number of keys that each query sees.
         train_length: the training length in tokens, at least 2.
         clip: keep the factor at 1 or above.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Raises:
         InvalidValueError: train_length is under 2.
@@ -43,15 +43,15 @@ def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype =
 def floor_log_temperature(
     pos: Tensor, alpha: float = 0.1, floor: int = 8192, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """1 + alpha·ln(1 + ⌊(pos + 1) / floor⌋); 1 for negative positions (queries before the first key).
+    """Returns 1 + alpha·ln(1 + ⌊(pos + 1) / floor⌋); 1 for negative positions (queries before the first key).
 
     Source: Llama 4 as shipped in transformers (attn_scale, floor_scale).
 
     Args:
         pos: the position of each query.
         alpha: the weight of the logarithm.
-        floor: the number of positions on one step.
-        dtype: of the result.
+        floor: the number of positions per step.
+        dtype: dtype of the result.
 
     >>> floor_log_temperature(torch.tensor([0, 8191, 16383]))
     tensor([1.0000, 1.0693, 1.1099])
@@ -60,7 +60,7 @@ def floor_log_temperature(
 
 
 def qk_norm_init(length: float) -> float:
-    """The initial logit scale g₀ = log₂(L² - L) of QKNorm, in nats; L = 97.5th percentile of the lengths in training.
+    """Returns QKNorm's initial logit scale g₀ = log₂(L² - L), in nats; L is the 97.5th percentile of training lengths.
 
     Source: Henry et al. 2020, arXiv 2010.04245, section 3.
 
@@ -75,7 +75,7 @@ def qk_norm_init(length: float) -> float:
 
 
 def cosine_scale(train_length: float) -> float:
-    """λ = 4 ln n, n = train_length / 2, the scale of cosine attention in nats for head_dim near 128.
+    """Returns λ = 4 ln n, n = train_length / 2, the scale of cosine attention in nats for head_dim near 128.
 
     Source: Su 2023, kexue.fm 9812 and 9859.
 
@@ -91,16 +91,17 @@ def cosine_scale(train_length: float) -> float:
 
 @functools.cache
 def gradient_scale(n: float, head_dim: int | None = None) -> float:
-    """λ that maximises λ (1 - Σ p_i²), p = softmax(λ s): the scale under which the softmax passes on most gradient.
+    """Returns the λ that maximises λ (1 - Σ p_i²), p = softmax(λ s): the scale that passes the most gradient.
 
-    For n similarities s of density ∝ (1 - s²)^((d-3)/2), cosines of random vectors of head_dim numbers, or, where that
-    is None, N(0, 1). Σ p_i² is taken as M(2λ)/(n M(λ)²), M the moment-generating function of s: a mean over all rows
-    of numerator and denominator apart. The mean of λ (1 - Σ p_i²) over drawn rows continues to grow beyond this λ.
+    The n similarities s have density ∝ (1 - s²)^((d-3)/2), cosines of random vectors of head_dim numbers, or N(0, 1) if
+    head_dim is None. Σ p_i² is approximated by M(2λ)/(n M(λ)²), where M is the moment-generating function of s:
+    numerator and denominator are averaged separately. The average of the ratio itself keeps growing beyond this λ.
 
     Args:
         n: keys that a query sees, above 1; for a decoder half of the training length.
+        head_dim: d, at least 2.
 
-    Source: Su 2023, kexue.fm 9812. 4 ln n is its fit for cosines of 128 numbers and n near 256.
+    Source: Su 2023, kexue.fm 9812. Its fit for 128 numbers and n near 256 is 4 ln n.
 
     >>> round(gradient_scale(256, 128), 2), round(gradient_scale(256, 64), 2), round(gradient_scale(256), 4)
     (22.29, 16.64, 1.8635)
@@ -121,7 +122,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
 
 
 def _log_moment(scale: float, head_dim: int) -> float:
-    """Returns ln E e^(λs) of a cosine s of head_dim numbers: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
+    """Returns ln E e^(λs) for a cosine s of head_dim numbers: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
     term = total = 1.0
     k = 0
     while term > 1e-17 * total:
@@ -132,7 +133,7 @@ def _log_moment(scale: float, head_dim: int) -> float:
 
 
 def _summit(height: Callable[[float], float], right: float) -> float:
-    """The place of the only maximum of a function in (0, right), by golden sections."""
+    """Returns the argument of a unimodal function's maximum in (0, right), by golden-section search."""
     low, high, golden = 0.0, right, (math.sqrt(5) - 1) / 2
     while high - low > 1e-9 * right:
         a, b = high - golden * (high - low), low + golden * (high - low)
@@ -141,7 +142,7 @@ def _summit(height: Callable[[float], float], right: float) -> float:
 
 
 def sigmoid_bias(length: float) -> float:
-    """The bias b = -ln n on logits, in nats, which keeps the row sum of sigmoid attention near 1 at initialisation.
+    """Returns the bias b = -ln n, in nats, that keeps row sums of sigmoid attention near 1 at initialisation.
 
     Source: Ramapuram et al. 2024, arXiv 2409.04431, section 3.
 
@@ -156,10 +157,10 @@ def sigmoid_bias(length: float) -> float:
 
 
 def deepnorm(sublayers: int) -> tuple[float, float]:
-    """(α, β) of DeepNorm, x ← N(αx + F(x)) with F's output matrix smaller by β: n^(1/4), (4n)^(-1/4), n sublayers.
+    """Returns DeepNorm's (α, β) = (n^(1/4), (4n)^(-1/4)) for n sublayers: x ← N(αx + F(x)), F's output scaled by β.
 
     Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
-    That a layer of one sublayer (GAU) counts once is our reading of it.
+    Counting a layer of one sublayer (GAU) once is qkeel's reading.
 
     Raises:
         InvalidValueError: there is no sublayer.
@@ -187,21 +188,21 @@ def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
     """
     if not cap > 0:
         raise InvalidValueError(f"expected a cap above 0, got {cap}")
-    if math.isinf(cap):  # neutral; the formula would make it ∞ · 0
+    if math.isinf(cap):  # the formula would give ∞ · 0
         return z
     return cap * torch.tanh(z / cap)
 
 
-# Logits to weights. `visible` is True where a query may see a key; None means everywhere.
+# Normalizers: logits to weights. `visible` is True where a query may see a key; None means everywhere.
 #
-# A row that sees no key gets weights 0, never NaN, and so do its gradients.
+# A row that sees no key gets weights and gradients of 0, never NaN.
 
 Logits = Float[Tensor, "*batch t s"]
 Visible = Bool[Tensor, "*#batch #t #s"] | None
 
 
 def _hide(z: Tensor, visible: Tensor | None) -> Tensor:
-    # The most negative finite number, not -inf: a row without keys stays free of NaN, forward and backward.
+    # The most negative finite number instead of -inf keeps rows without keys free of NaN, forward and backward.
     return z if visible is None else z.masked_fill(~visible, torch.finfo(z.dtype).min)
 
 
@@ -217,7 +218,7 @@ def softmax(z: Logits, visible: Visible = None) -> Logits:
 def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
     """Returns exp(z_ij) / (exp(s) + Σ_j exp(z_ij)): rows sum to less than 1. `sink` broadcasts to [*batch t 1].
 
-    s = 0 is "softmax off by one"; a learned s per head is that of gpt-oss and DeepSeek-V4.
+    s = 0 is "softmax off by one". gpt-oss and DeepSeek-V4 learn s per head.
 
     Source: Miller 2023, Attention is off by one; gpt-oss as shipped in transformers.
     """
@@ -227,28 +228,28 @@ def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
 
 
 def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
-    """σ(z + b) in [0, 1], not normalised over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431, equation 3."""
+    """Returns σ(z + b) in [0, 1], not normalised over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431."""
     return _blank(torch.sigmoid(z + bias), visible)
 
 
 def squared_relu(z: Logits, visible: Visible = None) -> Logits:
     """Returns relu(z)² / n with n = number of visible keys of the row.
 
-    Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring
-    (the paper's code divides the logit by n before squaring: another number).
+    Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring. The paper's own
+    code divides the logit by n before squaring, which gives another result.
     """
     n = z.shape[-1] if visible is None else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
     return _blank(torch.relu(z).square() / n, visible)
 
 
 def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
-    """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps): no sink needed, rows sum to at most 1.
+    """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps): rows sum to at most 1, so no sink is needed.
 
-    Computed with the row maximum m taken out: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
+    Computed with the row maximum m subtracted: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
 
     Source: Zuhri et al. 2025, arXiv 2504.20966, equation 5 and their code.
     """
-    if z.shape[-1] == 0:  # no key, no maximum
+    if z.shape[-1] == 0:  # amax fails without keys
         return z
     hidden = _hide(z, visible)
     m = hidden.amax(-1, keepdim=True).detach().clamp_min(0.0)
@@ -257,16 +258,16 @@ def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
 
 
 def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
-    """-Σ p ln p of the row made to sum to one, in nats; 0 for an empty row.
+    """Returns the entropy -Σ p ln p of each row rescaled to sum to one, in nats; 0 for an empty row. At most ln s.
 
-    Weights that do not sum to one (sinks, sigmoid, squared ReLU, softpick) are renormalised first, so the
-    number says how spread the mass on the keys is, whatever share of it went to a sink. At most ln s.
+    Weights that do not sum to one (sinks, sigmoid, squared ReLU, softpick) are rescaled first, so the entropy measures
+    the spread over the keys, whatever share goes to a sink.
 
     Source: Zhai et al. 2023, arXiv 2303.06296 (attention entropy).
     """
     total = weights.sum(-1, keepdim=True)
     p = weights / torch.where(total > 0, total, torch.ones_like(total))
-    # Not xlogy(p, p): its gradient at p = 0 is NaN.
+    # xlogy(p, p) would have a NaN gradient at p = 0.
     return -(p * torch.where(p > 0, p, torch.ones_like(p)).log()).sum(-1)
 
 
@@ -274,9 +275,9 @@ def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
 
 
 def z_loss(logits: Float[Tensor, "*batch vocab"], coefficient: float = 1e-4) -> Float[Tensor, ""]:
-    """Returns coefficient · mean((ln Σ e^logit)²): keeps the output logits' normaliser near 1.
+    """Returns coefficient · mean((ln Σ e^logit)²), which keeps the normaliser of the output logits near 1.
 
-    The logsumexp is squared (at least one public codebase adds it unsquared, which is another loss).
+    The logsumexp is squared; at least one public codebase adds it unsquared, which is a different loss.
 
     Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322.
 

@@ -1,9 +1,11 @@
-"""Normalisation over the last axis, without gain. Computed in float32 or wider, returned in the input's dtype."""
+"""Normalisation over the last axis, without gain: computed in float32 or wider, returned in the input's dtype."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -13,16 +15,16 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import with_tangents
 
-WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
+WITHOUT_FLOAT64 = frozenset({"mps"})  # device types
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest dtype that a device has: float64, or float32 on a device of WITHOUT_FLOAT64."""
+    """Returns the widest dtype of a device: float64, or float32 for the devices in WITHOUT_FLOAT64."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype statistics are computed in: float32 or wider, so float64 stays float64."""
+    """Returns the dtype in which statistics are computed: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -37,16 +39,16 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
-    """A context without autocast for the device of x: products keep their dtype, so logits are not rounded to half."""
+    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded to half."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch d"]:
-    """Returns x / max(‖x‖₂, eps): result of norm 1.
+    """Returns x / max(‖x‖₂, eps), a vector of length 1.
 
-    Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Others say "L2" and divide by
-    sqrt(mean + eps) (Llama 4: that is `rms_norm`) or by sqrt(sum + eps) (Transformer Engine).
+    Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Others call "L2" a division by
+    sqrt(mean + eps) (Llama 4, here `rms_norm`) or by sqrt(sum + eps) (Transformer Engine).
 
     >>> l2_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -55,7 +57,7 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
 
 
 def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
-    """Returns x / sqrt(mean(x²) + eps): result of norm √d.
+    """Returns x / sqrt(mean(x²) + eps), a vector of length √d.
 
     Source: Zhang & Sennrich 2019, arXiv 1910.07467.
 
@@ -66,7 +68,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "
 
 
 def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor, "*batch d"]:
-    """(x - mean) / sqrt(var + eps), population variance.
+    """Returns (x - mean) / sqrt(var + eps) with the population variance.
 
     Source: Ba et al. 2016, arXiv 1607.06450.
 
@@ -77,14 +79,14 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
 
 
 def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """Returns x times a gain of shape [], [d], [h] (as [h 1]) or [h d], in x's dtype; source: that of x's norm."""
+    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: that of x's norm."""
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)
 
 
 def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
-    """1 / max(‖x‖₂, eps), what `l2_norm` multiplies by, in float32 or wider; source: there.
+    """Returns 1 / max(‖x‖₂, eps), the factor of `l2_norm` (source there), in float32 or wider.
 
     >>> inverse_l2(torch.tensor([3.0, 4.0]))
     tensor([0.2000])
@@ -93,7 +95,7 @@ def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor
 
 
 def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch 1"]:
-    """1 / sqrt(mean(x²) + eps), what `rms_norm` multiplies by, in float32 or wider; source: there.
+    """Returns 1 / sqrt(mean(x²) + eps), the factor of `rms_norm` (source there), in float32 or wider.
 
     >>> inverse_rms(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.2828])
@@ -102,7 +104,7 @@ def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor
 
 
 def _one_over(norm: Tensor, mean_over: int | None, eps: float) -> Tensor:
-    """1 over the size of a vector of that L2 norm: its root mean square over so many numbers, or the norm itself."""
+    """Returns 1 / size of a vector with this L2 norm: its RMS over `mean_over` numbers, or the norm itself for None."""
     if mean_over is None:
         return norm.clamp_min(eps).reciprocal()
     return torch.rsqrt(norm.square() / mean_over + eps)
@@ -119,12 +121,12 @@ def _norm(x: Tensor) -> Tensor:
 
 
 class _Resize(torch.autograd.Function):
-    """The product y = x · r with r one over a size of x: sqrt(mean(x²) + eps) if `mean`, else max(‖x‖₂, eps).
+    """y = x · r with r = 1 / sqrt(mean(x²) + eps) if `mean`, else 1 / max(‖x‖₂, eps).
 
-    The derivative is written out so that backward keeps y, which the gain's own backward keeps anyway, and one
-    number per vector, instead of every intermediate: dx = r (g - c y (⟨g, y⟩ + r g_r)) for the gradients g of y and
-    g_r of r, c = 1/d for the mean, 1 for the norm, 0 where eps is the larger. Only y and r are in it, which are
-    results, so it is differentiable itself, any number of times.
+    A hand-written derivative keeps only y (which the gain's backward keeps anyway) and one number per vector instead of
+    every intermediate: dx = r (g - c y (⟨g, y⟩ + r g_r)) for the gradients g of y and g_r of r, with c = 1/d for the
+    mean, 1 for the norm, and 0 where eps is larger than the norm. It depends only on the outputs y and r, so it can be
+    differentiated any number of times.
     """
 
     generate_vmap_rule = True
@@ -139,7 +141,7 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)  # of r: nobody asks for it but a second derivative
+        ctx.set_materialize_grads(False)  # only a second derivative has a gradient of r
         ctx.save_for_backward(*output)
 
     @staticmethod
@@ -152,3 +154,58 @@ class _Resize(torch.autograd.Function):
         if of_r is not None:
             along = along + r * of_r
         return torch.addcmul(g, y, along * c, value=-1) * r, None, None
+
+
+# The residual stream: what enters and leaves a block, and what its branches add.
+
+MASSIVE = 100.0  # a channel whose peak is over this multiple of the median channel's is massive
+
+
+@final
+class StreamValues:
+    """Hidden states [... m] at one place of a model; computed once, in float32 or wider, without waiting for a device.
+
+    Args:
+        x: the states.
+        before: the stream that enters the block, where x is compared with it.
+        factor: what the block multiplies x by when it adds it.
+    """
+
+    def __init__(self, x: Tensor, before: StreamValues | None = None, factor: float = 1.0) -> None:
+        self.x, self._before, self._factor = x, before, factor
+
+    @property
+    def before(self) -> StreamValues:
+        """The stream that enters the block."""
+        assert self._before is not None
+        return self._before
+
+    @functools.cached_property
+    def rms(self) -> Tensor:
+        """The root mean square of all numbers, times the factor."""
+        size = torch.linalg.vector_norm(self.x, dtype=wide(self.x.dtype))
+        return size * (abs(self._factor) / max(1, self.x.numel()) ** 0.5)
+
+    @functools.cached_property
+    def peaks(self) -> Tensor:
+        """The largest magnitude of each channel over the tokens [m]."""
+        return torch.linalg.vector_norm(
+            self.x.reshape(-1, self.x.shape[-1]), ord=torch.inf, dim=0, dtype=wide(self.x.dtype)
+        )
+
+    @functools.cached_property
+    def median(self) -> Tensor:
+        """The median of the peaks, of an even number the mean of the two in the middle."""
+        ordered, m = self.peaks.sort().values, self.peaks.shape[0]
+        return (ordered[(m - 1) // 2] + ordered[m // 2]) / 2
+
+
+# The formulas of records.BLOCK_FIELDS, by name.
+STREAM_FORMULAS: Mapping[str, Callable[[StreamValues], Tensor]] = {
+    "rms": lambda own: own.rms,
+    "largest": lambda own: own.peaks.amax(),
+    "channel_ratio": lambda own: own.peaks.amax() / own.median,
+    "massive_share": lambda own: (own.peaks > MASSIVE * own.median).to(own.peaks.dtype).mean(),
+    "share": lambda own: own.rms / own.before.rms,
+    "change": lambda own: StreamValues(own.x - own.before.x).rms / own.before.rms,
+}

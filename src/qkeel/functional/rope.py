@@ -1,4 +1,4 @@
-"""Rotary position embedding: the rotation of queries and keys, and the frequencies that scaled forms of it use."""
+"""Rotary position embedding: the rotation of queries and keys, and frequencies for longer contexts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pairing = Literal["half", "interleaved", "half_reversed"]
 def rope_frequencies(
     rotary_dim: int, base: float = 10_000.0, device: torch.device | None = None
 ) -> Float[Tensor, " half"]:
-    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, radians per token, in float64, on a device (default: the CPU).
+    """Returns θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, radians per token, in float64 (default device: the CPU).
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
@@ -30,7 +30,7 @@ def rope_frequencies(
 
 
 def check_pairs(rotary_dim: int) -> None:
-    """Raise ShapeError unless so many dimensions can be rotated: an even number of them, and some."""
+    """Raises ShapeError unless the number of rotated dimensions is even and positive."""
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ShapeError(
             f"RoPE rotates pairs, so it needs an even number of dimensions; got {rotary_dim}. "
@@ -51,8 +51,8 @@ def _table(pos: Tensor, frequencies: Tensor, kind: torch.dtype) -> tuple[Tensor,
     return angle.cos(), angle.sin()
 
 
-# The same to a compiler that may not look inside: it would fuse the table into the rotation and compute every cosine
-# again for every batch and head (twice the time of the whole module, measured on a CPU).
+# Opaque to torch.compile, which would fuse the table into the rotation and recompute every cosine for each batch entry
+# and head (twice the time of the whole module, measured on a CPU).
 _table_whole = torch.library.custom_op(
     "qkeel::rope_table",
     _table,
@@ -73,7 +73,7 @@ def rotate(
     sin: Float[Tensor, "*#batch half"],
     pairing: Pairing = "half",
 ) -> Float[Tensor, "*batch d"]:
-    """Rotate pairs of the first 2·half dimensions of x; the rest passes through.
+    """Rotates pairs of the first 2·half dimensions of x; the rest passes through.
 
     Pair i is (x_i, x_{i+half}) for "half" (GPT-NeoX, Llama), (x_{2i}, x_{2i+1}) for "interleaved" (RoFormer,
     Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it turns "half" by -θ):
@@ -81,9 +81,9 @@ def rotate(
 
     Args:
         x: queries or keys.
-        cos: of the angles, from `rope_table`.
-        sin: of the same angles.
-        pairing: which two dimensions turn together.
+        cos: cosines of the angles, from `rope_table`.
+        sin: sines of the same angles.
+        pairing: which two dimensions form a pair.
 
     >>> c, s = torch.zeros(1), torch.ones(1)
     >>> rotate(torch.tensor([1.0, 2.0]), c, s)
@@ -94,7 +94,7 @@ def rotate(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
-    """The rotation by operators that have derivatives of every kind."""
+    """Rotates with standard operators, which support every kind of derivative."""
     half = cos.shape[-1]
     (a, b), rest = _pairs(x, half, pairing), x[..., 2 * half :]
     a, b = a * cos - b * sin, b * cos + a * sin
@@ -104,11 +104,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation written into one new tensor; its derivative is the rotation back, so nothing of x is kept."""
+    """The rotation written into one new tensor. Its derivative is the inverse rotation, so x is not kept."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """Batched by moving the mapped axis to the front; a mapped table is lined up with x's axes."""
+        """Moves the mapped axis of x to the front and aligns a mapped table with x's axes."""
         x, cos, sin, pairing = args
         x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
         lined = []
@@ -121,7 +121,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
         half = cos.shape[-1]
-        out = x * _widened(cos, x.shape[-1], pairing)  # keeps x's layout: heads far apart in memory stay so
+        out = x * _widened(cos, x.shape[-1], pairing)  # keeps x's strides
         a, b, to_a, to_b = (*_pairs(x, half, pairing), *_pairs(out, half, pairing))
         to_a.addcmul_(b, sin, value=-1)
         to_b.addcmul_(a, sin)
@@ -147,26 +147,26 @@ def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 
 def _widened(cos: Tensor, width: int, pairing: Pairing) -> Tensor:
-    """Returns cos of every dimension: that of its pair, 1 where nothing is rotated."""
+    """Returns the cosine for every dimension: its pair's, or 1 if it is not rotated."""
     both = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
     return F.pad(both, (0, width - both.shape[-1]), value=1.0) if width > both.shape[-1] else both
 
 
-# RoPE frequencies for contexts longer than those of training: every published way to slow the rotation down.
+# RoPE frequencies for contexts longer than in training: every published way to slow the rotation.
 #
-# θ_i = base^(-2i/d), i = 0 … d/2 - 1, is what `functional.rope.rope_frequencies` gives; m = i + 1 below.
+# θ_i = base^(-2i/d), i = 0 … d/2 - 1, comes from `rope_frequencies`; m = i + 1 below.
 
 Frequencies = Float[Tensor, " half"]
 Ramp = Literal["code", "paper"]
 
 
 def interpolate(theta: Frequencies, factor: float) -> Frequencies:
-    """θ_i / factor: positions squeezed into the trained range. Source: Chen et al. 2023, arXiv 2306.15595 (PI)."""
+    """Returns θ_i / factor, position interpolation (PI). Source: Chen et al. 2023, arXiv 2306.15595."""
     return theta / factor
 
 
 def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> Frequencies:
-    """θ_i · k^(-2i/d), the base times k; `exact`: θ_i · k^(-2i/(d - 2)), so that the last pair turns 1/k as fast.
+    """Returns θ_i · k^(-2i/d), the base times k; `exact`: θ_i · k^(-2i/(d - 2)), the last pair exactly 1/k as fast.
 
     Source: bloc97 2023 (NTK-aware); the exact base as in transformers' "dynamic" rope; "NTK-old" of kexue.fm 9706.
 
@@ -174,7 +174,8 @@ def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> F
     >>> [round(float(ntk(theta, 8.0)[m - 1]), 5) for m in (1, 2, 64)]
     [1.0, 0.96803, 0.12913]
 
-    Raises: InvalidValueError for `exact` with one pair, which would have to keep its frequency and turn 1/k as fast.
+    Raises:
+        InvalidValueError: `exact` with a single pair, which cannot both keep its frequency and slow down.
     """
     half = len(theta)
     if exact and half < 2:
@@ -185,7 +186,7 @@ def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> F
 
 
 def ntk_mixed(theta: Frequencies, factor: float, power: float = 0.625) -> Frequencies:
-    """θ_m · exp(-a m^b), a (d/2)^b = ln k. b = 1 is NTK-fixed, b = 0 interpolation, 0.625 the best of the source.
+    """Returns θ_m · exp(-a m^b), a (d/2)^b = ln k. b = 1 is NTK-fixed, b = 0 interpolation; the source prefers 0.625.
 
     Source: Su 2023, kexue.fm 9706.
 
@@ -207,21 +208,21 @@ def yarn(
     slow: float = 1.0,
     ramp: Ramp = "code",
 ) -> Frequencies:
-    """θ_i (γ_i + (1 - γ_i)/factor), γ = 1 for pairs that turn more than `fast` times in training, 0 below `slow`.
+    """Returns θ_i (γ_i + (1 - γ_i)/factor), γ = 1 for pairs with more than `fast` turns in training, 0 below `slow`.
 
-    ramp="paper": γ linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: linear in
-    the index i between the floor and the ceiling of the two cut-offs, which differs much in between.
+    ramp="paper": γ is linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: linear
+    in the index i between the floor and the ceiling of the two cut-offs, a clearly different curve.
 
     Source: Peng et al. 2023, arXiv 2309.00071, section 3.2.
 
     Args:
         theta: the frequencies θ_i in radians per token.
-        factor: how many times longer the texts become.
+        factor: test length / training length.
         train_length: L, in tokens.
-        base: that of the frequencies.
-        fast: turns in training from which a pair stays as it is.
-        slow: turns below which a pair is slowed by the whole factor.
-        ramp: between the two, "code" or "paper".
+        base: RoPE base of the frequencies.
+        fast: a pair with at least this many turns in training keeps its frequency.
+        slow: a pair with fewer turns is slowed by the whole factor.
+        ramp: the form of γ between the two, "code" or "paper".
     """
     half = len(theta)
     if ramp == "paper":
@@ -240,7 +241,7 @@ def yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """The factor 0.1 ln factor + 1 on cos and sin: logits gain its square. 1 for a factor of at most 1.
+    """Returns the factor 0.1 ln factor + 1 on cos and sin, squared in the logits. 1 for a factor of at most 1.
 
     Source: Peng et al. 2023, arXiv 2309.00071, equation 22.
 
@@ -251,16 +252,16 @@ def yarn_magnitude(factor: float) -> float:
 
 
 def llama3(theta: Frequencies, factor: float, train_length: float, low: float = 1.0, high: float = 4.0) -> Frequencies:
-    """Pairs with more than `high` turns in training stay, with fewer than `low` are slowed by factor, linear between.
+    """Keeps pairs with more than `high` turns in training and slows pairs with fewer than `low` by the factor.
 
-    Linear in the number of turns, of the frequency itself. Source: Llama 3.1 as shipped in transformers.
+    In between, the frequency is linear in the number of turns. Source: Llama 3.1 as shipped in transformers.
 
     Args:
         theta: the frequencies in radians per token.
-        factor: how many times longer the texts become.
+        factor: test length / training length.
         train_length: in tokens.
-        low: turns below which a pair is slowed by the whole factor.
-        high: turns above which it stays.
+        low: a pair with fewer turns in training is slowed by the whole factor.
+        high: a pair with more turns keeps its frequency.
     """
     turns = train_length * theta / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -1,11 +1,14 @@
-"""Per-head statistics of attention logits, one row of queries at a time."""
+"""Per-head statistics of attention logits, computed block by block over query rows.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, c classes, r rows of a block, n keys of a block.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import NamedTuple
 
@@ -30,7 +33,7 @@ from qkeel.functional.class_statistics import (
 )
 from qkeel.functional.norms import widest
 
-# LogitStats: what attention logits of one site look like, per head; a monoid.
+# LogitStats: per-head statistics of one site's attention logits. They merge associatively.
 
 PerHead = Float[Tensor, " h"]
 POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
@@ -40,25 +43,26 @@ POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1)
 class LogitStats:
     """Statistics over the visible (query, key) pairs of one site; [h] per query head, [g] per key head.
 
-    Logits are signed, after the scale and bias, before the cap. Entropy is in nats, of the weights before dropout,
-    over query rows that see at least one key. Norms are those of q and k as they enter the dot product, after norm
-    and rotation. Detached; float32 or wider. `merge` adds data: key blocks, micro-batches, ranks.
+    Logits are signed, after scale and bias and before the cap. Entropy is in nats, of the weights before dropout, over
+    query rows that see at least one key. Norms are of q and k as they enter the dot product, after norm and rotation.
+    Tensors are detached, float32 or wider. `merge` combines key blocks, micro-batches and ranks.
 
     Attributes:
-        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
-        sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
-            cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
-        share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; of
+            H_i / ln (n_i + 1) with a sink column.
+        sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
+            dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
+        share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
         qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
-            product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
-        cos_max: the largest cosine of the angle between those q and k; 0 where one of them is zero.
-        cos_mean: the mean of these cosines.
-        n_products: the pairs behind these three; 0 where q and k were not seen, only their logits: the three are then
-            not measured and read 0, -inf, 0.
+            product. A scale that the model folds into q is included. Divide by √d for logits under 1/√d.
+        cos_max: largest cosine of the angle between q and k; 0 if one of them is zero.
+        cos_mean: mean of these cosines.
+        n_products: number of pairs behind the previous three. It is 0 if only logits, not q and k, were seen; the three
+            are then not measured and read 0, -inf, 0.
         key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
             is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
-        classes: the same split by token classes, where those of the call are known.
-        entropy_error: half the width of a 95 % interval of `entropy`, where that is of a sample of rows; else None.
+        classes: the statistics split by token class, if the classes of the call are known.
+        entropy_error: half the width of a 95 % interval of `entropy` if rows were sampled; else None.
     """
 
     max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
@@ -88,11 +92,11 @@ class LogitStats:
     entropy_error: PerHead | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every statistic and count that was measured, by name; those by class are left out."""
+        """Returns every measured statistic and count by name, without those split by class."""
         return tensors(self)
 
     def value(self, name: str) -> Tensor | None:
-        """A statistic by its recorded name (records.HEAD_FIELDS); None if it has no such name or was not measured.
+        """Returns a statistic by its recorded name (records.HEAD_FIELDS); None if unknown or not measured.
 
         >>> LogitStats.empty(2, 1, torch.zeros(0)).value("entropy")
         tensor([0., 0.])
@@ -102,19 +106,18 @@ class LogitStats:
     @property
     def non_finite(self) -> PerHead:
         """1 for a head whose logits or entropy are NaN or infinite, else 0."""
-        low = self.min_logit.isfinite() | (self.n_pairs == 0)  # not measured
+        low = self.min_logit.isfinite() | (self.n_pairs == 0)  # without pairs the minimum was not measured
         return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(self.max_logit.dtype)
 
     @property
     def max_abs_logit(self) -> PerHead:
-        """Largest magnitude; 0 where nothing was seen."""
+        """Largest magnitude of a logit; 0 without data."""
         return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
 
     @classmethod
     def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
-        """The neutral element: maxima -inf, minima +inf, means 0, counts 0."""
+        """Returns the neutral element: maxima -inf, minima +inf, means 0, counts 0."""
 
-        @functools.cache
         def number(value: float, count: bool) -> Tensor:
             return torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
 
@@ -122,28 +125,34 @@ class LogitStats:
 
     @classmethod
     def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
-        """The neutral element made of single numbers, each for all fields that are it; `number(value, count)`."""
-
-        def full(name: str, merge: Merge) -> Tensor:
-            heads = n_kv_heads if name.startswith(("key_", "n_keys")) else n_heads
-            shape = (heads, POSITION_BINS) if name.endswith("_by_position") else (heads,)
-            return number(float(merge.neutral), merge.how == "sum").expand(shape)
-
-        return cls(**{name: full(name, merge) for name, merge in MERGES.items()})  # type: ignore[arg-type]
+        """Returns the neutral element with expanded scalars from `number(value, is_count)`, shared by equal fields."""
+        heads = n_heads, n_kv_heads
+        kinds = {kind: number(*kind) for kind in {form[0] for form in _FORMS.values()}}
+        return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
 
 
 MERGES = merge_rules(LogitStats)
+# Of each field its neutral number and whether it is a count, whether it is of key heads, and its other sizes.
+_FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
+    name: (
+        (float(merge.neutral), merge.how == "sum"),
+        name.startswith(("key_", "n_keys")),
+        (POSITION_BINS,) if name.endswith("_by_position") else (),
+    )
+    for name, merge in MERGES.items()
+}
 TENSORS = tuple(MERGES)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
 
 
 def merge(a: LogitStats, b: LogitStats) -> LogitStats:
-    """The statistics of both data sets as one: extrema, and means weighted by their counts. Associative and commutative
-    up to rounding. Source: derived.
+    """Merges the statistics of two data sets: extrema, and means weighted by their counts.
+
+    Associative and commutative up to rounding. Source: derived.
 
     Raises:
-        InvalidValueError: the two have other numbers of heads.
+        InvalidValueError: the numbers of heads differ.
     """
     if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
         raise InvalidValueError(
@@ -159,13 +168,13 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitBracket:
-    """Bounds on the largest logit per head, from row logsumexps that a kernel gave for free.
+    """Bounds on the largest logit per head, from the row logsumexps that an attention kernel returns anyway.
 
-    `lower <= max_logit <= upper`. `entropy` is there when it was asked for; it tightens the lower bound
-    from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `entropy_error` is half the
-    width of a 95 % interval of an entropy from a sample of rows; None where it is of all rows. `certified` marks
-    heads whose `lower` is the exact maximum; never a head with a logit that is NaN or infinite. `note` says what was
-    computed, and why, where the bounds did not come from a kernel that attended: then they cost a pass of their own.
+    `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
+    bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
+    comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
+    NaN or infinite logit is never certified. `note` says what was computed and why, if the bounds needed a pass of
+    their own.
     """
 
     lower: PerHead
@@ -179,57 +188,74 @@ class LogitBracket:
     def exact(
         cls, top: PerHead, entropy: PerHead | None, note: str = "", entropy_error: PerHead | None = None
     ) -> LogitBracket:
-        """The bracket that an exact maximum closes."""
+        """Returns bounds that both equal an exact maximum."""
         return cls(
             lower=top, upper=top, entropy=entropy, entropy_error=entropy_error, certified=top.isfinite(), note=note
         )
 
 
-# The logsumexp of each query row, and the gate that a learned sink makes of it.
+# Row logsumexps, and the gate of a learned sink.
+
+PerRow = Float[Tensor, "b h t"]
 
 
 def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t"]:
-    """The share σ(ℓ - β) of its weight that a query row leaves to its keys; the sink takes the rest.
+    """Returns the share σ(ℓ - β) of its weight that a query row leaves to its keys; the sink takes the rest.
 
-    ℓ is the logsumexp over the keys of the logits after the cap, β the sink's logit [h 1] (nats both): the output of a
-    head with a sink is σ(ℓ - β) times its output without one. A gate near 0 is a head that adds nothing. Source:
-    derived, exp(ℓ) / (exp(β) + exp(ℓ)).
+    ℓ is the row's logsumexp of capped logits, β the sink's logit [h 1], both in nats. The output of a head with a sink
+    is this gate times its output without the sink, so a head with a gate near 0 adds nothing. Source: derived,
+    exp(ℓ) / (exp(β) + exp(ℓ)).
 
-    >>> sink_gate(torch.zeros(1, 1, 1), torch.tensor([[0.0]])).item()
-    0.5
+    Example:
+        >>> sink_gate(torch.zeros(1, 1, 1), torch.tensor([[0.0]])).item()
+        0.5
     """
     return torch.sigmoid(lse - sink)
 
 
-def row_moments(
-    x: Float[Tensor, "b h t"],
-    over: Bool[
-        Tensor,
-        (
-            b  # h t
-        ),
-    ],
-) -> Float[Tensor, "3 h"]:
-    """The number of rows in `over`, and the sums of x and x² over them, by head: they add up over calls.
+def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
+    """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
 
-    In float64 where the device has it: a mean square minus the square of a mean loses half of the digits.
+    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
+    keys: the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
+
+    Args:
+        entropy, first: over the keys alone [b h t], nats and share.
+        lse: logsumexp over the keys, after the cap, in nats.
+        sink: the sink's logit, broadcasts to them; -inf for none.
+
+    Example:
+        >>> two = torch.full((1, 1, 1), 2.0)
+        >>> h, p = with_sink(two.log(), 1 / two, two.log(), torch.tensor(0.0))  # three equal weights
+        >>> round(h.exp().item(), 5), round(p.item(), 5)
+        (3.0, 0.33333)
+    """
+    gap = (lse - sink).clamp(-1e4, 1e4)  # beyond that one share is 0, and 0 · inf no number
+    kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
+    logs = torch.nn.functional.logsigmoid
+    return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
+
+
+def row_moments(x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]) -> Float[Tensor, "3 h"]:
+    """Returns the number of rows in `over` and the sums of x and x² over them, by head. Sums of calls add up.
+
+    In float64 if the device has it: mean square minus squared mean loses half of the digits.
     """
     wide = x.to(widest(x.device)).masked_fill(~over, 0.0)
     return torch.stack([over.expand_as(x).to(wide.dtype).sum((0, 2)), wide.sum((0, 2)), wide.square().sum((0, 2))])
 
 
-# Statistics of the logits of each query row, block by block, and how rows become LogitStats.
+# Statistics of each query row, block by block, and their reduction to LogitStats.
 
-PerRow = Float[Tensor, "b h t"]
 PerRowAndClass = Float[Tensor, "b h t c"]
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """The keys among `n` of a block that its rows see: all before `start`; from there on those of `visible`.
+    """Which of a block's `n` keys its rows see: all before `start`, and from there on those in `visible`.
 
-    visible: True where a row sees a key, broadcasts to [b h rows n-start]; None where `start` is n.
+    visible: True where a row sees a key; broadcasts to [b h rows n-start]. None if `start` is n.
     """
 
     visible: Tensor | None
@@ -237,35 +263,35 @@ class VisibleKeys:
     n: int
 
     def blank_(self, x: Tensor) -> Tensor:
-        """Returns x [b h rows n] with 0 at hidden pairs, in place, whatever stood there."""
+        """Sets x [b h rows n] to 0 at hidden pairs, in place, even where x is NaN."""
         if self.visible is not None:
-            # As integers: all bits off where hidden, be it NaN. On a CPU ten times as fast as masked_fill_.
+            # An integer AND clears all bits, also of NaN. On a CPU it is ten times as fast as masked_fill_.
             kind = _BITS[x.dtype]
             x[..., self.start :].view(kind).bitwise_and_(-self.visible.to(kind))
         return x
 
     def lower_(self, x: Tensor) -> Tensor:
-        """Blanked x with a huge negative number at hidden pairs, in place; finite, so that 0 times it is 0."""
+        """Adds a huge negative number to blanked x at hidden pairs, in place; finite, so that 0 times it is 0."""
         if self.visible is not None:
             x[..., self.start :].add_(self._penalty(x))
         return x
 
     def least(self, x: Tensor) -> Tensor:
-        """Row minima [b h rows] of blanked x."""
+        """Returns row minima [b h rows] of blanked x over visible keys."""
         if self.visible is None:
             return x.amin(-1)
         low = (x[..., self.start :] - self._penalty(x)).amin(-1)
         return torch.minimum(low, x[..., : self.start].amin(-1)) if self.start else low
 
     def counts(self, rows: int, device: torch.device) -> Tensor:
-        """The number of keys that each row sees [b|1 h|1 rows]."""
+        """Returns the number of keys that each row sees, [b|1 h|1 rows]."""
         if self.visible is None:
             return torch.full((1, 1, rows), self.n, device=device)
         some = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
         return some.sum(-1) + self.start
 
     def counts_of(self, members: Tensor) -> Tensor:
-        """The number of the members [b|1 n c] of each class each row sees, [b h|1 rows|1 c]."""
+        """Returns how many members [b|1 n c] of each class each row sees, [b h|1 rows|1 c]."""
         before = members[:, : self.start].sum(1)[:, None, None]
         if self.visible is None:
             return before
@@ -293,27 +319,27 @@ class VisibleKeys:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowStats:
-    """Per query row; where `n_keys` is 0 the other numbers mean nothing."""
+    """Statistics of each query row. Where `n_keys` is 0 the other fields are meaningless."""
 
     n_keys: Int[Tensor, "b h t"]  #: visible keys
     max_logit: PerRow  #: largest before the cap, in nats
     min_logit: PerRow  #: smallest before the cap, in nats
     capped_max: PerRow  #: largest after the cap, in nats
     total: PerRow  #: sum of logits
-    above: PerRow  #: how many logits are over the threshold
+    above: PerRow  #: number of logits above the threshold
     entropy: PerRow  #: of the weights, in nats
     first_weight: PerRow  #: weight on the first visible key
-    product_norm: PerRow  #: root of Σ(q·k)² over the pairs
+    product_norm: PerRow  #: root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
-    n_products: Int[Tensor, "b h t"]  #: pairs whose q and k were seen
+    n_products: Int[Tensor, "b h t"]  #: pairs with known q and k
     class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
     class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
     def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:
-        """Rows that see no key, as many as there are in `like`."""
+        """Returns statistics of rows that see no key, one for each entry of `like`."""
         zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
         split = None if keys is None else like.new_zeros(*like.shape, keys.members.shape[-1])
         fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
@@ -321,13 +347,13 @@ class RowStats:
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
-        """Rows one after the other; in dimension 1 the heads of several calls."""
+        """Concatenates rows; along dimension 1, the heads of several calls."""
         each = [tensors(part) for part in parts]
         return cls(**{name: torch.cat([part[name] for part in each], dim=dim) for name in each[0]})
 
 
 def extreme_logits(z: Tensor, seen: VisibleKeys, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
-    """The largest and the smallest [h] of blanked logits z [b h r n] over rows that count; leaves z lowered."""
+    """Returns the largest and smallest logit [h] of blanked z [b h r n] over counted rows; leaves z lowered."""
     over = seen.counts(z.shape[2], z.device) > 0
     if counted is not None:
         over = over & counted[:, None]
@@ -336,12 +362,12 @@ def extreme_logits(z: Tensor, seen: VisibleKeys, counted: Bool[Tensor, "b r"] | 
 
 
 def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses | None = None) -> dict[str, Tensor]:
-    """Extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
+    """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
     found = {"total": z.sum(-1), "min_logit": seen.least(z)}
     top = seen.lower_(z).amax(-1)
-    # Comparing every logit costs as much as the exponential, and no logit is above where no maximum is. Only a CPU may
-    # look: elsewhere that would wait for the device.
+    # Comparing every logit costs as much as the exponential and finds nothing if no row maximum is above. Only on a CPU
+    # can that be checked without waiting for the device.
     over = z.device.type != "cpu" or bool((top > threshold).any())
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
     if keys is not None:
@@ -351,31 +377,37 @@ def logit_rows(z: Tensor, seen: VisibleKeys, threshold: float, keys: KeyClasses 
     return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
 
 
-def softmax_rows(z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None) -> dict[str, Tensor]:
-    """Largest capped logit, entropy, first weight and weight by class of the softmax of lowered z; overwrites z.
+def softmax_rows(
+    z: Tensor, seen: VisibleKeys, keys: KeyClasses | None = None, sink: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
 
-    Centred: with m the row maximum, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m); no cancellation at logits of
+    Given the logit of a sink, entropy and first weight include it; class weights are over the keys alone.
+
+    With the row maximum m subtracted, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m) has no cancellation at logits of
     thousands.
     """
     top = z.amax(-1, keepdim=True)
-    # Under this floor the exponential is 0 next to the maximum's 1, but takes a CPU seven times as long.
+    # Below this floor the exponential is 0 next to the maximum's 1, but takes a CPU seven times as long.
     z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
     p = z.exp()
     mass = p.sum(-1)
     split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
     first = seen.first(p) / mass
-    entropy = mass.log() - p.mul_(z).sum(-1) / mass
-    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first, **split}
+    entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
+    if sink is not None:
+        entropy, first = with_sink(entropy, first, top[..., 0] + mass.log(), sink.to(z.dtype))
+    return {"capped_max": top[..., 0], "entropy": entropy, "first_weight": first, **split}
 
 
 def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
-    """Sums of weights [b h rows n] over the keys of each class: attention whose v is 1 at the class of its key."""
+    """Returns sums of weights [b h rows n] over the keys of each class: attention to one-hot class values."""
     members = keys.upto(weights.shape[-1]).expand(len(weights), -1, -1)
     return (weights.flatten(1, 2) @ members).view(*weights.shape[:3], -1)
 
 
 def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
-    """Size and angle of q·k from blanked `products` = unit · q·k [b h rows n], unit > 0; norms [b h rows], [b g n]."""
+    """Returns size and angle of q·k from blanked `products` = unit · q·k [b h rows n]; norms [b h rows] and [b g n]."""
     g, h = k_norm.shape[1], products.shape[1]
     cosines = products * _inverse(k_norm).repeat_interleave(h // g, dim=1)[:, :, None]
     along = _inverse(q_norm) / unit
@@ -383,25 +415,25 @@ def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, 
     total = cosines.sum(-1) * along
     return {
         "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
-        "cos_total": total.clamp(-n, n),  # a cosine may be 1 + 1e-7
+        "cos_total": total.clamp(-n, n),  # rounding may give a cosine of 1 + 1e-7
         "cos_max": (seen.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
         "n_products": n,
     }
 
 
 def no_product_rows(like: Tensor) -> dict[str, Tensor]:
-    """The same where q and k are unknown; like [b h rows]."""
+    """Returns the fields of `product_rows` for unknown q and k; `like` is [b h rows]."""
     zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
     return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
 
 
 def _inverse(norm: Tensor) -> Tensor:
-    """1 / norm, 0 where that is not a number: hidden keys may hold anything."""
+    """Returns 1 / norm, and 0 for 0 or NaN: hidden keys may hold anything."""
     return torch.where(norm > 0, norm, torch.inf).reciprocal()
 
 
 class KernelRows(NamedTuple):
-    """Statistics of each query row [b h t] from a kernel, float32; rows that see no key: -inf, -inf, 0."""
+    """Statistics of each query row [b h t] from a kernel, float32; -inf, -inf, 0 for rows that see no key."""
 
     largest: Tensor
     lse: Tensor
@@ -409,11 +441,11 @@ class KernelRows(NamedTuple):
 
 
 def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int) -> LogitStats:
-    """Returns max_logit, entropy, entropy_min and n_queries of all rows that see a key and count; the rest is neutral.
+    """Returns max_logit, entropy, entropy_min and n_queries over counted rows that see a key.
 
-    So is capped_max_logit, since the cap is not known here.
+    Other fields are neutral, also capped_max_logit, since the cap is unknown here.
     """
-    over = rows.lse != -torch.inf  # NaN is to be seen
+    over = rows.lse != -torch.inf  # keeps NaN, which must show
     if counted is not None:
         over = over & counted[:, None]
     n = over.sum((0, 2))
@@ -434,8 +466,10 @@ def reduce_rows(
     keys_seen: Bool[Tensor, "b g s"],
     classes: TokenClasses | None = None,
     of_key: Int[Tensor, " s"] | None = None,
+    sinks: int = 0,
 ) -> LogitStats:
-    """LogitStats of all rows that see a key and count; norms None where they are unknown; of_key: see BandCall."""
+    """Returns LogitStats over counted rows that see a key. Norms may be None; for `of_key` see BandCall. `sinks` is the
+    number of columns without a key that the entropies include, 0 or 1."""
     split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
@@ -449,8 +483,8 @@ def reduce_rows(
         return x.masked_fill(~where, -torch.inf).amax((0, 2))
 
     q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
-    entropy = rows.entropy.masked_fill(rows.n_keys < 2, 0.0)
-    relative = (entropy / rows.n_keys.clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+    entropy = rows.entropy.masked_fill(rows.n_keys + sinks < 2, 0.0)
+    relative = (entropy / (rows.n_keys + sinks).clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
     return LogitStats(
         max_logit=most(rows.max_logit),
         min_logit=-most(-rows.min_logit),
@@ -471,7 +505,7 @@ def reduce_rows(
         n_free=n_free,
         n_products=n_products,
         classes=split,
-        **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]  # none of them is `formulas`
+        **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]
     )
 
 
@@ -482,7 +516,7 @@ def _split(
     q_norm: Tensor | None,
     keys: tuple[Tensor | None, Tensor],
 ) -> ClassStats:
-    """The statistics by class; keys: their norms, None where unknown, and which are seen."""
+    """Returns the statistics by class. `keys` holds the key norms (None if unknown) and which keys are seen."""
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     assert rows.class_max is not None
     assert rows.class_mass is not None
@@ -503,18 +537,15 @@ def _split(
 
 
 def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-    """Mean and largest norm of the seen keys, in all and by distance from the first of them in their sequence."""
+    """Mean and largest norm of the seen keys, overall and by distance from the first seen key of their sequence."""
     known = norm is not None
     norm = like.new_zeros(seen.shape) if norm is None else norm
-    if not norm.shape[2]:  # without keys, as with one that nobody sees
+    if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
         norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
     seen = seen & known
     norm = norm.masked_fill(~seen, 0.0)
     count = seen.sum((0, 2))
-    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
-    # Bins that begin after the last key hold nothing.
-    edges = edges[: 1 + sum(edge < norm.shape[2] for edge in edges[1:])]
-    bins = list(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else norm.shape[2]]))
+    bins = _bins(norm.shape[2])
     if of_key is not None and of_key.numel():
         offset = _offsets(seen, of_key)
         inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
@@ -527,7 +558,7 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
         norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
         sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
         counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
-    left = (0, POSITION_BINS - len(edges))
+    left = (0, POSITION_BINS - len(bins))
     sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
     return {
         "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
@@ -538,8 +569,17 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
     }
 
 
+@functools.lru_cache(maxsize=64)
+def _bins(n_keys: int) -> tuple[tuple[int, int | None], ...]:
+    """The first place of each bin of POSITION_BINS and the one after its last, None for no last. Bins that begin after
+    the last key hold nothing and are left out."""
+    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
+    edges = edges[: 1 + sum(edge < n_keys for edge in edges[1:])]
+    return tuple(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else n_keys]))
+
+
 def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:
-    """The distance [b g s] of each seen key from the first seen one of its sequence; sequences lie side by side."""
+    """Returns the distance [b g s] of each seen key from the first seen key of its sequence (packed side by side)."""
     index = torch.arange(seen.shape[2], device=seen.device)
     before = torch.where(seen, index, -1).cummax(-1).values.roll(1, -1)
     before[..., 0] = -1

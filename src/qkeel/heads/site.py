@@ -14,6 +14,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout
+from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleType, layer_type
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.frames import Frame
 from qkeel.frames.tables import join, tag
@@ -253,6 +254,9 @@ class AttentionSite:
     `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
     `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
     `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
+
+    `visible` says which keys its queries were seen to reach, and `origin` what the keys are made of; see
+    `capture.visible_sets`.
     """
 
     name: str  #: of the module in the model
@@ -272,6 +276,14 @@ class AttentionSite:
     layout: HeadLayout | None = None
     unverified: str = ""
     unscaled: str = ""
+    visible: VisibleType = "full"
+    origin: KeyOrigin = "tokens"
+    chooses: bool = False  #: its scores choose keys, and no softmax takes them
+
+    @property
+    def layer_type(self) -> LayerType:
+        """The type of the layer, by what was seen of it; see `capture.visible_sets.layer_type`."""
+        return "indexer" if self.chooses else layer_type(self.visible, self.origin)
 
     def __repr__(self) -> str:
         """Short: its name, its heads, and whether the weights behind them are known."""
@@ -361,11 +373,19 @@ class UnrecognizedAttention:
 
 @final
 class Sites(list[AttentionSite]):
-    """The attention sites of a model; `missed` are those that were seen but not understood."""
+    """The attention sites of a model; `missed` are those that were seen but not understood, `indexers` those whose
+    scores choose keys for one of the sites: a top-k of them is taken, no softmax, and no remedy acts there. An indexer
+    has the name of the first site of its layer, and #index."""
 
-    def __init__(self, sites: Iterable[AttentionSite] = (), missed: Iterable[UnrecognizedAttention] = ()) -> None:
+    def __init__(
+        self,
+        sites: Iterable[AttentionSite] = (),
+        missed: Iterable[UnrecognizedAttention] = (),
+        indexers: Iterable[AttentionSite] = (),
+    ) -> None:
         super().__init__(sites)
         self.missed = tuple(dict.fromkeys(missed))
+        self.indexers = tuple(indexers)
 
     @property
     def share(self) -> str:
@@ -382,6 +402,29 @@ class Sites(list[AttentionSite]):
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
         return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
+
+
+INDEX = "#index"  # what the name of an indexer ends with
+
+
+def layer_of(module: str, sites: Iterable[str]) -> str | None:
+    """The first site of the layer that a module is a part of: the innermost module around it, but not the whole model,
+    in which there are sites, or a module that is attention itself; None where there is none.
+
+    >>> layer_of("h.1.attn.indexer", ["h.0.attn", "h.1.attn", "h.1.attn#2"]), layer_of("h.1.index", ["h.0.attn"])
+    ('h.1.attn', None)
+    >>> layer_of("h.1.index", ["h.0.attn", "h.1.attn"]), layer_of("index", [""])
+    ('h.1.attn', '')
+    """
+    homes = {site: site.partition("#")[0] for site in sites}
+    around = module.split(".") if module else []
+    for n in range(len(around), 0, -1):
+        path = ".".join(around[:n])
+        if (
+            found := next((s for s, home in homes.items() if home == path or home.startswith(f"{path}.")), None)
+        ) is not None:
+            return found
+    return next((site for site, home in homes.items() if not home), None)
 
 
 def share(known: int, missed: int) -> str:

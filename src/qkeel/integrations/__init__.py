@@ -1,6 +1,6 @@
-"""The trackers a watched model's numbers can go to, trainers that watch takes part in, attention for transformers.
+"""Sinks for experiment trackers, callbacks for trainers, and qkeel's attention in transformers.
 
-One file each; the outside library is imported there, when it is used.
+Each module imports its outside library only when it is used.
 """
 
 import importlib
@@ -11,11 +11,13 @@ __all__ = ["SINKS", "register_attention", "sink", "sinks"]
 
 
 def register_attention() -> str:
-    """Makes `attn_implementation="qkeel"` known to transformers and returns "qkeel".
+    """Registers `attn_implementation="qkeel"` with transformers and returns "qkeel".
 
-    >>> register_attention()
-    'qkeel'
+    Raises:
+        MissingLibraryError: transformers is not installed.
 
-    Raises: MissingLibraryError without transformers.
+    Example:
+        >>> register_attention()
+        'qkeel'
     """
     return importlib.import_module("qkeel.integrations.huggingface").register()

@@ -1,4 +1,7 @@
-"""transformers: its Trainer's callback, and qkeel's attention function."""
+"""transformers: a callback for its Trainer, and qkeel's attention as an `attn_implementation`.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ from qkeel.patching.modes import Kwargs, constant_when_compiled, running_frames
 from qkeel.records import layer_fields, write_bytes
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
-# `attn_implementation="qkeel"`: qkeel's attention in any model of transformers, by the switch that they all have.
+# `attn_implementation="qkeel"`: qkeel's attention in any transformers model, through the library's own switch.
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
 NAME = "qkeel"
-# Tensors that come along and change nothing: the mask and the rotation have them in already, or only a loss reads them.
+# Tensor arguments without effect: mask and rotation already contain them, or only a loss reads them.
 _HARMLESS = frozenset(
     {
         *("position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
@@ -52,28 +55,33 @@ def attend(
     attention_mask: Tensor | None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Returns what transformers' "sdpa" does, by `qkeel.nn.functional_attention`; with a softcap too.
+    """Computes transformers' "sdpa" attention by `qkeel.nn.functional_attention`, and also supports a softcap.
+
+    A tensor argument that is not listed here is refused if the attention module names it. If the model's caller gave
+    it, as a Trainer gives `num_items_in_batch`, it is meant for the loss and ignored.
 
     Args:
         module: the attention module.
-        query, key, value: [b h t d], [b g s d], [b g s e]; h a multiple of g.
-        attention_mask: boolean or additive, broadcast to [b h t s]; None: `is_causal` says what is visible.
-        more: `dropout`, `scaling` (1/√d by default), `is_causal` (by default what the module says of itself, else
-            true), `position_bias` added to the logits, `softcap`, a learned sink of each head (`s_aux` [h]: GPT-OSS),
-            the keys that an indexer chose for each query (`indices` [b t n]: DeepSeek V3.2). A tensor besides that the
-            attention module itself names is refused; one that the model's caller gave, as a Trainer gives
-            `num_items_in_batch`, passes through to reach the loss and is ignored.
+        query: [b h t d].
+        key: [b g s d]; h is a multiple of g.
+        value: [b g s e].
+        attention_mask: boolean or additive, broadcast to [b h t s]; None: `is_causal` decides what is visible.
+        more: `dropout`, `scaling` (1/√d by default), `is_causal` (default: the module's attribute, else True),
+            `position_bias` added to the logits, `softcap`, a learned sink per head (`s_aux` [h], as in GPT-OSS), the
+            keys that an indexer chose for each query (`indices` [b t n], as in DeepSeek V3.2).
 
-    Returns: the output [b t h e], and no weights: they are never made.
+    Returns:
+        The output [b t h e], and None for the weights, which are never computed.
 
-    Raises: RefusedError if the model gives an argument that changes attention otherwise.
+    Raises:
+        RefusedError: the model passes an argument that changes attention in another way.
     """
     _check(module, query, more)
     scaling, bias, causal = more.get("scaling"), more.get("position_bias"), more.get("is_causal")
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and t > 1
-    if causal and s > t:  # a cache of fixed size that is still empty: its first keys are those of the queries
+    if causal and s > t:  # a static cache that is still empty: its first keys are the queries' own
         key, value = key[:, :, :t], value[:, :, :t]
         bias = None if bias is None else bias[..., :t]
     if bias is not None:
@@ -90,7 +98,7 @@ def attend(
         out = attention(query, key, value, spec=spec, params=params, **how)
         return out.transpose(1, 2).contiguous(), None
     share = query.shape[1] // key.shape[1]
-    if share > 1 and attention_mask is not None and not query.is_cpu:  # fused operators of GPUs take one of both
+    if share > 1 and attention_mask is not None and not query.is_cpu:  # fused GPU kernels take a mask or GQA, not both
         key, value, share = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1), 1
     gqa = share > 1
     out = functional_attention(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=gqa)
@@ -111,22 +119,24 @@ def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
 
 @constant_when_compiled
 def _names(kind: type[nn.Module], argument: str) -> bool:
-    """True if the code of a module's forward names this argument in a call, or that code cannot be read: then it is the
-    module that gives it to attention, not the model's caller."""
+    """True if a module's forward names this argument in a call, or if its code cannot be read.
+
+    Then the module itself passes the argument to attention, not the model's caller.
+    """
     forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
         return True
-    consts = forward.__code__.co_consts  # the names of a call are one tuple, or beside **kwargs strings of their own
+    consts = forward.__code__.co_consts  # keyword names of a call: one tuple, or separate strings next to **kwargs
     return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
 
 
 def _sinks(more: Kwargs) -> Tensor | None:
-    """The logit of each head's sink [h], where there is one."""
+    """Returns the sink logit of each head [h], or None."""
     return more.get("s_aux") if more.get("sinks") is None else more["sinks"]
 
 
 def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
-    """The mask without the keys [b 1 t s] that were not chosen by their numbers [b t n]."""
+    """Returns the mask restricted to the chosen keys: indices [b t n] -> [b 1 t s]."""
     b, t, _ = indices.shape
     chosen = torch.zeros(b, t, keys, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
     if mask is None:
@@ -135,7 +145,7 @@ def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Te
 
 
 def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """The bias with the most negative number where a mask or causality hides."""
+    """Returns the bias with the dtype's most negative number where the mask or causality hides a key."""
     if mask is not None and mask.dtype != torch.bool:
         return bias + mask
     if mask is None and not causal:
@@ -146,12 +156,13 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what transformers gives any mask
-    """Returns the mask of transformers' "sdpa" for models that call the attention they are set to; else "eager"'s.
+    """Returns transformers' "sdpa" mask for models that call the attention they are configured with, else "eager"'s.
 
-    The first is None where causality alone hides, and else boolean; a model that writes attention out itself would
-    compute something else with it. Of a model whose class is not known neither is.
+    The "sdpa" mask is None if causality alone hides keys, and otherwise boolean, which a model that writes attention
+    out itself would misread. Models of an unknown class get the "eager" mask.
 
-    Raises: RefusedError for a model that writes attention out itself: it would not be qkeel's.
+    Raises:
+        RefusedError: the model writes attention out itself, so qkeel's would not run.
     """
     try:
         home = MODEL_MAPPING[type(given["config"])]
@@ -163,44 +174,50 @@ def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what tran
             f"{home.__name__} writes its attention out itself, which {NAME!r} cannot reach; load it "
             'with attn_implementation="eager", which qkeel.watch sees as well'
         )
-    # A model that does not know "sdpa" may widen the mask for keys of its own, as DeepSeek V4 does, and finds none.
+    # A model without "sdpa" support may extend the mask for keys of its own, as DeepSeek V4 does, so it can't be None.
     return sdpa_mask(**given) if home is None or home._supports_sdpa else eager_mask(**given)
 
 
 def register() -> str:
-    """Makes `attn_implementation="qkeel"` known to transformers; returns that name. Any number of times."""
+    """Registers `attn_implementation="qkeel"` with transformers and returns its name. May be called repeatedly."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
     return NAME
 
 
-# The Trainer of transformers: watch while it trains, and give the numbers to its reporters.
+# The Trainer of transformers: watches while it trains, and passes the numbers to its reporters.
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 _NO_TRAINER = (
     "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "
-    "in its own sinks"
+    "in the callback's own sinks"
 )
 
 
 @final
 class QkeelCallback(WatchedTraining, TrainerCallback):
-    """Watches from the first to the last step of `trainer.train()`; training is bit for bit what it is without.
+    """Watches from the first to the last step of `trainer.train()` and leaves the training bit for bit unchanged.
 
-    `Trainer(callbacks=[QkeelCallback()])` is all. What is measured at optimizer step s goes to every reporter of the
-    Trainer (TensorBoard, W&B, MLflow, …) as a log of its own with global step s, however often the Trainer itself
-    logs, and into `trainer.state.log_history`. The last step of the training is always measured.
+    Add it with `Trainer(callbacks=[QkeelCallback()])`. What is measured at optimizer step s goes to every reporter of
+    the Trainer (TensorBoard, W&B, MLflow, …) in a separate log with global step s, however often the Trainer itself
+    logs, and into `trainer.state.log_history`. The Trainer prints two of the numbers: the largest logit and the mean
+    entropy. The last step is always measured.
 
-    With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`), and is bit for
-    bit the training without it until its first action. Its state is saved next to each checkpoint and taken up again
-    where the training is resumed from one.
+    With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
+    action, training is bit for bit the same as without. Its state is saved with each checkpoint and restored on resume.
 
-    For every, sinks, rules and query_mask see `qkeel.watch`; by default every 50th step is measured, every 5th of the
-    first 20 and while logits are changing. per_layer: log a series for each layer (attn/layer_07/max_logit) besides
-    those of the model (attn/max_logit); W&B shows both under train/. autopilot: true, or its policy.
+    Args:
+        every: see `qkeel.watch`; by default every 50th step is measured, and every 5th among the first 20 and while
+            logits are changing.
+        sinks: see `qkeel.watch`.
+        rules: see `qkeel.watch`.
+        query_mask: see `qkeel.watch`.
+        per_layer: whether to log a series per layer (attn/layer_07/max_logit) besides the model's (attn/max_logit);
+            W&B shows both under train/.
+        autopilot: True, or its policy.
     """
 
     def __init__(
@@ -220,8 +237,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
-        """Start watching; a training that is resumed continues counting where it was."""
-        self.close(complete=False)  # of a training that was stopped by an error
+        """Starts watching; a resumed training continues the step count."""
+        self.close(complete=False)  # a previous training may have ended with an error
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]
         self._handler = _calling_handler(self)
@@ -236,7 +253,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 self.pilot.load_state_dict(safetensors.torch.load_file(saved))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Save the state of the autopilot with the checkpoint."""
+        """Saves the autopilot's state with the checkpoint."""
         place = _saved(args, state)
         if self.pilot is not None and state.is_world_process_zero and place.parent.is_dir():
             write_bytes(place, safetensors.torch.save(self.pilot.state_dict()))
@@ -244,7 +261,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Count as the Trainer does, steps that a GradScaler skips included, and measure the last step."""
+        """Follows the Trainer's step count, which includes steps that a GradScaler skips, and measures the last
+        step."""
         if self.monitor is not None:
             self.monitor.steps = max(self.monitor.steps, state.global_step)
             if state.global_step + 1 == state.max_steps:
@@ -253,7 +271,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Give the reporters what has arrived from the device by now; where training ends early, measure its end."""
+        """Passes on what has arrived from the device so far; measures the end of a training that stops early."""
         if self.monitor is not None and control.should_training_stop:
             self.monitor.training_over()
         self._send(args, state, control)
@@ -261,14 +279,14 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Give the reporters all that was measured: the Trainer logs for the last time before they close."""
-        if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
+        """Passes on everything measured: the Trainer logs a last time before its reporters close."""
+        if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
             self._send(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Stop watching."""
+        """Stops watching."""
         self.close(complete=True)
 
     def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
@@ -280,28 +298,45 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
             then.global_step = sample.step
             state.log_history.append({**found, "step": sample.step})
             if self._handler is not None:
-                # A log resets what the control asks for; the Trainer has not acted on its own yet.
-                self._handler.on_log(args, then, copy.copy(control), found)
+                terminal, reporters = _split(self._handler)
+                # Logging resets the control's requests, and the Trainer has not acted on them yet.
+                reporters.on_log(args, then, copy.copy(control), found)
+                terminal.on_log(args, then, copy.copy(control), {k: found[k] for k in _PRINTED if k in found})
+
+
+# The numbers of a sample that the Trainer prints. Its reporters get all: hundreds for a model of many layers.
+_PRINTED = ("attn/max_logit", "attn/entropy")
+
+
+def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
+    """Returns the handler of the Trainer's own printers alone, and that of all other callbacks."""
+    found = []
+    for prints in (True, False):
+        part = copy.copy(handler)
+        own = handler.callbacks
+        part.callbacks = [c for c in own if isinstance(c, PrinterCallback | ProgressCallback) is prints]
+        found.append(part)
+    return found[0], found[1]
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:
-    """The file of the autopilot in the checkpoint of this step, whose name the Trainer gives."""
+    """Returns the autopilot's file in the checkpoint of this step, by the Trainer's naming."""
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "qkeel_autopilot.safetensors"
 
 
 def _example(loader: Foreign, model: nn.Module) -> object:
-    """Two examples of the training data as the model takes them, drawn without moving a random stream."""
+    """Returns two training examples as model inputs, drawn without advancing a random stream."""
     try:
         with same_random_streams():
             found = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
-    except (AttributeError, IndexError, TypeError):  # no dataset with numbers
+    except (AttributeError, IndexError, TypeError):  # the dataset cannot be indexed
         return None
     device = next(model.parameters()).device
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
-    """The handler that is calling this callback: the Trainer gives its callbacks no other way to each other."""
+    """Returns the handler that is calling this callback; the Trainer gives callbacks no other access to each other."""
     for frame in running_frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, CallbackHandler) and any(one is callback for one in owner.callbacks):

@@ -22,22 +22,28 @@ with needed("qkeel.integrations.lightning", "lightning"):
 
 @final
 class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
-    """Watches one module of a LightningModule and gives its summaries to the loggers of the Trainer.
+    """Watches one module of a LightningModule and passes its summaries to the loggers of the Trainer.
 
-    What is measured at optimizer step s is logged at step s, however often the Trainer itself logs; the module's
-    `log_dict` gets it too, for callbacks that look at metrics. The end is measured, early stops included.
+    What is measured at optimizer step s is logged at step s, however often the Trainer itself logs, and is also passed
+    to the module's `log_dict` for callbacks that read metrics. The end is measured, early stops included.
 
-    Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
-    with parameters, or the one that `module` names. Where a LightningModule is the model itself and its training_step
-    calls `self(batch)`, several children are fine: then it is watched as a whole.
+    Lightning calls `training_step`, not the LightningModule, so the callback watches the module inside: its only child
+    with parameters, or the one that `module` names. A LightningModule with several children is watched as a whole if
+    its training_step calls `self(batch)`.
 
-    With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`); its state is in
-    Lightning's checkpoints. When training resumes within an epoch, Lightning repeats the first batches of that epoch
-    unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
+    With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`); Lightning's
+    checkpoints contain its state. When training resumes within an epoch, Lightning repeats the first batches of that
+    epoch unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
 
-    For every, sinks, rules and query_mask see `qkeel.watch`; by default every 50th step is measured, every 5th of the
-    first 20 and while logits are changing. Each layer has a series of its own besides those of the model. module: its
-    dotted name. autopilot: true, or its policy. example: what the module takes, which an autopilot needs to resume.
+    Args:
+        module: dotted name of the module to watch.
+        every: see `qkeel.watch`; by default every 50th step is measured, and every 5th among the first 20 and while
+            logits are changing. Each layer has its own series besides the model's.
+        sinks: see `qkeel.watch`.
+        rules: see `qkeel.watch`.
+        query_mask: see `qkeel.watch`.
+        autopilot: True, or its policy.
+        example: an input of the module, which an autopilot needs to resume.
     """
 
     def __init__(
@@ -53,27 +59,27 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)
         self._module, self._example = module, example
-        self._state: State = {}  # of a checkpoint
+        self._state: State = {}  # loaded from a checkpoint
         self._last: float = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start watching, with the optimizer that trains what is watched; a checkpoint has been loaded by now."""
+        """Starts watching with the optimizer that trains the module; a checkpoint has been loaded by now."""
         self.close(complete=False)
         model = self._watched(pl_module)
         own = {id(p) for p in model.parameters()}
         held = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
         monitor = self._begin(model, held[0] if held else None, _step(trainer))
         self._last = -1
-        with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches changes
+        with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches varies
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(monitor, held, policy=self._policy, example=self._example)
-            state, self._state = self._state, {}  # of this fit alone
+            state, self._state = self._state, {}  # for this fit only
             if state:
                 self.pilot.load_state_dict(state)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Count as the loggers do, steps that a GradScaler skips included, and measure the last step."""
+        """Follows the loggers' step count, which includes steps that a GradScaler skips, and measures the last step."""
         if self.monitor is not None:
             self.monitor.steps = max(self.monitor.steps, _step(trainer))
             if self.monitor.steps == self._last:
@@ -82,7 +88,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Log what has arrived from the device by now."""
+        """Logs what has arrived from the device so far."""
         found: dict[str, float] = {}
         for sample in self._queue.take():
             found = sample.summaries()
@@ -92,28 +98,28 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
             pl_module.log_dict(found, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the end of a training whose last step was not known, and log the rest."""
+        """Measures the end of a training whose last step was not known in advance, and logs the rest."""
         if self.monitor is not None:
             self.monitor.training_over()
-        if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
+        if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
             for sample in self._queue.take():
                 for logger in trainer.loggers:
                     logger.log_metrics(sample.summaries(), step=sample.step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop watching."""
+        """Stops watching."""
         self.close(complete=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching a training that failed."""
+        """Stops watching a training that failed."""
         self.close(complete=False)
 
     def state_dict(self) -> State:
-        """Lightning puts it into its checkpoints."""
+        """Returns the autopilot's state, which Lightning saves in its checkpoints."""
         return {} if self.pilot is None else self.pilot.state_dict()
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Lightning calls it before `on_fit_start`."""
+        """Keeps the autopilot's state; Lightning calls this before `on_fit_start`."""
         self._state = state_dict
 
     def _watched(self, module: nn.Module) -> nn.Module:
@@ -130,5 +136,5 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
 
 
 def _step(trainer: Trainer) -> int:
-    """The step at which Lightning's own loggers stand: batches that ended in a step of an optimizer."""
+    """Returns the step count of Lightning's own loggers: batches that ended in an optimizer step."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

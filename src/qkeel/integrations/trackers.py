@@ -1,7 +1,8 @@
-"""Sinks of trackers, files and notebooks, each library imported when its sink is asked for."""
+"""Sinks for trackers, files and notebooks. Each library is imported when its sink is first used."""
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import time
@@ -18,12 +19,26 @@ from qkeel.monitor import Alarm, Sample, Severity, Sink
 from qkeel.monitor.record import sample_html, sample_line
 from qkeel.records import HEAD_FIELDS, fresh_directory
 
-# CSV and Parquet: every number of every head, as tables that pandas, polars, R or a spreadsheet read.
+
+class _LibrarySink(Sink):
+    """A sink on an outside library, which is imported when it is first needed."""
+
+    def require(self) -> None:
+        """Checks that the library is installed."""
+        self._library()
+
+    @abc.abstractmethod
+    def _library(self) -> Any:
+        """Imports the library, or raises MissingLibraryError."""
+
+
+# CSV and Parquet: every number of every head, as tables for pandas, polars, R or a spreadsheet.
 
 
 class CSVSink(Sink):
-    """Writes steps.csv, heads.csv and alarms.csv into a folder, those of passes in evaluation mode with eval_ before
-    their names; whatever is on disk stays, as with a run directory. The files can be read while training continues.
+    """Writes steps.csv, heads.csv and alarms.csv into a folder, and eval_steps.csv, eval_heads.csv for evaluation.
+
+    Existing files are not overwritten, as with a run directory. The files can be read while training continues.
     """
 
     kind: TableFormat = "csv"
@@ -34,11 +49,11 @@ class CSVSink(Sink):
         self._files: TableFiles | None = None
 
     def require(self) -> None:
-        """Parquet needs pyarrow."""
+        """Checks that pyarrow is installed if Parquet is written."""
         TableFiles(Path(), self.kind)
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Make the folder."""
+        """Creates the folder."""
         fields = about.get("fields")
         names = ("step", "layer", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
         announced: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "eval_heads"), names)
@@ -46,7 +61,7 @@ class CSVSink(Sink):
         self._files = TableFiles(self.path, self.kind, announced)
 
     def write(self, sample: Sample) -> None:
-        """One row of steps and one row of each head."""
+        """Writes one row of steps and one row per head."""
         before = "eval_" if sample.phase == "eval" else ""
         step = np.array([sample.step])
         self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}))
@@ -54,14 +69,14 @@ class CSVSink(Sink):
         self._append(f"{before}heads", heads_frame(step, sample.layers, heads))
 
     def alarm(self, alarm: Alarm) -> None:
-        """One row."""
+        """Writes one row."""
         head = -1 if alarm.head is None else alarm.head
         row = {"step": alarm.step, "severity": str(alarm.severity), "rule": alarm.rule, "layer": alarm.layer or ""}
         row |= {"head": head, "value": alarm.value, "text": str(alarm)}
         self._append("alarms", Frame({name: np.array([value]) for name, value in row.items()}))
 
     def close(self, complete: bool) -> None:
-        """Write what is held back."""
+        """Writes buffered rows."""
         if self._files is not None:
             self._files.close()
 
@@ -71,27 +86,24 @@ class CSVSink(Sink):
 
 
 class ParquetSink(CSVSink):
-    """The same as Parquet files, which can be read when watching has ended: of a process that was killed they are not
-    whole. A run directory is, and `qkeel export` makes the same files of it.
+    """Writes the same tables as Parquet files, which are readable once watching has ended.
+
+    A killed process leaves them incomplete. A run directory stays readable, and `qkeel export` converts it.
     """
 
     kind = "parquet"
 
 
-# TensorBoard: summaries as scalars, the heads as histograms, alarms as texts.
+# TensorBoard: summaries as scalars, heads as histograms, alarms as text.
 
 
 @final
-class TensorBoardSink(Sink):
-    """Writes event files under `directory`, in TensorBoard's own habit of one file per run."""
+class TensorBoardSink(_LibrarySink):
+    """Writes event files under `directory`, one file per run as is usual for TensorBoard."""
 
     def __init__(self, directory: str | Path = "runs/qkeel") -> None:
         self.directory = Path(directory)
         self._writer: Any = None
-
-    def require(self) -> None:
-        """The library is there."""
-        self._library()
 
     def _library(self) -> Any:
         with needed("the TensorBoard sink", "tensorboard"):
@@ -99,12 +111,12 @@ class TensorBoardSink(Sink):
         return SummaryWriter
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Start the event file and describe what is watched."""
+        """Starts the event file and describes the watched model."""
         self._writer = self._library()(str(self.directory))
         self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
 
     def write(self, sample: Sample) -> None:
-        """All summaries of a sample in one event: a call per number costs 50 times as much. A histogram is one more."""
+        """Writes all summaries in one event, since one call per number costs 50 times as much, then the histograms."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in sample.summaries().items()]
@@ -113,21 +125,21 @@ class TensorBoardSink(Sink):
             self._writer.add_histogram(tag, heads, sample.step)
 
     def alarm(self, alarm: Alarm) -> None:
-        """A text at its step."""
+        """Writes a text at the alarm's step."""
         self._writer.add_text(f"alarms/{alarm.rule}", str(alarm), alarm.step)
         self._writer.flush()
 
     def close(self, complete: bool) -> None:
-        """Write out what is held back."""
+        """Flushes and closes the event file."""
         if self._writer is not None:
             self._writer.close()
 
 
-# Weights & Biases: summaries and histograms of the heads over `qkeel/step`, alarms as alerts and as tags.
+# Weights & Biases: summaries and head histograms over `qkeel/step`, alarms as alerts and tags.
 
 STEP = "qkeel/step"
-_WANDB_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
-_MANY = 100  # samples
+_ALERT_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # AlertLevel names
+_MANY = 100  # samples waiting before a warning
 _LATE = (
     f"{_MANY} samples wait for the owner of the active W&B run to log: one is sent with each of its logs, the rest "
     "when watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
@@ -135,12 +147,12 @@ _LATE = (
 
 
 @final
-class WandbSink(Sink):
-    """Logs to the run that is active, or starts one of its own and ends it.
+class WandbSink(_LibrarySink):
+    """Logs to the active run, or to a new run that it also finishes.
 
-    In a run of someone else each sample goes out with a log call of the owner, so that the run's step counter stays
-    the owner's; those that no call took go out at the end, and each has its step as `qkeel/step`. With commit="true"
-    each is written at once.
+    In a run that someone else started, each sample is merged into the owner's next log call, so that the owner keeps
+    the run's step counter. Samples left at the end are logged then. Each has its step as `qkeel/step`. commit="true"
+    writes every sample at once.
     """
 
     def __init__(
@@ -151,11 +163,7 @@ class WandbSink(Sink):
         self._own = False
         self._waiting: list[dict[str, object]] = []
         self._histogram: Foreign = None
-        self._place = -1  # the run's step counter when a sample was last put into its row
-
-    def require(self) -> None:
-        """The library is there."""
-        self._library()
+        self._place = -1  # the run's step counter when a sample was last merged
 
     def _library(self) -> Any:
         with needed("the W&B sink", "wandb"):
@@ -163,7 +171,7 @@ class WandbSink(Sink):
         return wandb
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Join the active run, or start one."""
+        """Joins the active run, or starts one."""
         module = self._library()
         self._histogram = module.Histogram
         self._own = module.run is None
@@ -173,26 +181,26 @@ class WandbSink(Sink):
             self._run.define_metric(keys, step_metric=STEP)
 
     def write(self, sample: Sample) -> None:
-        """One log call, or one of several that wait for the owner's."""
+        """Logs the sample, or queues it for the run owner's next log call."""
         heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
         self._waiting.append({**sample.summaries(), **heads, STEP: sample.step})
         if self._own or self.commit:
             self._write_waiting()
-        elif self._run.step != self._place:  # else the row already holds a sample that this one would replace
+        elif self._run.step != self._place:  # otherwise the row holds a sample that this one would replace
             self._run.log(self._waiting.pop(0), commit=False)
             self._place = self._run.step
         elif len(self._waiting) == _MANY:
             caution(_LATE)
 
     def alarm(self, alarm: Alarm) -> None:
-        """One alert, and a tag of the run."""
+        """Sends an alert and tags the run."""
         from wandb import AlertLevel  # type: ignore[import-not-found]
 
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[_WANDB_LEVELS[alarm.severity]])
-        self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's longest tag
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[_ALERT_LEVELS[alarm.severity]])
+        self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's limit
 
     def close(self, complete: bool) -> None:
-        """Write what waits, and end the run if it is the sink's own."""
+        """Writes queued samples, and finishes the run if the sink started it."""
         if self._run is not None:
             self._write_waiting()
             if self._own:
@@ -200,7 +208,7 @@ class WandbSink(Sink):
 
     def _write_waiting(self) -> None:
         if self._waiting and not self._own and not self.commit:
-            self._run.log({}, commit=True)  # the row that may hold a sample
+            self._run.log({}, commit=True)  # completes the row that may hold a sample
         for row in self._waiting:
             self._run.log(row, commit=True)
         self._waiting = []
@@ -210,8 +218,8 @@ class WandbSink(Sink):
 
 
 @final
-class MLflowSink(Sink):
-    """Logs to the run that is active, or starts one of its own and ends it; where to is MLflow's own setting."""
+class MLflowSink(_LibrarySink):
+    """Logs to the active run, or to a new run that it also ends. MLflow's settings decide where runs are stored."""
 
     def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
         self.experiment, self.name = experiment, name
@@ -220,17 +228,13 @@ class MLflowSink(Sink):
         self._run_id = ""
         self._own = False
 
-    def require(self) -> None:
-        """The library is there."""
-        self._library()
-
     def _library(self) -> Any:
         with needed("the MLflow sink", "mlflow"):
             import mlflow  # pyright: ignore[reportMissingImports]
         return mlflow
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Join the active run, or start one."""
+        """Joins the active run, or starts one."""
         self._mlflow = self._library()
         self._own = self._mlflow.active_run() is None
         self._client = self._mlflow.MlflowClient()
@@ -239,7 +243,7 @@ class MLflowSink(Sink):
         self._client.set_tag(self._run_id, "qkeel.model", str(about.get("model")))
 
     def _begun(self) -> Foreign:
-        """A run in the experiment, which stays that of this run alone: others go where the program has them."""
+        """Starts a run in the requested experiment without changing the program's active experiment."""
         if not self.experiment:
             return self._mlflow.start_run(run_name=self.name)
         known = self._client.get_experiment_by_name(self.experiment)
@@ -247,35 +251,30 @@ class MLflowSink(Sink):
         return self._mlflow.start_run(run_name=self.name, experiment_id=number)
 
     def write(self, sample: Sample) -> None:
-        """All summaries of a sample in one call for each 1,000, which is MLflow's limit."""
+        """Logs all summaries, 1,000 per call, which is MLflow's limit."""
         found = list(sample.summaries().items())
         for begin in range(0, len(found), 1000):
             some = dict(found[begin : begin + 1000])
             self._mlflow.log_metrics(some, step=sample.step, run_id=self._run_id)
 
     def alarm(self, alarm: Alarm) -> None:
-        """One tag, named by its rule."""
+        """Sets a tag named after the rule."""
         self._client.set_tag(self._run_id, f"qkeel.alarm.{alarm.rule.replace(' ', '_')}", str(alarm))
 
     def close(self, complete: bool) -> None:
-        """End the run if it is the sink's own."""
+        """Ends the run if the sink started it."""
         if self._own and self._client is not None:
             self._mlflow.end_run("FINISHED" if complete else "KILLED")
 
 
-# Trackio: W&B's calls on a local database.
-
-_TRACKIO_LEVELS = {
-    Severity.NOTICE: "INFO",
-    Severity.ALARM: "WARN",
-    Severity.CRITICAL: "ERROR",
-}  # names of an AlertLevel
+# Trackio: W&B's interface on a local database.
 
 
 @final
-class TrackioSink(Sink):
-    """Logs to the run that is active, or to one of its own in `project`, which it ends; nothing leaves the machine
-    unless trackio is set up so.
+class TrackioSink(_LibrarySink):
+    """Logs to the active run, or to a new run in `project` that it also finishes.
+
+    Data stays on the machine unless trackio is configured otherwise.
     """
 
     def __init__(self, project: str = "qkeel", name: str | None = None) -> None:
@@ -284,29 +283,25 @@ class TrackioSink(Sink):
         self._own = False
         self._histogram: Foreign = None
 
-    def require(self) -> None:
-        """The library is there."""
-        self._library()
-
     def _library(self) -> Any:
         with needed("the trackio sink", "trackio"):
             import trackio  # pyright: ignore[reportMissingImports]
         return trackio
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Join the active run, or start one."""
+        """Joins the active run, or starts one."""
         module = self._library()
         from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
 
         self._histogram = module.Histogram
         self._run = current_run.get()
         stopped: Foreign = None if self._run is None else vars(self._run).get("_stop_flag")
-        self._own = self._run is None or (stopped is not None and stopped.is_set())  # run.finish() leaves it active
+        self._own = self._run is None or (stopped is not None and stopped.is_set())  # run.finish() leaves it in context
         if self._own:
             self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
 
     def write(self, sample: Sample) -> None:
-        """One log call; the owner of a joined run continues counting its own."""
+        """Logs the sample in one call and restores the step counter of a joined run."""
         owners = vars(self._run).get("_next_step")
         heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
         self._run.log({**sample.summaries(), **heads}, step=sample.step)
@@ -314,24 +309,24 @@ class TrackioSink(Sink):
             self._run._next_step = owners
 
     def alarm(self, alarm: Alarm) -> None:
-        """One alert."""
+        """Sends an alert."""
         from trackio import AlertLevel  # type: ignore[import-not-found]
 
-        level = AlertLevel[_TRACKIO_LEVELS[alarm.severity]]
+        level = AlertLevel[_ALERT_LEVELS[alarm.severity]]
         self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=level, step=alarm.step)
 
     def close(self, complete: bool) -> None:
-        """End the run if it is the sink's own."""
+        """Finishes the run if the sink started it."""
         if self._own and self._run is not None:
             self._run.finish()
 
 
-# A live view in a notebook: the sample measured last and the alarms, in one cell.
+# A live view in a notebook: the latest sample and the alarms, in one cell.
 
 
 @final
-class NotebookSink(Sink):
-    """Shows a table in the cell that runs, and puts each sample in its place, at most every `seconds`."""
+class NotebookSink(_LibrarySink):
+    """Shows a table in the running cell and updates it with each sample, at most every `seconds`."""
 
     def __init__(self, seconds: str = "0.5") -> None:
         self.seconds = float(seconds)
@@ -340,23 +335,19 @@ class NotebookSink(Sink):
         self._alarms: list[Alarm] = []
         self._shown = -math.inf
 
-    def require(self) -> None:
-        """The library is there."""
-        self._library()
-
     def _library(self) -> Any:
         with needed("the notebook sink", "ipython"):
             from IPython import display  # pyright: ignore[reportMissingImports]
         return display
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Make the place in the cell's output."""
+        """Creates the output in the cell."""
         self._display = self._library().display(self, display_id=True)
         if self._display is None:
-            raise InvalidValueError('sinks="notebook" shows a table in a notebook\'s cell; outside of one use "log"')
+            raise InvalidValueError('sinks="notebook" shows a table in a notebook cell; outside a notebook use "log"')
 
     def write(self, sample: Sample) -> None:
-        """Show it."""
+        """Shows a training sample."""
         if sample.phase != "train":
             return
         self._sample = sample
@@ -364,12 +355,12 @@ class NotebookSink(Sink):
             self._update()
 
     def alarm(self, alarm: Alarm) -> None:
-        """Show it below the table."""
+        """Shows the alarm below the table."""
         self._alarms.append(alarm)
         self._update()
 
     def close(self, complete: bool) -> None:
-        """Show the last sample."""
+        """Shows the last sample."""
         if self._display is not None:
             self._update()
 

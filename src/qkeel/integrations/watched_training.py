@@ -1,4 +1,4 @@
-"""Training loops of others under a monitor: what their callbacks share, and accelerate."""
+"""What the callbacks of trainers share, and a sink for accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
 
-# Accelerate: summaries to every tracker of an Accelerator, by its own `log`.
+# Accelerate: summaries go to every tracker of an Accelerator, through its own `log`.
 
 
 @final
 class AccelerateSink(Sink):
     """Calls `accelerator.log(numbers, step)` for each sample: `watch(model, optimizer, sinks=AccelerateSink(acc))`.
 
-    W&B drops a step that lies before the last one its run was given; where steps of another count go there,
-    `sinks="wandb"` joins the tracker's run with an axis of its own.
+    W&B drops a step below the last one logged to its run. If something else logs to that run with another step count,
+    `sinks="wandb"` joins the run with its own step axis instead.
     """
 
     def __init__(self, accelerator: Foreign) -> None:
-        """Takes the `accelerate.Accelerator`, whose `init_trackers` has been called before the first sample."""
+        """Takes an `accelerate.Accelerator`; call its `init_trackers` before the first sample."""
         if not callable(vars(type(accelerator)).get("log")):
             raise InvalidTypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
         self.accelerator = accelerator
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Nothing to open: trackers have been opened by `init_trackers`."""
+        """Does nothing: `init_trackers` has opened the trackers."""
 
     def write(self, sample: Sample) -> None:
-        """One log call."""
+        """Logs the summaries in one call."""
         self.accelerator.log(sample.summaries(), step=sample.step)
 
     def alarm(self, alarm: Alarm) -> None:
-        """A one at the alarm's step: trackers of Accelerate have no alerts in common."""
+        """Logs a one at the alarm's step, since Accelerate's trackers have no common alert."""
         self.accelerator.log({f"alarms/{alarm.rule}": 1.0}, step=alarm.step)
 
     def close(self, complete: bool) -> None:
-        """Nothing to close: `end_training` is the owner's call."""
+        """Does nothing: ending the trackers is left to their owner's `end_training`."""
 
 
-# The part that the callbacks of trainers share: a training under watch, and its samples not passed on yet.
+# What the callbacks of trainers share: a watched training, and the samples not yet passed on.
 
 CALLBACK_CADENCE = Adaptive(least=5, most=50, change=0.25, start=20)
 Sinks = Sink | str | Path | Sequence[Sink | str | Path]
@@ -57,35 +57,35 @@ Sinks = Sink | str | Path | Sequence[Sink | str | Path]
 
 @final
 class SampleQueue(Sink):
-    """Keeps the training samples until they are taken, each with its step; only the first process has any."""
+    """Keeps training samples with their steps until they are taken. Only the first process receives samples."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Nothing to open."""
+        """Does nothing."""
 
     def write(self, sample: Sample) -> None:
-        """Keep it."""
+        """Keeps a training sample."""
         if sample.phase == "train":
             self._samples.append(sample)
 
     def alarm(self, alarm: Alarm) -> None:
-        """The monitor has warned already."""
+        """Does nothing: the monitor warns itself."""
 
     def close(self, complete: bool) -> None:
-        """Nothing to close."""
+        """Does nothing."""
 
     def take(self) -> list[Sample]:
-        """The samples since the last call, in the order of their steps."""
+        """Returns the samples since the last call, ordered by step."""
         taken, self._samples = self._samples, []
         return taken
 
 
 class WatchedTraining:
-    """The options of a callback, and the monitor and autopilot of the training that continues.
+    """The options of a trainer's callback, and the monitor and autopilot of the current training.
 
-    For every, sinks, rules and query_mask see `qkeel.watch`. autopilot: true, or its policy.
+    For every, sinks, rules and query_mask see `qkeel.watch`. autopilot: True, or its policy.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class WatchedTraining:
         query_mask: MaskSource | None,
         autopilot: bool | str | Policy,
     ) -> None:
-        super().__init__()  # of the trainer's own callback
+        super().__init__()  # initialises the trainer's callback class
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
         self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
@@ -107,7 +107,7 @@ class WatchedTraining:
         self._queue = SampleQueue()
 
     def _begin(self, model: nn.Module, optimizer: Optimizer | None, steps: int) -> Monitor:
-        """Watches from here on, after so many steps."""
+        """Starts watching a model that has already made `steps` optimizer steps."""
         self._queue = SampleQueue()
         sinks, mask = [*self._sinks, self._queue], self._query_mask
         monitor = watch(model, optimizer, every=self._every, sinks=sinks, rules=self._rules, query_mask=mask)
@@ -116,7 +116,7 @@ class WatchedTraining:
         return monitor
 
     def close(self, *, complete: bool) -> None:
-        """Stop watching, if it was begun."""
+        """Stops watching, if it was started."""
         watching = self.monitor if self.pilot is None else self.pilot
         if watching is not None:
             watching.close(complete=complete)

@@ -1,4 +1,4 @@
-"""The choice that "auto" makes among kernels for a call: one table of measured preferences."""
+"""The kernel that "auto" chooses for a call, from a table of measured preferences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS: dict[str, Kernel] = {
     "flex": Flex(),  # by its name only: it has not been timed on a GPU
     "chunked": Chunked(),
 }
-# The fastest first, where no preference below says otherwise; the last one computes every call.
+# Fastest first, unless a preference below says otherwise. The last kernel computes every call.
 _AUTO = ("decode", "native", "sdpa", "windowed", "chunked")
 _LOG = logging.getLogger("qkeel")
 
@@ -34,7 +34,7 @@ _LOG = logging.getLogger("qkeel")
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """The order in which "auto" asks the kernels about one kind of call, and the reason for it."""
+    """The order in which "auto" tries the kernels for one kind of call, and the reason for it."""
 
     calls: str
     holds: Callable[[AttentionCall], bool]
@@ -45,7 +45,7 @@ class Preference:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The kernel that "auto" takes for a call, the preference that ordered the kernels, and the refusals before it."""
+    """The kernel that "auto" chooses for a call, the preference that applied, and the refusals of earlier kernels."""
 
     kernel: str
     preference: Preference
@@ -64,8 +64,8 @@ def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
     return half and gradient and _cpu_capability() == "AVX2"
 
 
-# `qkeel bench --size full` measures the times that the reasons give; internals/choice.md has their table. The first
-# preference that holds counts.
+# The reasons quote times measured by `qkeel bench --size full`; internals/choice.md has the table. The first preference
+# that applies counts.
 PREFERENCES: tuple[Preference, ...] = (
     Preference(
         calls="a call with dropout, or under torch.export",
@@ -106,7 +106,8 @@ def choose(call: AttentionCall, impl: str = "auto") -> Kernel:
     """Returns the named kernel, or for "auto" the first in the preferred order that supports the call.
 
     Raises:
-        UnknownNameError: no such kernel. RefusedError: the named kernel cannot compute the call exactly.
+        UnknownNameError: there is no such kernel.
+        RefusedError: the named kernel cannot compute the call exactly.
     """
     if impl == "auto":
         preference = preferred(call)
@@ -121,19 +122,20 @@ def choose(call: AttentionCall, impl: str = "auto") -> Kernel:
 
 
 def preferred(call: AttentionCall) -> Preference:
-    """Returns the first preference of the table that holds for the call."""
+    """Returns the first preference of the table that applies to the call."""
     return next(preference for preference in PREFERENCES if preference.holds(call))
 
 
 def explain_choice(call: AttentionCall) -> Choice:
-    """Returns which kernel "auto" takes for the call, and why.
+    """Returns the kernel that "auto" chooses for the call, and why.
 
-    >>> from qkeel.spec import AttentionSpec, Softcap
-    >>> from qkeel.spec.call import make_call
-    >>> q = torch.zeros(1, 2, 5, 8, device="meta")
-    >>> choice = explain_choice(make_call(AttentionSpec(cap=Softcap(5.0)), q, q, q))
-    >>> choice.kernel, choice.preference.calls, choice.refusals["sdpa"].reason
-    ('chunked', 'a call with as many queries as keys', 'SDPA cannot cap logits')
+    Example:
+        >>> from qkeel.spec import AttentionSpec, Softcap
+        >>> from qkeel.spec.call import make_call
+        >>> q = torch.zeros(1, 2, 5, 8, device="meta")
+        >>> choice = explain_choice(make_call(AttentionSpec(cap=Softcap(5.0)), q, q, q))
+        >>> choice.kernel, choice.preference.calls, choice.refusals["sdpa"].reason
+        ('chunked', 'a call with as many queries as keys', 'SDPA cannot cap logits')
     """
     preference, refusals = preferred(call), {}
     for name in preference.order:

@@ -1,4 +1,7 @@
-"""The compiled kernels on a CPU: attention of whole sequences, and decoding of one token."""
+"""The compiled CPU kernels: attention over whole sequences, and decoding of a few tokens.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from qkeel.kernels.native.operators import STORED, OperatorSource, is_plain, rea
 from qkeel.spec.call import AttentionCall, BandCall
 from qkeel.spec.slot import Outputs
 
-# Softmax attention on a CPU in C++: exact largest logit and entropy of every row in the same pass.
+# Softmax attention on a CPU in C++, with the exact largest logit and entropy of every row from the same pass.
 
 OutputAndRows = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -35,18 +38,18 @@ class Native(Kernel):
         return _run(call, stats=False)[0]
 
     def with_logsumexp(self, call: AttentionCall) -> tuple[Outputs, Tensor]:
-        """Returns out, that of a plain call, and the logsumexp of each row, detached."""
+        """Returns the output, equal to that of a plain call, and the logsumexp of each row, detached."""
         out, lse, *_ = _run(call, stats=False)
         return out, lse.detach()
 
     def with_rows(self, call: AttentionCall) -> tuple[Outputs, KernelRows]:
-        """Returns out, equal to the bit with its gradient to a plain call's, and detached statistics of each row."""
+        """Returns the output, bit for bit that of a plain call, gradient included, and detached row statistics."""
         out, *found = _run(call, stats=True)
         lse, top, entropy = (x.detach() for x in found)
-        return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # a largest number passes NaN over
+        return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # the kernel's maximum drops NaN
 
     def bracketed(self, call: AttentionCall) -> tuple[Outputs, LogitBracket]:
-        """Returns out, and the exact largest logit and mean entropy of each head over counted rows that see a key."""
+        """Returns the output, and exact largest logit and mean entropy per head over counted rows that see a key."""
         out, (top, lse, entropy) = self.with_rows(call)
         if call.query_mask is not None:
             over = call.query_mask[:, None] & (lse != -torch.inf)
@@ -111,14 +114,14 @@ def _of_gradient(call: AttentionCall) -> str | None:
 
 
 def _derived_by_torch(call: AttentionCall) -> bool:
-    """Returns whether torch's own kernel has the derivative, from the logsumexp, where none could be compiled."""
+    """True if torch's own kernel can compute the derivative from the logsumexp, since no compiled one exists."""
     q, k, v = call.q, call.k, call.v
     plain = call.mask is None and not _biased(call) and not call.window and not call.spec.cap.limit
     return plain and q.shape[-1] == v.shape[-1] and (not call.causal or q.shape[2] == k.shape[2])
 
 
 def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
-    """Returns out [b h t e] in q's dtype; float32 lse, largest logit before the cap and entropy [b h t].
+    """Returns the output [b h t e] in q's dtype, and float32 lse, largest logit before the cap and entropy [b h t].
 
     The last two are empty without `stats`.
     """
@@ -142,25 +145,25 @@ def _backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: obje
 
 
 # attention(q, k, v, mask, slopes, scale, causal, window, cap, stats): q [b h t d], k [b g s d] and v [b g s e] as they
-# enter the product, the last query aligned to the last key; a mask that is boolean (True: may attend) or float, of four
-# dimensions that broadcast to [b h t s]; float32 slopes [h], which are subtracted from the logits times the distance.
+# enter the product, the last query aligned with the last key; a four-dimensional mask that broadcasts to [b h t s],
+# boolean (True: may attend) or float; float32 slopes [h], which multiply the distance that is subtracted from logits.
 OPERATORS = OperatorSource("attention", {"attention": _shapes})
 BACKWARD = OperatorSource("attention_backward", {"attention_backward": _backward_shapes})
 ready, backward_ready = OPERATORS.ready, BACKWARD.ready
 
 
-# Attention of a few new tokens to a long cache on a CPU in C++, for inference; keys may be latents.
+# Attention from a few new tokens to a long cache on a CPU in C++, for inference. Keys may be latents.
 
-ROWS, TOKENS = 128, 32  # queries per key head, and queries per query head: beyond these other kernels are faster
-LATENT_ROWS = 512  # queries of all heads that share a latent
+ROWS, TOKENS = 128, 32  # queries per key head and per query head, beyond which other kernels are faster
+LATENT_ROWS = 512  # queries of all heads that share a latent, beyond which torch computes
 
 
 @final
 class Decode(Kernel):
-    """The kernel for few queries and many keys, without a gradient: softmax(scale · q kᵀ) v.
+    """Computes softmax(scale · q kᵀ) v for few queries and many keys, without a gradient.
 
-    Keys and values are read once for all query heads that share them. Boolean masks, windows and positions of any kind;
-    a query for which no key is visible gets 0.
+    Keys and values are read once for all query heads that share them. Supports boolean masks, windows and any
+    positions. A query that sees no key gets 0.
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
@@ -178,11 +181,11 @@ class Decode(Kernel):
 def latents(
     call: AttentionCall, scale: float | Tensor, inverse: Float[Tensor, "b _ s"] | None
 ) -> Float[Tensor, "b h t e"] | None:
-    """Returns softmax(cap(scale · inverse ∘ q kᵀ)) v in float32, without a gradient; None where torch must.
+    """Returns softmax(cap(scale · inverse ∘ q kᵀ)) v in float32, without a gradient; None if torch must compute it.
 
     Args:
-        call: q [b h t d] encoded already, k [b 1 s d]; v, the first numbers of each key, is read with it.
-        scale: of the logits, [b|1 h|1 t|1 1] or a number.
+        call: encoded q [b h t d] and k [b 1 s d]; v must be the first part of each key.
+        scale: factor on the logits, [b|1 h|1 t|1 1] or a number.
         inverse: [b h|1 s], multiplies the logits before the cap.
     """
     q, k, spec = call.q, call.k, call.spec
@@ -199,7 +202,7 @@ def latents(
 
 
 def _visibility(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
-    """Returns mask, causality and window (0: none) of a call; for positions of its own all in the mask."""
+    """Returns mask, causality and window (0: none) of a call; given positions are turned into a mask."""
     if call.plain:
         return call.mask, call.causal, call.window or 0
     return call.visible(slice(0, call.q.shape[2]), slice(0, call.k.shape[2])), False, 0

@@ -1,4 +1,7 @@
-"""What a kernel is: what it is given, how the call is prepared, and how it refuses."""
+"""The kernel interface: what a kernel receives, how it refuses a call, and helpers that several kernels share.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from qkeel.kernels.triton import available
 from qkeel.spec.call import AttentionCall, BandCall
 from qkeel.spec.slot import Keys, Logits, Outputs, PerRow, Queries, Values
 
-# The interface of a kernel: it says what it cannot do, and why, before it computes.
+# The kernel interface. A kernel refuses what it cannot compute exactly, with the reason, before it computes anything.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,28 +37,29 @@ class Refusal:
 
 
 class Kernel(abc.ABC):
-    """Computes out [b h t d'] of a call."""
+    """Computes the output [b h t e] of a call."""
 
     @abc.abstractmethod
     def supports(self, call: AttentionCall) -> Refusal | None:
-        """None if this kernel computes the call exactly, else the reason."""
+        """Returns None if this kernel computes the call exactly, else the reason."""
 
     @abc.abstractmethod
     def __call__(self, call: AttentionCall) -> Outputs:
-        """Returns out [b h t d'] in q's dtype."""
+        """Returns the output [b h t e] in q's dtype."""
 
 
-# Steps that several kernels share: blocks of its rows, the average of values, statistics of rows on a GPU.
+# Helpers that several kernels share: row blocks, the average of values, row statistics on a GPU.
 
-LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
-# Of samples of rows: another one for each call, the same ones in every run. For 1 and multiples of 16 Triton compiles
-# kernels of their own.
+LEAST_UNDER_WINDOW = 128  # least rows per block under a narrower window: fewer make inefficient matrix products
+# Seeds for samples of rows: a new one per call, the same in every run. Odd numbers, because Triton compiles separate
+# kernels for the argument 1 and for multiples of 16.
 _SEEDS = itertools.count(3, 2)
 
 
 def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
-    """Blocks of at least `least` query rows whose logits hold about `elements` numbers: O(T) memory at any T. Under
-    a window blocks are about as tall as it is wide, so that they see few keys outside it.
+    """Yields blocks of at least `least` query rows with about `elements` logits each, for O(T) memory at any T.
+
+    Under a window, blocks are about as tall as the window is wide, so that they contain few keys outside it.
     """
     b, h, t, _ = call.q.shape
     rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
@@ -66,7 +70,7 @@ def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[s
 
 
 def average(weights: Logits, v: Values) -> Outputs:
-    """Returns weights [b h t s] times v [b g s d], each key head serving h / g query heads, without repeating v."""
+    """Returns weights [b h t s] times v [b g s e]; each key head serves h / g query heads without being repeated."""
     b, h, t, s = weights.shape
     g = v.shape[1]
     with unrounded(v):
@@ -76,13 +80,13 @@ def average(weights: Logits, v: Values) -> Outputs:
 
 
 def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
-    """Returns the output where there is no query or no key: zeros with a gradient of zeros."""
+    """Returns the output for calls without queries or keys: zeros with zero gradients."""
     share = q.shape[1] // k.shape[1]
     return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)
 
 
 class _LogitOperands(NamedTuple):
-    """The q, k and scale of a call whose products are its logits before a cap, and `how`: which keys are visible."""
+    """q, k and scale, whose products are the logits before the cap, and `how`: which keys are visible."""
 
     q: Tensor
     k: Tensor
@@ -91,13 +95,15 @@ class _LogitOperands(NamedTuple):
 
 
 def _read(call: AttentionCall, family: available.Family = "statistics") -> _LogitOperands | None:
-    """None where Triton's kernels do not read a call: other devices, biases, masks of pairs, positions of the caller's
-    own, other subclasses than BandCall. q and k are those that the definition takes, in float32; where the spec leaves
-    them as they are, in their own precision, which makes the same products.
+    """Returns the operands for Triton's statistics kernels; None if they do not support the call.
+
+    Unsupported are other devices, biases, masks of pairs, given positions, and subclasses other than BandCall. q and k
+    are encoded in float32. If the spec does not encode them, they keep their own precision, which gives the same
+    products.
     """
     band = call if isinstance(call, BandCall) else None
     if type(call) is not AttentionCall and (band is None or band.slopes is not None):
-        return None  # which keys are visible, and what is added, are functions of a subclass
+        return None  # a subclass may override visibility and bias
     spec, mask = call.spec, call.mask if band is None else band.padding
     padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
     if not (padding and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
@@ -118,9 +124,10 @@ def _read(call: AttentionCall, family: available.Family = "statistics") -> _Logi
 
 
 def row_statistics(call: AttentionCall) -> available.RowNumbers | None:
-    """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
+    """Returns largest and smallest logit, lse and entropy of every query row [b h t], float32, by a separate GPU pass.
 
-    Rows that the call's `query_mask` leaves out are as if they saw nothing. None where that does not do.
+    Rows excluded by the call's `query_mask` get the values of rows that see no key. None if the GPU kernel does not
+    support the call.
     """
     read = _read(call)
     if read is None:
@@ -135,22 +142,27 @@ def row_statistics(call: AttentionCall) -> available.RowNumbers | None:
 
 
 def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """The largest and smallest logit [h] by a pass of two comparisons a logit on a GPU; None where that does not do."""
+    """Returns the largest and smallest logit [h] by a GPU pass with two comparisons per logit; None if unsupported."""
     read = _read(call, "sampled statistics")
     if read is None:
         return None
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
-    top, low = sampled.extremes(read.q, read.k, read.scale, counted=call.query_mask, **read.how)
+    top, low = statistics.extremes(read.q, read.k, read.scale, counted=call.query_mask, **read.how)
     return top.amax((0, 2)), low.amin((0, 2))
 
 
 def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -> available.HeadNumbers | None:
-    """Statistics of heads on a GPU, the entropy from every `rate`-th row in the mean, the largest logit from all.
+    """Returns head statistics from a GPU: the entropy from one in `rate` rows on average, the largest logit from all.
 
-    lse: the logsumexps of a call without mask and window, if they are known; then tiles of rows in which none can hold
-    the largest logit are not read. None where that does not do, or where a sequence has fewer than two strata of
-    2 · rate rows: then all rows cost no more.
+    Args:
+        call: the attention call.
+        rate: average number of rows per sampled row.
+        lse: logsumexps of a call without mask and window, if known. Tiles of rows that cannot hold the largest logit
+            are then skipped.
+
+    Returns:
+        None if unsupported, or if a sequence has fewer than two strata of 2 · rate rows; all rows then cost no more.
     """
     t = call.q.shape[2]
     strata = t // (2 * rate)
@@ -158,27 +170,26 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
     if read is None:
         return None
     from qkeel.kernels.triton import statistics
-    from qkeel.kernels.triton import statistics as sampled
 
     q, k, scale, how = read
     s, counted = k.shape[2], call.query_mask
-    known = None if lse is None else (lse, sampled.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
-    tops = sampled.extremes(q, k, scale, counted=counted, known=known, **how)
+    known = None if lse is None else (lse, statistics.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
+    tops = statistics.extremes(q, k, scale, counted=counted, known=known, **how)
     rows, picked = statistics.rows_of(q, k, scale, cap=call.spec.cap.limit, sample=(strata, next(_SEEDS)), **how)
-    return sampled.sampled_head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
+    return statistics.sampled_head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
 
 
 def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
-    """Bounds [2 h] on the largest logits from logsumexps of a whole call, in one launch of a GPU; None elsewhere."""
+    """Returns bounds [2 h] on the largest logits from a call's logsumexps, in one GPU launch; None elsewhere."""
     if lse.dtype != torch.float32 or not lse.numel() or not available.trusted("sampled statistics", lse.device):
         return None
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
-    return sampled.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
+    return statistics.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
-    """Returns the statistics of heads from those of rows, in one launch of a GPU; None on other devices."""
+    """Returns head statistics from row statistics, in one GPU launch; None on other devices."""
     if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.trusted("statistics", rows.lse.device)):
         return None
     from qkeel.kernels.triton import statistics

@@ -1,4 +1,4 @@
-"""Encoding of q and k for the dot product: norm and rotation by fused operators where possible, else by torch."""
+"""Encodes q and k for the dot product: norm and rotation by fused operators where possible, else by torch."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from qkeel.spec.norm import Norm, NormedPart, NormKind
 from qkeel.spec.rope import Position, Rope
 from qkeel.spec.slot import Keys, Params, PosK, PosQ, Queries, Values
 
-# The numbers of the norms in the operators' sources; torch computes a norm that is not here.
+# Numbers of the norms in the operators' sources. torch computes all other norms.
 KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
-# The least min |gain| / max |gain| of a pair at which x̂ is made from the result: dividing magnifies its rounding.
+# Least min |gain| / max |gain| of a pair for which x̂ is recomputed from the result: the division magnifies rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
-_WIDEST_TOKEN = 8192  # numbers of all heads, a power of two of them, that one program holds
+_WIDEST_TOKEN = 8192  # numbers of all heads, rounded up to a power of two, that one program can hold
 
 CosSin = tuple[Tensor, Tensor]
-KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
+KeyParts = Float[Tensor, "b g s r"]  # keys, or their rotated part
 EncodeOperator = Callable[[Tensor, Tensor | None, CosSin | None, int, float, bool], Tensor]
 BothOperator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EncodePlan:
-    """The arguments of the operators for a norm and a position, resolved once: one object for equal specs."""
+    """Arguments of the operators for a norm and a position, resolved once for equal specs."""
 
     norm: Norm
     position: Rope | None
     kind_q: int
     kind_k: int
     eps: float
-    on_gpu: bool  # with interleaved pairs, or a norm over all heads of a token: only there
+    on_gpu: bool  # True if only the GPU operators do this: interleaved pairs, or a norm over all heads of a token
 
 
 def _planned(norm: Norm, position: Position) -> _EncodePlan | None:
-    """None where the operators do not do it."""
+    """Returns None if the operators do not support the norm or the position."""
     return _plan(norm, position) if torch.compiler.is_compiling() else _plan_once(norm, position)
 
 
@@ -61,10 +61,10 @@ _plan_once = functools.lru_cache(maxsize=256)(_plan)
 
 
 def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
-    """Returns q, k, v as a plain softmax kernel takes them, dense, in the caller's dtype, and the scale left to it."""
+    """Returns q, k, v for a plain softmax kernel, dense and in the caller's dtype, and the remaining scale."""
     dtype = call.q.dtype
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, dtype)
-    whole = isinstance(scale, Tensor) and dtype.itemsize < 4  # q times scale is rounded once, not twice
+    whole = isinstance(scale, Tensor) and dtype.itemsize < 4  # rounds q times scale once instead of twice
     q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
@@ -73,8 +73,9 @@ def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
 
 
 def dense(x: Tensor) -> Tensor:
-    """The tensor x with the numbers of a row contiguous, as torch's fused operators assume. Of other tensors they
-    give wrong results, and SDPA, which checks, makes the whole matrix instead.
+    """Returns x with contiguous rows, as torch's fused operators assume.
+
+    For other tensors they give wrong results, and SDPA, which checks, builds the whole T×T matrix instead.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -82,8 +83,8 @@ def dense(x: Tensor) -> Tensor:
 def encoded(
     spec: AttentionSpec, q: Queries, k: KeyParts, pos_q: PosQ, pos_k: PosK, params: Params
 ) -> tuple[Queries, KeyParts]:
-    """`spec.encode`, in the caller's dtype: by the fused operators where they do it, else by torch."""
-    if spec.norm.kind == spec.position.kind == "none":  # a cache holds them encoded: not a copy more
+    """Computes `spec.encode` in the caller's dtype, by the fused operators if they support it, else by torch."""
+    if spec.norm.kind == spec.position.kind == "none":  # e.g. from a cache of encoded keys, which need no copy
         return q, k
     fast = fused(spec, q, k, pos_q, pos_k, params)
     if fast is not None:
@@ -100,11 +101,11 @@ def fused(
     pos_k: PosK,
     params: Params,
 ) -> tuple[Queries, KeyParts] | None:
-    """The q and k of `spec.encode`, rounded to their own dtype; None where the operators do not apply.
+    """Computes q and k of `spec.encode`, rounded to their own dtype; None if the operators do not support it.
 
-    They are for a norm over heads without bias, before RoPE or none, or after it where norm and rotation commute, with
-    half pairs, on a CUDA device with interleaved ones and for a norm over all heads of a token too; float32, bfloat16
-    and float16; head_dim a multiple of 8.
+    They support a norm over heads without bias, before RoPE or without RoPE, or after it if norm and rotation commute,
+    with half pairs; on a CUDA device also interleaved pairs and a norm over all heads of a token; float32, bfloat16 and
+    float16; a head_dim that is a multiple of 8.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -118,7 +119,7 @@ def fused(
         return None
     for x in (k, *params.values()):
         if x.device != device:
-            return None  # torch's own error
+            return None  # torch raises its own error
     operator = operator_for(device)
     if operator is None or (plan.on_gpu and (operator is norm_rope or not _fits(plan, q, k))):
         return None
@@ -144,7 +145,7 @@ def fused(
 def _directly(
     plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
 ) -> tuple[Tensor, Tensor] | None:
-    """Without torch's dispatcher, which is most of the price of a token."""
+    """Bypasses torch's dispatcher, which takes most of the time for a single token."""
     if pos_q is not pos_k and plan.position is not None:
         return None
     if plan.on_gpu or not (
@@ -163,12 +164,12 @@ def _directly(
         elif not torch.is_grad_enabled():
             cos, sin = _turned(plan.position, plan.position.tables(q, k, pos_q, pos_k)[1])
         else:
-            return None  # most likely a gradient is wanted
+            return None  # most likely because a gradient is needed
     return native.encode(q, k, gain_q, gain_k, cos, sin, plan.kind_q, plan.kind_k, plan.eps)
 
 
 def operator_for(device: torch.device) -> EncodeOperator | None:
-    """The operators that norm and rotate tensors on a device; None where torch does."""
+    """Returns the operators for norm and rotation on a device; None if torch computes them."""
     if device.type == "cpu":
         return norm_rope if norm_rope_ready() else None
     if not available.trusted("norm and rotation", device):
@@ -179,18 +180,18 @@ def operator_for(device: torch.device) -> EncodeOperator | None:
 
 
 def both_operator(device: torch.device) -> BothOperator | None:
-    """The operator that norms and rotates q and k in one launch, with a gradient too; None where there is none."""
+    """Returns the operator that handles q and k in one launch, gradient included; None if there is none."""
     if device.type == "cpu" or not available.trusted("norm and rotation", device):
         return None
-    from qkeel.kernels.triton import norm_rope as norm_rope_two
+    from qkeel.kernels.triton import norm_rope as triton_norm_rope
 
-    return norm_rope_two.norm_rope_two
+    return triton_norm_rope.norm_rope_two
 
 
 def _tables(
     plan: _EncodePlan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
 ) -> tuple[CosSin | None, CosSin | None]:
-    """The cos and sin that turn q and those that turn k, one object where they are the same."""
+    """Returns cos and sin for q and for k, the same object if they are equal."""
     position = plan.position
     if position is None:
         return None, None
@@ -203,7 +204,7 @@ def _tables(
     return (turned if theirs is keys else _turned(position, theirs)), turned
 
 
-@functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other
+@functools.lru_cache(maxsize=16)  # consecutive layers of a model ask for the same table
 def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, place: int) -> CosSin:
     assert plan.position is not None
     like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
@@ -226,7 +227,7 @@ def _takes(norm: Norm, position: Position) -> bool:
 
 
 def _fits(plan: _EncodePlan, q: Tensor, k: Tensor) -> bool:
-    """Returns whether a program holds a token's heads, where a norm is over all of them."""
+    """True if a program can hold a token's heads, for a norm over all of them."""
     widest = max(
         (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind >= WHOLE else 0
         for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
@@ -243,15 +244,15 @@ def _one(
 
 
 def _gain(plan: _EncodePlan, part: NormedPart, params: Params) -> Tensor | None:
-    """[], [d], [h 1] or [h d]; a stack of runs gives [h 1 1|d]."""
+    """Returns the gain as [], [d], [h 1] or [h d]; for a stack of runs as [h 1 1|d]."""
     gain = plan.norm.weight(part, params)
     return gain[:, 0] if gain is not None and gain.ndim == 3 else gain
 
 
 def _keeps(x: Tensor, gain: Tensor | None) -> bool:
-    """Returns whether backward needs x itself: some gain is too small to divide by.
+    """True if backward needs x itself because some gain is too small to divide by.
 
-    A compiler sees no values, and the host would have to wait for those on a GPU: there, yes.
+    Also True when compiling, where values are unknown, and on a GPU, where reading them would wait.
     """
     if gain is None or not torch.is_grad_enabled():
         return False

@@ -1,4 +1,7 @@
-"""Per-head statistics beside any kernel: exact ones by blocks, and bounds from the logsumexp alone."""
+"""Per-head statistics for any kernel: exact ones block by block, and bounds from the logsumexps alone.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, r rows of a block.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ from qkeel.functional.statistics import (
     reduce_kernel_rows,
     reduce_rows,
     softmax_rows,
+    with_sink,
 )
 from qkeel.kernels.contract import extremes, head_numbers, lse_bounds, row_blocks, row_statistics, sampled_numbers
 from qkeel.kernels.encode import folded
@@ -38,47 +42,46 @@ from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
 from qkeel.spec.call import AttentionCall, of_key
-from qkeel.spec.logits import Cap
+from qkeel.spec.logits import Cap, Sink
 from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import Outputs, PerRow
 
-# What was found of an attention call, before it is reduced to statistics: the heads of many calls are reduced at
-# once.
+# Findings about an attention call before their reduction to statistics, so that many calls can be reduced at once.
 #
-# A reduction over rows takes as many operations for the heads of all layers as for those of one, each of which costs
-# the host, and a GPU's queue, some microseconds. So what was found of calls that are alike waits until the pass is
-# over, or until what waits holds too much memory.
+# A reduction over rows takes as many operations for the heads of one layer as for those of all layers, and each costs
+# some microseconds on the host and in a GPU's queue. Findings of similar calls therefore wait until the pass ends or
+# until they hold too much memory.
 
 
 class Found(abc.ABC):
-    """What was found of one attention call. Calls of which `alike` is equal, and not (), are reduced together."""
+    """Findings about one attention call. Those with equal `alike`, other than (), are reduced together."""
 
     __slots__ = ()
 
     @property
     @abc.abstractmethod
     def heads(self) -> tuple[int, int]:
-        """The numbers of query and key heads."""
+        """Returns the numbers of query and key heads."""
 
     @property
     @abc.abstractmethod
     def alike(self) -> tuple[object, ...]:
-        """What must be equal of two calls whose heads are reduced together; () of one that is reduced alone."""
+        """Returns what must be equal for calls to be reduced together; () for a call that is reduced alone."""
 
     @property
     def size(self) -> int:
-        """How many numbers it holds until it is reduced."""
+        """Returns how many numbers it holds until it is reduced."""
         return 0
 
     @abc.abstractmethod
     def with_others(self, others: Sequence[Any]) -> LogitStats:
-        """The statistics of this call and of others that are alike, their heads one after the other."""
+        """Returns the statistics of this call and of similar others, with their heads concatenated."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundStats(Found):
-    """Statistics that are made already."""
+    """Statistics that are already reduced."""
 
     stats: LogitStats
 
@@ -97,7 +100,7 @@ class FoundStats(Found):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundRows(Found):
-    """The statistics of the rows of a call, and the norms of its queries and keys; see `reduce_rows`."""
+    """Row statistics of a call, and the norms of its queries and keys; see `reduce_rows`."""
 
     rows: RowStats
     counted: Bool[Tensor, "b t"] | None
@@ -106,6 +109,7 @@ class FoundRows(Found):
     keys_seen: Bool[Tensor, "b g s"]
     classes: TokenClasses | None = None
     of_key: Int[Tensor, " s"] | None = None
+    sinks: int = 0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -116,7 +120,7 @@ class FoundRows(Found):
         if self.classes is not None or self.of_key is not None:
             return ()
         x, keys = self.rows.total, self.keys_seen
-        known = self.q_norm is None, self.k_norm is None, id(self.counted)
+        known = self.q_norm is None, self.k_norm is None, id(self.counted), self.sinks
         return FoundRows, x.shape[0], x.shape[2], keys.shape[0], keys.shape[2], x.dtype, x.device, *known
 
     @property
@@ -131,17 +135,18 @@ class FoundRows(Found):
             q_norm = None if q_norm is None else torch.cat([x for one in every if (x := one.q_norm) is not None], 1)
             k_norm = None if k_norm is None else torch.cat([x for one in every if (x := one.k_norm) is not None], 1)
             seen = torch.cat([one.keys_seen for one in every], 1)
-        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.of_key)
+        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, self.classes, self.of_key, self.sinks)
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundPacked(Found):
-    """The same from the compiled pass: the fields of its rows in one tensor, the norms of queries last. Where
-    `keys_seen` is None, every key is seen."""
+    """Row statistics from the compiled pass: all fields in one tensor, with the query norms last.
+
+    `keys_seen` is None if every key is seen."""
 
     fields: Float[Tensor, "n b h t"]
-    names: tuple[str, ...]  # of all but the last
+    names: tuple[str, ...]  # names of all fields but the last
     n_keys: Int[Tensor, "b h t"]
     k_norm: Float[Tensor, "b g s"]
     keys_seen: Bool[Tensor, "b g s"] | None
@@ -179,7 +184,7 @@ class FoundPacked(Found):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundByKernel(Found):
-    """What a kernel found of each row of a call while it attended; see `reduce_kernel_rows`."""
+    """Row statistics that a kernel computed in its attention pass; see `reduce_kernel_rows`."""
 
     rows: KernelRows
     counted: Bool[Tensor, "b t"] | None
@@ -209,8 +214,9 @@ class FoundByKernel(Found):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundExtremes(Found):
-    """The largest logit of every row of a call, and the smallest where it is known, and nothing else; of rows that see
-    no key, and of those that do not count, -inf and inf."""
+    """The largest logit of every row of a call, and the smallest if known.
+
+    Rows that see no key, and excluded rows, have -inf and inf."""
 
     top: Float[Tensor, "b h t"]
     low: Float[Tensor, "b h t"] | None
@@ -238,7 +244,7 @@ class FoundExtremes(Found):
 
 
 def only_extremes(top: Float[Tensor, " h"], low: Float[Tensor, " h"] | None = None) -> LogitStats:
-    """Statistics of which nothing but the largest, and perhaps the smallest, logit of each head is known."""
+    """Returns statistics that contain only the largest, and perhaps the smallest, logit of each head."""
     nothing = LogitStats.empty(len(top), len(top), top)
     if low is None:
         return dataclasses.replace(nothing, max_logit=top)
@@ -246,28 +252,31 @@ def only_extremes(top: Float[Tensor, " h"], low: Float[Tensor, " h"] | None = No
 
 
 def with_capped(found: LogitStats, cap: Cap) -> LogitStats:
-    """The statistics with the largest logit after the cap."""
+    """Returns the statistics with the largest logit after the cap filled in."""
     top = found.max_logit
     capped = top if cap.kind == "none" else torch.where(top == -torch.inf, top, cap.apply(top))
     return dataclasses.replace(found, capped_max_logit=capped)
 
 
-# Exact LogitStats of a call without a T×T matrix: one pass over blocks of rows, under no_grad.
+# Exact LogitStats of a call without a T×T matrix: one pass over blocks of rows, without gradients.
 
-BLOCK = 1 << 20  # logits at once: 4 MB in float32, so that the passes over a block stay in cache
-ROWS = 64  # but at least this many rows: fewer make poor matrix products
+BLOCK = 1 << 20  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
+ROWS = 64  # least rows per block: fewer make inefficient matrix products
 
 
 @torch.no_grad()
 def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
-    query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
+    """Computes exact statistics of the logits, weights, norms and angles of a call.
+
+    Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above counts logits above
+    `threshold` nats.
     """
     return find_rows(call, threshold).with_others(())
 
 
 def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundRows | FoundPacked:
-    """What `logit_stats` makes statistics of. Called without gradients, under no autocast."""
+    """Returns the row statistics behind `logit_stats`. Call it without gradients and autocast."""
+    sink = sink_logit(call)
     fast = logit_pass.rows_of(call, threshold)
     if fast is not None:
         fields, n_keys, k_norm = fast
@@ -282,21 +291,32 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
         if keys.stop == keys.start:
             parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
             continue
-        keys = keys if classes is None else slice(0, keys.stop)  # the members of classes are counted from the first key
+        keys = keys if classes is None else slice(0, keys.stop)  # class members are indexed from the first key
         z, seen = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
         products = z if products is None else seen.blank_(products)
-        # In this order: logit_rows lowers z, _weight_rows overwrites it.
+        # The order matters: logit_rows lowers z, _weight_rows overwrites it.
         angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
         found = logit_rows(z, seen, threshold, classes)
-        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes, sink)))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
-    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
+    sinks = int(sink is not None)
+    return FoundRows(rows, call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call), sinks)
+
+
+def sink_logit(call: AttentionCall) -> Float[Tensor, "#h 1"] | None:
+    """The logit of each head's sink; None where the softmax has none."""
+    normalizer = call.spec.normalizer
+    if not isinstance(normalizer, Sink):
+        return None
+    if not normalizer.learned:
+        return torch.full((1, 1), normalizer.init, device=call.q.device)
+    return call.params["sink"].detach().flatten()[:, None]
 
 
 def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPacked | None:
-    """The same as `find_rows` of a call of F.scaled_dot_product_attention without a mask; None where the compiled pass,
-    which must be ready, does not compute it."""
+    """Like `find_rows` for an F.scaled_dot_product_attention call without a mask; None if the compiled pass, which must
+    be ready, does not support it."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
     fields, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
@@ -304,7 +324,7 @@ def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPa
 
 
 def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
-    """The same as `find_extremes` of such a call."""
+    """Like `find_extremes` for an F.scaled_dot_product_attention call without a mask."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
     return FoundExtremes(*logit_pass.plain_extremes(q, k, scale, causal).unbind())
@@ -312,15 +332,17 @@ def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Fou
 
 @torch.no_grad()
 def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
-    """The change of the logits before the cap between two calls of the same batch, over the visible pairs.
+    """Returns the change of the logits before the cap between two calls on the same batch, over the visible pairs.
 
-    ΔS = S' - S from `change_factors`, blockwise: exact, at the cost of two products q kᵀ, no T×T matrix. Scales that
-    learn and biases that move are in it. Pairs are those that `after` sees, its `query_mask` respected.
+    ΔS = S' - S comes from `change_factors` block by block: exact, at the cost of two products q kᵀ and without a T×T
+    matrix. It includes changes of learned scales and biases. Pairs are those that `after` sees; its `query_mask`
+    counts.
 
-    The calls are under specs with the same norm and position.
+    Both specs must have the same norm and position.
 
     Raises:
-        ShapeError: the calls are of different shapes. RefusedError: the position does not fold into q and k.
+        ShapeError: the calls differ in shape.
+        RefusedError: the position does not fold into q and k.
     """
     if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
         raise ShapeError(
@@ -328,7 +350,9 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
             f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
         )
     if not after.spec.position.folds:
-        raise RefusedError(f"{after.spec.position.formula()} enters no product q·k whose change could be computed")
+        raise RefusedError(
+            f"{after.spec.position.formula()} does not fold into q and k, so no change of q·k can be computed"
+        )
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
@@ -346,13 +370,13 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
 
 @torch.no_grad()
 def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-    """The max_logit and min_logit [h] of `logit_stats`, and nothing else: for less than half its cost."""
+    """Returns only max_logit and min_logit [h] of `logit_stats`, for less than half its cost."""
     found = find_extremes(call).with_others(())
     return found.max_logit, found.min_logit
 
 
 def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
-    """What `logit_maxima` is made of. Called without gradients, under no autocast."""
+    """Returns the extremes behind `logit_maxima`. Call it without gradients and autocast."""
     fast = logit_pass.extremes_of(call)
     if fast is not None:
         return FoundExtremes(*fast)
@@ -373,7 +397,7 @@ def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
 
 @torch.no_grad()
 def row_logsumexp(call: AttentionCall) -> PerRow:
-    """ln Σ exp(logit after the cap) over the keys of each row, a sink left out, in nats; -inf where it sees no key."""
+    """Returns ln Σ exp(capped logit) over the keys of each row, without a sink, in nats; -inf if it sees no key."""
     q, k = call.encoded()
     parts, cap = [], call.spec.cap
     for rows, keys in _blocks(call):
@@ -389,16 +413,20 @@ def row_logsumexp(call: AttentionCall) -> PerRow:
 
 @torch.no_grad()
 def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
-    """A kernel's statistics per head: max_logit, capped_max_logit, entropy, entropy_min, n_queries of `logit_stats`.
+    """Reduces a kernel's rows to max_logit, capped_max_logit, entropy, entropy_min and n_queries per head.
 
-    The rest is as if nothing was seen; n_pairs 0 says so. Rows that the call's `query_mask` leaves out count nowhere.
-    The logits are those of q and k in the precision in which the kernel took them.
+    Other fields are neutral, with n_pairs 0. Rows excluded by the call's `query_mask` are not counted. Logits are those
+    of q and k in the kernel's precision.
     """
     return find_kernel_rows(call, rows).with_others(())
 
 
 def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | FoundStats:
-    """What `stats_of_rows` makes statistics of. Called without gradients."""
+    """Returns the findings behind `stats_of_rows`. Call it without gradients."""
+    sink = sink_logit(call)
+    if sink is not None:
+        entropy, _ = with_sink(rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse))
+        rows = rows._replace(entropy=entropy)
     heads = head_numbers(rows, call.query_mask)
     if heads is not None:
         return FoundStats(_of_heads(call, heads))
@@ -407,12 +435,12 @@ def find_kernel_rows(call: AttentionCall, rows: KernelRows) -> FoundByKernel | F
 
 @torch.no_grad()
 def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
-    """The same with entropies from a sample of rows, every `rate`-th in the mean, and exact largest logits.
+    """Returns head statistics with entropies from one in `rate` rows on average, and exact largest logits.
 
-    `entropy_error` is half the width of a 95 % interval; entropy_min is NaN, and n_queries an estimate where rows are
-    left out or see nothing. None where no kernel does it, or all rows cost as little.
+    `entropy_error` is half the width of a 95 % interval. entropy_min is NaN. n_queries is an estimate if rows are
+    excluded or see nothing. None if no kernel supports the call, or if all rows cost as little.
     """
-    heads = sampled_numbers(call, rate)
+    heads = sampled_numbers(call, rate) if sink_logit(call) is None else None  # its entropies are over keys alone
     return None if heads is None else _of_heads(call, heads)
 
 
@@ -430,19 +458,19 @@ def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Encoded q and k, the scale on q; in float32 at least, where the differences of half floats are exact."""
+    """Returns encoded q and k with the scale on q, in float32 or wider, where differences of half floats are exact."""
     q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in call.encoded())
     return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
 
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Rows and the keys that they can see at most."""
+    """Yields blocks of rows with the range of keys that they can see."""
     for rows in row_blocks(call, BLOCK, ROWS):
         yield rows, call.span(rows)
 
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, VisibleKeys]:
-    """Blanked logits before the cap of a block of encoded q and k, and which keys are visible there."""
+    """Returns blanked logits before the cap of a block of encoded q and k, and the visible keys."""
     seen = _seen(call, rows, keys)
     return seen.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), seen
 
@@ -450,14 +478,14 @@ def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice)
 def _seen(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
     start, n = 0, keys.stop - keys.start
     if call.causal and call.plain and call.mask is None and call.window is None:
-        # Every row of the block sees the keys before the block's own diagonal.
+        # Every row of the block sees the keys before the block's diagonal.
         start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1 - keys.start, 0), n)
     visible = call.visible(rows, slice(keys.start + start, keys.stop)) if start < n else None
     return VisibleKeys(visible, n if visible is None else start, n)
 
 
 def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:
-    """Returns unit · q·k of a block and its unit; None where the logits themselves are that."""
+    """Returns unit · q·k of a block and its unit; None if the logits themselves are that."""
     unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
     added = call.mask is not None and call.mask.dtype != torch.bool
     if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
@@ -466,13 +494,15 @@ def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slic
     return products, 1.0
 
 
-def _weight_rows(call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None) -> dict[str, Tensor]:
-    """Largest capped logit, entropy, first weight and weight by class of lowered logits; overwrites them."""
+def _weight_rows(
+    call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyClasses | None, sink: Tensor | None
+) -> dict[str, Tensor]:
+    """Returns largest capped logit, entropy, first weight and class weights of lowered logits; overwrites them."""
     cap, normalizer = call.spec.cap, call.spec.normalizer
     if cap.kind != "none":
         z = seen.lower_(seen.blank_(cap.apply(z)))
     if normalizer.softmax_over_keys:
-        return softmax_rows(z, seen, keys)
+        return softmax_rows(z, seen, keys, sink)
     weights = normalizer.weights(z, seen.whole(z), call.params)
     total = weights.sum(-1)
     total = torch.where(total > 0, total, 1.0)
@@ -482,12 +512,12 @@ def _weight_rows(call: AttentionCall, z: Tensor, seen: VisibleKeys, keys: KeyCla
 
 
 def _keys_seen(call: AttentionCall) -> Tensor:
-    """The keys [b g s] that some counted row sees, in any of the heads that share them."""
+    """Returns the keys [b g s] that some counted row sees, in any of the heads that share them."""
     b, g, s, _ = call.k.shape
     counted = call.query_mask
     if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
-    alike = call.mask is None or call.mask.shape[2] == 1  # to all rows, as padding is
+    alike = call.mask is None or call.mask.shape[2] == 1  # equal for all rows, as padding is
     whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
     if whole and alike and not call.pos_q.is_floating_point():
         return _keys_before(call)
@@ -503,14 +533,14 @@ def _keys_seen(call: AttentionCall) -> Tensor:
 
 
 def _all_keys_seen(call: AttentionCall) -> bool:
-    """True if it shows without a look at masks and positions."""
+    """True if all keys are seen, judged without reading masks and positions."""
     if call.query_mask is not None or call.mask is not None:
         return False
     return call.window is None and (not call.causal or call.plain)
 
 
 def _keys_before(call: AttentionCall) -> Tensor:
-    """Keys [b g s] that the mask shows to all rows and that stand no later than the last of the rows that count."""
+    """Returns the keys [b g s] that the mask shows to all rows, up to the position of the last counted row."""
     b, g, s, _ = call.k.shape
     last, counted = call.pos_q.expand(b, -1), call.query_mask
     seen = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
@@ -525,27 +555,27 @@ def _keys_before(call: AttentionCall) -> Tensor:
 
 
 def _by_group(seen: Tensor, g: int) -> Tensor:
-    """[b|1 h|1 s] for query heads as [b|1 g|1 s]: whether some head of those that share keys does."""
+    """Reduces [b|1 h|1 s] for query heads to [b|1 g|1 s]: True if some head that shares the keys sees the key."""
     return seen if seen.shape[1] in (1, g) else seen.unflatten(1, (g, -1)).any(2)
 
 
-# Statistics from row logsumexps: bounds on the largest logit for nothing, the maximum and the entropy for little.
+# Statistics from row logsumexps: bounds on the largest logit for free, the maximum and the entropy for little.
 
 Price = Literal["bracket", "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
-GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find, and certify, the maximum
+GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find and certify the maximum
 
 
 def sample_rate(wanted: str) -> int:
-    """One of how many rows is to be in the sample for the entropy; 0 for all of them."""
+    """Returns the average number of rows per row sampled for the entropy; 0 for all rows."""
     return int(wanted.partition("sample=")[2] or 0)
 
 
 def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
-    """Returns out [b h t d] and lse [b h t] of one fused call, or None where torch does not hand the logsumexp out.
+    """Returns out [b h t e] and lse [b h t] of one fused call, or None if torch does not return the logsumexp.
 
-    torch's fused kernels compute it anyway and return it from the operators below SDPA; the output and its gradients
-    are those of SDPA, the logsumexp has none. On a GPU it is the operator that SDPA itself would choose.
+    torch's fused kernels compute it anyway, and the operators below SDPA return it. Output and gradients equal those of
+    SDPA; the logsumexp has no gradient. On a GPU this uses the operator that SDPA itself would choose.
     """
     if _no_fused_call(call):
         return None
@@ -570,7 +600,7 @@ def _no_fused_call(call: AttentionCall) -> str:
             "than keys"
         )
     if device == "cuda" and torch.compiler.is_compiling():
-        return "torch.compile does not see through the choice of the fused operator"
+        return "torch.compile cannot trace the choice of the fused operator"
     if call.v.shape[-1] != call.q.shape[-1]:
         return "torch's fused operators take values as wide as the queries only"
     return ""
@@ -578,8 +608,9 @@ def _no_fused_call(call: AttentionCall) -> str:
 
 @torch.no_grad()
 def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> LogitBracket:
-    """The exact largest logit and the entropy of each head by a pass of their own, where no logsumexp is had."""
-    heads = sampled_numbers(call, rate) if (rate := sample_rate(price)) else None
+    """Returns exact largest logit and entropy per head by a separate pass, for calls without a logsumexp."""
+    rate = sample_rate(price)
+    heads = sampled_numbers(call, rate) if rate and sink_logit(call) is None else None
     if heads is not None:
         note = f"by one pass over q and k, the entropies by a sample of rows: {why}"
         return LogitBracket.exact(heads.largest, heads.entropy, note, heads.error)
@@ -594,8 +625,8 @@ def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> Lo
 def fused_with_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
-    if q.shape[-1] % 8 or v.shape[-1] % 8:  # SDPA would pad such heads
+    """Returns out and lse of the fused operator that SDPA would choose on a GPU; None if it would choose none."""
+    if q.shape[-1] % 8 or v.shape[-1] % 8:  # SDPA would pad such heads itself
         return None
     gqa = q.shape[1] != k.shape[1]
     chosen = kernel_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
@@ -604,13 +635,13 @@ def fused_with_logsumexp(
         return None
     operator, between = fused
     out, lse = operator(q, k, v, *between, causal, scale=scale)[:2]
-    if lse.ndim == 4:  # cuDNN's [b h t 1]
+    if lse.ndim == 4:  # cuDNN returns [b h t 1]
         lse = lse[..., 0]
-    return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
+    return out, lse[..., : q.shape[2]]  # the memory-efficient kernel pads rows to a multiple of 32
 
 
-# The operator of each choice, and what it takes between v and causality: the dropout; or a bias, that the logsumexp is
-# wanted, and the dropout.
+# The operator of each choice, and its arguments between v and causality: the dropout; or a bias, whether to return the
+# logsumexp, and the dropout.
 _FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
     SDPBackend.FLASH_ATTENTION: (flash, (0.0,)),
     SDPBackend.EFFICIENT_ATTENTION: (memory_efficient, (None, True, 0.0)),
@@ -619,15 +650,15 @@ _FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
 
 
 def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
-    """Bounds on the largest logit per head from lse [b h t].
+    """Returns bounds on the largest logit per head from lse [b h t].
 
-    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. At the price "max" the maximum itself is looked for
-    in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
-    "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
-    lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
-    that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling, and with a
-    sample of rows the entropy of those, the maximum from the tiles of rows that the logsumexps do not rule out. Rows
-    that the call's `query_mask` leaves out count nowhere.
+    lse_i - ln n_i <= max_j z_ij <= lse_i, where row i sees n_i keys. At the price "max" the maximum is searched in the
+    rows with the largest lse: if it is at least the next largest lse, no other row can exceed it. The price "entropy"
+    adds H_i = lse_i - E_p[z_i], with E_p[z_i] from attention with keys in place of values; then
+    lse_i - H_i <= max_j z_ij. This difference loses digits at large logits: its error is about 1e-7 · lse in float32,
+    ten times that in total. A GPU computes maximum and entropy by a separate pass at the same cost without this loss;
+    with sampled rows, the entropy comes from these and the maximum from the tiles that the logsumexps do not rule out.
+    Rows excluded by the call's `query_mask` are not counted.
     """
     if price == "bracket":
         ends = logit_pass.bracket_of(lse.detach(), call)
@@ -646,7 +677,7 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     out = None if call.query_mask is None else ~call.query_mask[:, None]
     if out is not None:
         lse = lse.masked_fill(out, -torch.inf)
-    best = lse.amax(0)  # row i sees as many keys in every sequence
+    best = lse.amax(0)  # row i sees the same number of keys in every sequence
     n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
     lower, upper = (best - n).amax(-1), best.amax(-1)
     if price == "bracket":
@@ -675,7 +706,7 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
 
 
 def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
-    """H [b h t] of every row."""
+    """Returns the entropy [b h t] of every row."""
     q, k, _, scale = folded(call)
     mean_key = torch.nn.functional.scaled_dot_product_attention(
         q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -685,9 +716,9 @@ def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
 
 
 def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The largest logit of the rows with the largest lse, some of each sequence, and the largest lse of all others.
+    """Returns per head the largest logit of the rows with the largest lse, and the largest lse of all other rows.
 
-    Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
+    Some rows of each sequence are used. k [b g s d] is read once as a whole, which costs less than gathering keys.
     """
     if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
         found, others = torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
@@ -697,11 +728,11 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall
     top = lse.topk(min(m + 1, t), dim=-1)
     row = top.indices[..., :m]
     rows = q.gather(2, row[..., None].expand(b, h, m, d)).to(lse.dtype) * scale
-    groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # the rows of all heads that share a key head
-    # Copied here: matmul would copy the transpose, which takes six times as long.
+    groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # rows of all heads that share a key head
+    # Copied explicitly: matmul would copy the transpose, which takes six times as long.
     logits = (groups @ k.to(lse.dtype).contiguous().mT).view(b, h, m, -1)
     if call.causal:
         logits.masked_fill_(torch.arange(k.shape[2], device=q.device) > row[..., None], -torch.inf)
-    logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # rows left out
+    logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # excluded rows
     others = top.values[..., m] if t > m else torch.full_like(top.values[..., 0], -torch.inf)
     return logits.amax((0, 2, 3)), others.amax(0)

@@ -1,4 +1,7 @@
-"""The kernels that need nothing but torch: SDPA, blocks of keys, ReRoPE in two bands, FlexAttention."""
+"""The kernels that need only torch: SDPA, row blocks, ReRoPE in two bands, FlexAttention.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, w window.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from qkeel.spec.logits import Cap
 from qkeel.spec.position import rerope
 from qkeel.spec.slot import Outputs, PerRow
 
-# Any spec, O(T) memory: full rows of logits, a block of queries at a time, recomputed in backward.
+# Any spec with O(T) memory: full rows of logits for one block of queries at a time, recomputed in backward.
 
 BLOCK = 1 << 21  # logits held at once: 8 MB in float32, the whole matrix for small models
 
 
 @final
 class Chunked(Kernel):
-    """Exact for every spec, mask and geometry. Whole rows at a time, so no running maximum is needed."""
+    """Exact for every spec, mask and shape. Each block holds whole rows, so no running maximum is needed."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         return None
@@ -40,7 +43,7 @@ class Chunked(Kernel):
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v).to(call.q.dtype)
         blocks = list(row_blocks(call, BLOCK))
-        if len(blocks) == 1 or not torch.is_grad_enabled() or transformed():  # those know no checkpoints
+        if len(blocks) == 1 or not torch.is_grad_enabled() or transformed():  # transforms do not support checkpoints
             parts = [_block(call, q, k, v, rows) for rows in blocks]
         else:
             parts = [
@@ -62,7 +65,7 @@ def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rows: slice) ->
     return average(weights, v[:, :, keys])
 
 
-# The fused attention of torch, whenever norm, position and scale fold into q and k.
+# torch's fused attention, for specs whose norm, position and scale fold into q and k.
 
 QKV = tuple[Tensor, Tensor, Tensor]
 MASK_BLOCK = 1 << 24  # entries of a boolean mask built at once
@@ -70,7 +73,7 @@ MASK_BLOCK = 1 << 24  # entries of a boolean mask built at once
 
 @final
 class Sdpa(Kernel):
-    """Softmax attention without cap whose position is a rotation."""
+    """Softmax attention without a cap, with a rotation as position."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
@@ -107,11 +110,11 @@ class Sdpa(Kernel):
 
 
 def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
-    """The output whose first query, which sees the first key alone, is NaN where their logit is no finite number:
-    torch's kernel for CPUs takes such a row for one without keys, and returns the first value.
+    """Sets the first query's output to NaN if it sees only the first key and their logit is not finite.
 
-    With several queries only without gradients: in training all of them see the first key, so that a NaN in it shows.
-    Not in exported programs, which serve every length.
+    torch's CPU kernel mistakes such a row for one without keys and returns the first value. With several queries this
+    is done only without gradients: in training all queries see the first key, so a NaN in it shows anyway. Exported
+    programs, which serve every length, are left alone.
     """
     if not q.is_cpu or torch.compiler.is_exporting():
         return out
@@ -127,27 +130,30 @@ def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool)
 
 
 def _rounds_mask(call: AttentionCall) -> bool:
-    # torch takes a wider mask on some backends only, and cuDNN misreads it (pytorch#191612).
+    # torch accepts a wider mask on some backends only, and cuDNN misreads it (pytorch#191612).
     mask, low = call.mask, call.q.dtype.itemsize < 4
     return low and mask is not None and mask.is_floating_point() and mask.dtype != call.q.dtype
 
 
 def _sdpa(call: AttentionCall, qkv: QKV, scale: float, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    # The fused kernels take one size only; with two, torch goes to its T×T path. Zeros change no score and no value.
+    # The fused kernels need equal sizes of keys and values, otherwise torch takes its T×T path. Padding zeros change
+    # neither scores nor values.
     width = qkv[2].shape[-1]
     size = max(qkv[0].shape[-1], width)
     q, k, v = [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in qkv]
-    gqa = bool(q.shape[1] != k.shape[1])  # a trace makes tensors of sizes
+    gqa = bool(q.shape[1] != k.shape[1])  # tracing turns sizes into tensors
     out = sdpa(q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
     return out[..., :width]
 
 
 def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mask of a block, and the rows that see nothing. Such rows are let see everything (their output is set to
-    0 afterwards): a row of -inf alone would make NaN gradients.
+    """Returns the mask of a block, and the rows that see nothing.
+
+    Such rows are made to see everything, and their output is set to 0 afterwards: a row of -inf would give NaN
+    gradients.
     """
     visible, bias = call.visible(rows, keys), call.bias(rows, keys)
-    assert visible is not None  # a mask, a window or causality brought us here
+    assert visible is not None  # only calls with a mask, a window or causality get here
     empty = ~visible.any(-1, keepdim=True)
     seen = visible | empty
     if bias is None:
@@ -155,15 +161,15 @@ def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> 
     return bias.to(dtype).masked_fill(~seen, -torch.inf), empty
 
 
-# ReRoPE and its leaky forms without a T×T matrix: fused calls near the query and far from it, merged by logsumexp.
+# ReRoPE and its leaky forms without a T×T matrix: fused calls for near and for far keys, merged by their logsumexps.
 
 
 @final
 class Windowed(Kernel):
     """Causal softmax attention under ReRope, on a CPU.
 
-    With blocks of w tokens, w the window, the visible pairs are three causal triangles: far ones are those of
-    queries w … T-1 and keys 0 … T-1-w; near ones lie in the query's own block, or, reversed in time, in the block
+    With blocks of w tokens, w the window, the visible pairs form three kinds of causal triangles. Far pairs are those
+    of queries w … T-1 and keys 0 … T-1-w. Near pairs lie in the query's own block or, reversed in time, in the block
     before. Together they are as many as in plain causal attention.
     """
 
@@ -183,7 +189,7 @@ class Windowed(Kernel):
 
     def __call__(self, call: AttentionCall) -> Outputs:
         position = rerope(call.spec.position)
-        assert position is not None  # others are refused
+        assert position is not None  # `supports` refuses other positions
         q, k = call.encoded()
         v, dtype = dense(call.spec.values(call.v, call.params)), call.q.dtype
         q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
@@ -196,7 +202,8 @@ class Windowed(Kernel):
 
 
 class _MergedSoftmax(torch.autograd.Function):
-    """The softmax over the pairs of several fused calls; each one's derivative needs but the whole's output and lse."""
+    """The softmax over the pairs of several fused calls. Each call's derivative needs only the merged output and
+    lse."""
 
     @staticmethod
     def forward(w: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,10 +227,10 @@ class _MergedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad leave this out without a word
+        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad drop this silently
             raise RefusedError("the windowed kernel can be differentiated once; impl='chunked' any number of times")
         *inputs, out, lse = ctx.saved_tensors
-        with torch.enable_grad():  # how the parts were cut out is undone by autograd
+        with torch.enable_grad():  # autograd reverses the slicing into parts
             leaves = [x.detach().requires_grad_() for x in inputs]
             parts = _parts(ctx.w, *leaves)
         grads: list[Tensor] = []
@@ -236,24 +243,25 @@ class _MergedSoftmax(torch.autograd.Function):
 
 
 def _parts(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-    """Returns q, k, v of each triangle; far_q, far_k [b h T-w d] are cut already."""
+    """Returns q, k, v of each triangle; far_q and far_k [b h T-w d] are already sliced."""
     own = tuple(_blocks(x, w) for x in (q, k, v))
     before = _before(q, w), *(_behind(x, w) for x in (k, v))
     return [(far_q, far_k, v[:, :, :-w]), own, *([before] if w > 1 else [])]
 
 
 def _blocks(x: Tensor, w: int) -> Tensor:
-    """[b h T d] -> [b·n h w d], the last block filled up with zeros."""
+    """Reshapes [b h T d] to [b·n h w d], padding the last block with zeros."""
     return pad(x, (0, 0, 0, -x.shape[2] % w)).unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
 
 
 def _before(x: Tensor, w: int) -> Tensor:
-    """Queries of all blocks but the first, reversed in time, without the last, whose window ends at its own block."""
+    """Returns the queries of all blocks but the first, reversed in time, without the last, whose window is one
+    block."""
     return _blocks(x[:, :, w:], w).flip(2)[:, :, 1:]
 
 
 def _behind(x: Tensor, w: int) -> Tensor:
-    """The keys in the block before, reversed in time, without the first, which is a window away from all."""
+    """Returns the keys of the previous block, reversed in time, without the first, which is a window away from all."""
     whole = (x.shape[2] - 1) // w * w
     return _blocks(x[:, :, :whole], w).flip(2)[:, :, :-1]
 
@@ -276,17 +284,17 @@ _ROWS = (lambda x, w: x[:, :, w:], _blocks, _before)
 _BACK = (_from_far, _from_blocks, _from_before)
 
 
-# FlexAttention on a GPU: windows and soft caps in one fused kernel, which hands out the largest logits too.
+# FlexAttention on a GPU: windows and soft caps in one fused kernel, which also returns the largest logits.
 
 _DEVICE = "cuda"
 
 
 @final
 class Flex(Kernel):
-    """Softmax attention with or without a soft cap, causal, within a window, both or neither; on a GPU.
+    """Softmax attention on a GPU, with or without a soft cap, causality and a window.
 
-    The first call of each kind is compiled, which takes seconds. The mask of blocks is made once for calls of the same
-    lengths, window and causality. "auto" does not take it: no GPU has timed it yet.
+    The first call of each kind compiles for some seconds. Calls with equal lengths, window and causality share their
+    block mask. "auto" never chooses this kernel, since it has not been timed on a GPU.
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
@@ -307,13 +315,15 @@ class Flex(Kernel):
         return _attend(call, None)[0]
 
     def with_maxima(self, call: AttentionCall) -> tuple[Outputs, PerRow, PerRow]:
-        """Returns out [b h t d'], and of each row logsumexp and largest logit [b h t], both of capped logits and
-        detached; -inf for rows that see no key."""
+        """Returns the output, and each row's logsumexp and largest logit [b h t], of capped logits and detached.
+
+        Both are -inf for rows that see no key.
+        """
         out, found = _attend(call, AuxRequest(lse=True, max_scores=True))
         assert found.lse is not None
         assert found.max_scores is not None
         lse, top = found.lse.detach(), found.max_scores.detach()
-        return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum of a NaN and a number is the number
+        return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum drops NaN
 
 
 def _attend(call: AttentionCall, wanted: AuxRequest | None) -> tuple[Tensor, AuxOutput]:
@@ -333,12 +343,12 @@ def _attend(call: AttentionCall, wanted: AuxRequest | None) -> tuple[Tensor, Aux
 
 @functools.lru_cache(maxsize=8)
 def _capped(cap: Cap) -> Callable[..., Tensor]:
-    """Returns one function for equal caps: another one would be compiled again."""
+    """Returns the same function for equal caps, since a new one would be compiled again."""
     return lambda logit, b, h, row, key: cap.apply(logit)
 
 
 def visible(call: AttentionCall) -> BlockMask | None:
-    """Returns FlexAttention's mask of blocks of a call: causal, a window, both; None where every row sees all keys."""
+    """Returns FlexAttention's block mask for causality and window; None if every row sees all keys."""
     if call.window is None and not call.causal:
         return None
     return _block_mask(call.q.shape[2], call.k.shape[2], call.window, call.causal, call.q.device)
@@ -346,10 +356,10 @@ def visible(call: AttentionCall) -> BlockMask | None:
 
 @functools.lru_cache(maxsize=8)
 def _block_mask(t: int, s: int, window: int | None, causal: bool, device: torch.device) -> BlockMask:
-    back = s - t  # what is read below is compiled in: no length, where there are as many queries as keys
+    back = s - t  # a constant in the compiled mask: 0 for square calls of any length
 
-    # Lambdas: FlexAttention counts the arguments of a mask, which whoever wraps functions to check them would hide.
-    with torch.inference_mode(False):  # it is kept, and a later pass may have a gradient
+    # Plain lambdas, since FlexAttention counts a mask's parameters and a type-checking wrapper would hide them.
+    with torch.inference_mode(False):  # the mask is cached, and a later pass may need gradients
         if window is None:
             return create_block_mask(lambda b, h, row, key: row + back >= key, None, None, t, s, device=device)
         return create_block_mask(
@@ -366,4 +376,4 @@ def _block_mask(t: int, s: int, window: int | None, causal: bool, device: torch.
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    return torch.compile(flex_attention, fullgraph=True)  # else too many kinds of calls end in the T×T matrix
+    return torch.compile(flex_attention, fullgraph=True)  # otherwise many kinds of calls fall back to the T×T matrix

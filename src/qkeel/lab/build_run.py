@@ -1,4 +1,4 @@
-"""The model, optimizer and remedies of a run."""
+"""The model, optimizer and remedies of a run, built from its configuration."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from qkeel.remedies import Note
 from qkeel.spec import AttentionSpec, layer_specs
 from qkeel.spec.presets import attention_spec
 
-# Muon: momentum, orthogonalised per matrix, on the hidden matrices; AdamW on everything else.
+# Muon orthogonalises the momentum of each hidden matrix; all other parameters get AdamW.
 
-RMS_MATCH = 0.2  # Moonlight's: the update's root mean square equals AdamW's usual one
+RMS_MATCH = 0.2  # from Moonlight: gives updates the root mean square that AdamW's usually have
 
 
 @final
 class Muon(torch.optim.Optimizer):
     """W ← W - lr·(0.2·√max(m, n)·O + λ·W), O = Newton-Schulz(Nesterov momentum); AdamW in the other groups.
 
-    A group with `muon=True` holds matrices; every other group, also one that is added later, is AdamW's. One
-    learning rate serves both, which is what the factor 0.2·√max(m, n) is for. Newton-Schulz runs in float32 on
-    CPUs (bfloat16 is emulated there), matrices of one shape as one batch. The step is linear in the rate.
+    Groups with `muon=True` contain matrices; every other group, including those added later, uses AdamW. One learning
+    rate serves both, thanks to the factor 0.2·√max(m, n). Newton-Schulz runs in float32 on CPUs, where bfloat16 is
+    emulated, and processes matrices of equal shape as one batch. The step is linear in the rate.
 
     Source: Jordan 2024; Liu et al. 2025, arXiv 2502.16982, equation 4 (they iterate in bfloat16).
     """
@@ -61,14 +61,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
-            # A remedy may put a scale or gain of its own into any group.
+            # A remedy may add its own scale or gain, which is not a matrix, to any group.
             matrices = [p for p in weights if group["muon"] and p.ndim == 2]
             others = [p for p in weights if not group["muon"] or p.ndim != 2]
             if matrices:
@@ -125,25 +125,27 @@ class Muon(torch.optim.Optimizer):
 
 
 def fusable(weight: Tensor) -> bool:
-    """Returns whether torch's fused AdamW runs where this parameter lives."""
+    """Whether torch's fused AdamW supports this parameter."""
     return weight.device.type in ("cpu", "cuda") and weight.is_floating_point()
 
 
-# The optimizer of a run, AdamW, SGD or Muon over clean parameter groups, and its rate, a function of the step.
+# The optimizer of a run (AdamW, SGD or Muon) and its learning rate as a function of the step.
 
-RATE = "rate"  # of a group's options: its rate as a multiple of the run's
+RATE = "rate"  # option of a parameter group: its rate as a multiple of the run's
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -> torch.optim.Optimizer:
-    """The optimizer over all parameters; weight decay on matrices only, Muon on the hidden ones. Groups: hidden
-    matrices, embedding and head, vectors and scalars. A group added later has no weight decay.
+    """Builds the optimizer over all parameters, with weight decay on matrices only, and Muon on hidden matrices.
 
-    Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, with s
-    the step's share of the peak rate, so an optimizer that decays by its rate η·s is given λ / η.
+    The groups are hidden matrices, embedding and head, vectors and scalars. Groups added later have no weight decay.
+
+    Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, where s
+    is the step's share of the peak rate; an optimizer that decays by its rate η·s therefore gets λ / η.
 
     Args:
-        config: what it is. model: whose parameters it steps. width: that of the model as a multiple of µP's base
-            width; 1 in the standard parametrisation.
+        config: the optimizer's settings.
+        model: the model to train.
+        width: width of the model as a multiple of µP's base width; 1 in the standard parametrisation.
 
     Source: Yang et al. 2022, arXiv 2203.03466, table 8 (Adam); Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
     """
@@ -164,7 +166,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -
 
 
 def _decay(config: OptimConfig, rate: float = 1.0) -> float:
-    """The weight decay of a group whose rate is such a multiple of the run's, which its optimizer multiplies by it."""
+    """The weight decay to give an optimizer that multiplies it by the group's rate; `rate` is relative to the run's."""
     return config.weight_decay if config.decay == "coupled" else config.weight_decay / (config.lr * rate)
 
 
@@ -182,12 +184,12 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], li
     )
 
 
-# Of the steps, for "wsd": Hu et al. 2024 (MiniCPM, arXiv 2404.06395) decay over the last tenth or fifth.
+# Share of the steps in which "wsd" decays: Hu et al. 2024 (MiniCPM, arXiv 2404.06395) use the last tenth or fifth.
 DECAY_SHARE = 0.2
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, cosine or wsd.
+    """Returns the rate of step `step` (from 0) of `steps`: linear warm-up, then constant, cosine or wsd.
 
     >>> [round(learning_rate(OptimConfig(lr=1.0, warmup=0.5, schedule="constant"), s, 4), 3) for s in range(4)]
     [0.5, 1.0, 1.0, 1.0]
@@ -205,17 +207,19 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * (1 - (1 - config.final) * done)
 
 
-# The remedies of runs: those of `qkeel.apply`, and `autopilot`, which decides for itself while the run trains.
+# The remedies of runs: those of `qkeel.apply`, and `autopilot`, which chooses remedies while the run trains.
 
 AUTOPILOT, POLICY = "autopilot", "ladder"
-RECORDS = 75  # that an autopilot sees of a run, at least, if it has as many steps
+RECORDS = 75  # an autopilot gets at least this many records, if the run has as many steps
 
 
 def canonical(text: str) -> str:
-    """The one spelling of a run's remedy: an autopilot with options of its policy, or what `qkeel.apply` takes.
+    """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
 
-    Raises: InvalidValueError for an autopilot together with other remedies, or one that may add parameters, which a
-    checkpoint of a run does not hold.
+    Raises:
+        InvalidValueError: an autopilot is combined with other remedies, or may add parameters, which the checkpoint of
+        a
+            run cannot hold.
 
     >>> canonical("autopilot:tau=0.10")
     'autopilot:tau=0.1'
@@ -233,7 +237,7 @@ def _is_autopilot(text: str) -> bool:
 
 
 def not_stacked(text: str) -> list[str]:
-    """The names of those remedies of a run that act inside its own forward pass, so that no stack has it."""
+    """Returns the names of a run's remedies that act inside its own forward pass, which rules out stacking."""
     return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
 
 
@@ -249,7 +253,7 @@ def note(text: str) -> Note:
 
 
 def rules(text: str) -> list[str]:
-    """Returns the rules of a run's remedies that act on steps, the loss or a block, with their options in them.
+    """Returns the rules of a run's remedies that act on steps, the loss or a block, with their options filled in.
 
     >>> rules("none"), rules("qk_lr:factor=0.5")[0][:6]
     ([], 'qk_lr:')
@@ -259,7 +263,7 @@ def rules(text: str) -> list[str]:
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
-    """Puts the remedy of a run on its model."""
+    """Applies the remedy of a run to its model."""
     text = canonical(config.remedy)
     if not _is_autopilot(text):
         return remedies.apply(text, model, optimizer, train_length=config.data.context)
@@ -271,15 +275,16 @@ def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     return pilot
 
 
-# From a configuration to a model on a device.
+# Models and devices.
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with every `auto` decided on this machine and the remedy in its one spelling.
+    """Returns the configuration with every `auto` decided for this machine and the remedy in its canonical spelling.
 
-    Raises: the errors of an unknown remedy, preset or option; InvalidValueError for a device that is not here.
+    Raises:
+        QkeelError: a remedy, preset or option is unknown, or the device does not exist here.
     """
     device = _device(config.device)
     kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
@@ -291,7 +296,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raises if the model cannot be built or the remedy refuses it, in a few milliseconds."""
+    """Raises if the model cannot be built or the remedy refuses it; takes a few milliseconds."""
     model = config.model
     depth = model.n_layers if model.position else 1
     narrow = dataclasses.replace(
@@ -307,7 +312,7 @@ def check(config: RunConfig) -> None:
 
 
 def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
-    """The spec of each layer; `train_length` is for positions that depend on it."""
+    """Returns the spec of each layer; `train_length` is for positions that depend on it."""
     specs = layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
     return specs if config.parametrisation == "standard" else tuple(_mup(spec, config) for spec in specs)
 
@@ -318,23 +323,23 @@ def width_ratio(config: ModelConfig) -> float:
 
 
 def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
-    """The spec with its scale 1/√d times √(base_head_dim / d): under µP logits are q·k / d. Other scales stay."""
+    """Multiplies the scale 1/√d by √(base_head_dim / d), because µP divides q·k by d; other scales are kept."""
     size = config.head_dim or config.d_model // config.n_heads
     return spec.replace(scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5))
 
 
 def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
-    """The model with PyTorch's initial weights; `Decoder.init_weights` gives it the run's."""
+    """Builds the model with PyTorch's initial weights; `Decoder.init_weights` then sets the run's."""
     return Decoder(_sizes(config, vocab_size, train_length))
 
 
 def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
-    """The same sizes as a vision transformer of so many patches, each of `width` numbers."""
+    """Builds a vision transformer of the same sizes, for `patches` patches of `width` numbers each."""
     return ViT(_sizes(config, classes, patches), patches=patches, width=width)
 
 
 def build_translator(config: ModelConfig, vocab_size: int, length: int) -> EncoderDecoder:
-    """The same sizes on both sides of an encoder–decoder, for sources of `length` tokens."""
+    """Builds an encoder–decoder with the same sizes on both sides, for sources of `length` tokens."""
     return EncoderDecoder(_sizes(config, vocab_size, length), source=length)
 
 
@@ -358,7 +363,7 @@ def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> De
 
 
 def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
-    """The arithmetic of a resolved configuration: bf16 or fp16 autocast, or nothing."""
+    """Returns the autocast context of a resolved configuration: bf16, fp16, or none."""
     if config.dtype not in HALF:
         return contextlib.nullcontext()
     return torch.autocast(config.device.split(":")[0], dtype=HALF[config.dtype])
@@ -366,7 +371,7 @@ def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Computes with `count` CPU threads, then with as many as before."""
+    """Sets the number of CPU threads, and restores it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -377,14 +382,12 @@ def threads(count: int) -> Iterator[None]:
 
 def _device(name: str) -> str:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"  # not mps before it is measured to be faster
+        return "cuda" if torch.cuda.is_available() else "cpu"  # mps has not been shown to be faster
     kind, _, number = name.partition(":")
     if kind == "cuda" and not (torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()):
-        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {_cuda()}; try --device cpu")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        has = f"it has {count} CUDA device(s)" if count else "it has no CUDA"
+        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {has}; try --device cpu")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise InvalidValueError("expected a device of this machine, got 'mps': it has none; try --device cpu")
     return name
-
-
-def _cuda() -> str:
-    return f"it has {torch.cuda.device_count()} CUDA device(s)" if torch.cuda.is_available() else "it has no CUDA"

@@ -1,4 +1,4 @@
-"""The state of a run, its environment, and checkpoints that resume to the same bits."""
+"""The state of a run in memory, its environment, and checkpoints that resume with identical bits."""
 
 from __future__ import annotations
 
@@ -36,35 +36,36 @@ from qkeel.records.run_directory import FileSizes, made_on
 from qkeel.sites import find_sites
 from qkeel.version import VERSION
 
-# The env.json of a run: where and on what it was made, without names of people, machines or folders.
-#
-# What changes bits besides the configuration is in it: runs that differ there are not mixed.
+# The env.json of a run describes its environment, without names of people, machines or folders. It contains everything
+# besides the configuration that changes bits; runs that differ in it are not mixed.
 
-COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # what changes bits and is no setting of a run
+COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # change bits without being settings of a run
 
 
 def computed_with(config: RunConfig) -> Json:
-    """Returns what decides the last digits besides the configuration, by COMPARED: versions, processor, kernels."""
+    """Returns versions, processor and kernels, which decide the last digits besides the configuration; see COMPARED."""
     device = config.device
     return {
         "qkeel": VERSION,
         "torch": torch.__version__,
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled_kernels": device == "cpu" and norm_rope_ready(),  # they round otherwise than torch's path
+        "compiled_kernels": device == "cpu" and norm_rope_ready(),  # they round differently from torch's operators
     }
 
 
 def identity(config: RunConfig) -> Json:
-    """Returns what makes two runs of one configuration the same to the last bit: `computed_with`, and the corpus."""
+    """Returns everything that makes two runs of one configuration bit-identical: `computed_with`, and the corpus."""
     return {**computed_with(config), "corpus": about_corpus(load_task(config).corpus)}
 
 
 def check_alike(path: Path, before: Json, now: Json) -> None:
-    """Raises RunDirectoryError where a run was computed otherwise than is done now, or on another text of one name.
+    """Raises RunDirectoryError if a run was computed differently, or on another text of the same name.
 
-    `path` is the run's, `before` its env.json, `now` an `identity`. What an earlier version
-    did not record counts as different.
+    Args:
+        path: the run's directory.
+        before: its env.json; what an earlier version did not record counts as different.
+        now: the present `identity`.
     """
     unlike = [name for name in COMPARED if before.get(name) != now.get(name)]
     texts = [about.get("corpus") or {} for about in (before, now)]
@@ -73,17 +74,19 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
         before, now = ({**about, "corpus SHA-256": text.get("sha256")} for about, text in zip((before, now), texts))
         unlike.append("corpus SHA-256")
     if unlike:
-        said = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
+        how = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
         raise RunDirectoryError(
-            f"{path} was computed differently ({said}), and runs that round differently or read another text are not "
-            "mixed. Restore what was there (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
+            f"{path} was computed differently ({how}), and runs that round differently or read another text are "
+            "not mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
             "directory; nothing was changed."
         )
 
 
 def refuse_mixture(runs: Path, now: Json) -> None:
-    """Raises RunDirectoryError where one of the run directories in the folder was computed otherwise, see
-    `check_alike`. A damaged one is made again, so it is passed over."""
+    """Raises RunDirectoryError if a run in the folder was computed differently, see `check_alike`.
+
+    Damaged runs are skipped, because they will be repeated.
+    """
     for file in sorted(runs.glob("*/env.json")):
         with contextlib.suppress(DamagedFileError):
             check_alike(file.parent, RunDirectory(file.parent).env(), now)
@@ -103,7 +106,7 @@ def about_corpus(corpus: Corpus) -> Json:
 
 
 def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: str) -> Json:
-    """Versions, corpus hash, rules and formula in use (remedy applied), remedy's source, command to reproduce."""
+    """Returns env.json: versions, corpus hash, formula with the remedy applied, the remedy's source and the command."""
     remedy, counted = note(config.remedy), counted_bigrams(config)
     return {
         **computed_with(config),
@@ -122,19 +125,19 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
     }
 
 
-# The factor on the loss that keeps gradients inside the range of fp16: dynamic, one for each run.
+# Dynamic loss scaling, which keeps gradients within the range of fp16; one scale per run.
 
-# As torch.amp.GradScaler: powers of two, so that a factor rounds nothing.
+# The numbers of torch.amp.GradScaler; scaling by powers of two does not round.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-LEAST = 1.0  # below it the forward pass itself overflows, which no factor on the loss helps
+LEAST = 1.0  # below it the forward pass itself overflows, which no loss scale can fix
 
 
 @final
 class LossScale:
-    """The factor: halved when a gradient is not finite, whose step is skipped, doubled after 2000 steps without.
+    """Halves the scale when a gradient is not finite, and skips that step; doubles it after 2000 good steps.
 
-    A run's factor follows from its own gradients alone, so it is the same in whatever company the run trains. Skipped
-    steps are counted, and named by `taken_events`: none is silent.
+    The scale of a run depends only on its own gradients, so it does not depend on which runs train with it. Skipped
+    steps are counted, and each is reported by `taken_events`.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; numbers of torch.amp.GradScaler.
     """
@@ -142,26 +145,26 @@ class LossScale:
     def __init__(self, start: float = START, interval: int = INTERVAL) -> None:
         self.value, self.interval = start, interval
         self.skipped = 0
-        self._sound = 0  # steps since the factor last changed
+        self._sound = 0  # steps since the scale last changed
         self._finite = True
         self._events: list[str] = []
 
     def see(self, norm: Tensor) -> None:
-        """Takes the norm of the unscaled gradient; a device is waited for, as by GradScaler."""
+        """Checks the norm of the unscaled gradient; waits for the device, as GradScaler does."""
         self._finite = math.isfinite(float(norm))
 
     @property
     def skips(self) -> bool:
-        """Returns whether the step to come is left out."""
+        """Whether the next step is skipped."""
         return not self._finite
 
     @property
     def exhausted(self) -> bool:
-        """Returns whether steps are skipped although the factor is less than 1."""
+        """Whether steps overflow even with a scale below 1."""
         return self.value < LEAST
 
     def update(self) -> None:
-        """Ends a step: counts it, and changes the factor where it is time to."""
+        """Ends a step: counts it and adjusts the scale."""
         if self._finite:
             self._sound += 1
             if self._sound == self.interval:
@@ -171,30 +174,32 @@ class LossScale:
         self.value, self._sound, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
 
     def taken_events(self) -> list[str]:
-        """Returns what happened since the last call."""
+        """Returns the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def record(self) -> dict[str, float]:
-        """The fields of records.TASK_FIELDS."""
+        """Returns the fields of records.TASK_FIELDS."""
         return {"loss_scale": self.value, "skipped_steps": self.skipped}
 
     def state(self) -> dict[str, Tensor]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {"numbers": torch.tensor([self.value, self._sound, self.skipped], dtype=torch.float64)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` returned.
+        """Restores what `state` returned.
 
-        Raises: KeyError or ValueError for anything else.
+        Raises:
+            KeyError: the state has no numbers.
+            ValueError: their count is wrong.
         """
         value, sound, skipped = state["numbers"].tolist()
         self.value, self._sound, self.skipped = value, int(sound), int(skipped)
 
 
-# The throughput of a run: tokens a second, and the share of the device's arithmetic that the model needs.
+# Throughput of a run: tokens per second, and model FLOPs utilisation.
 
-# Dense bf16 operations a second by the vendors' data sheets; the first name that is part of the device's counts.
+# Dense bf16 operations per second from the vendors' data sheets; the first name contained in the device's name applies.
 PEAKS: dict[str, float] = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -209,16 +214,17 @@ PEAKS: dict[str, float] = {
 
 
 def flops_per_token(model: nn.Module, context: int) -> float:
-    """Operations of one training token: 6 per weight of every matrix product, and those of the visible pairs.
+    """Operations per training token: 6 per weight of each matrix product, plus those of the visible pairs.
 
-    3 · 2 · h (d + d') per visible key: forward and twice that backward, scores and weighted values of h heads. A causal
-    query at i sees i + 1 keys, under a window at most so many. The embedding's look-up, norms and what is computed
-    twice count nothing.
+    Each visible key costs 3 · 2 · h (d + d'): forward and twice that backward, for scores and weighted values of h
+    heads. A causal query at i sees i + 1 keys, at most as many as its window. Embedding lookups, norms and
+    recomputation count nothing.
 
     Args:
-        model: whose attention modules are qkeel's. context: tokens of a training sequence.
+        model: a model with qkeel's attention modules.
+        context: tokens per training sequence.
 
-    Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (which takes all T keys as visible).
+    Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (which counts all T keys as visible).
     """
     total = 0.0
     for module in model.modules():
@@ -234,7 +240,7 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 
 
 def peak(device: torch.device, dtype: str) -> float | None:
-    """Operations a second that the device can do in bf16, None where that is not known or not what is computed in."""
+    """Peak bf16 operations per second of the device; None if unknown, or if the run does not compute in bf16."""
     if device.type != "cuda" or dtype != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -242,19 +248,20 @@ def peak(device: torch.device, dtype: str) -> float | None:
 
 
 def speed(tokens: int, seconds: float, flops: float, limit: float | None) -> dict[str, float | None]:
-    """The tokens_per_second and mfu of records.STEP_FIELDS; None where nothing was trained or the limit is unknown."""
+    """Returns tokens_per_second and mfu of records.STEP_FIELDS; None if nothing was trained or the peak is unknown."""
     rate = tokens / seconds if tokens and seconds > 0 else None
     share = None if rate is None or limit is None else rate * flops / limit
     return {"tokens_per_second": rate, "mfu": share}
 
 
-# A run in memory, apart from its files: what it learns, its model, its optimizer and the remedy active.
+# A run in memory: task, model, optimizer and active remedy.
 
 
 @final
 class RunState:
-    """A resolved configuration in memory: initial weights follow from the seed, batches from (seed, step). Training
-    changes `model`, `optimizer` and what the remedy's `handle` remembers; nothing else.
+    """A resolved configuration in memory: initial weights follow from the seed, batches from (seed, step).
+
+    Training changes only `model`, `optimizer` and the state of the remedy's `handle`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -263,7 +270,7 @@ class RunState:
         self.device = torch.device(config.device)
         self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
         corpus = self.task.corpus
-        # Of a batch it is not counted: its loss is noise of one batch in any unit.
+        # One factor for all batches: counting the bytes of each batch would not make its noisy loss more exact.
         self.tokens_per_unit = {
             "train": corpus.tokens_per_unit(corpus.train),
             "heldout": corpus.tokens_per_unit(self.heldout.targets.cpu().numpy()),
@@ -283,7 +290,7 @@ class RunState:
             self.model.compile()
 
     def close(self) -> None:
-        """The training is over."""
+        """Ends the training."""
         if isinstance(self.handle, Autopilot):
             self.handle.close()
 
@@ -295,25 +302,27 @@ class RunState:
 
 @torch.no_grad()
 def _nudge(model: nn.Module, ulps: int) -> None:
-    """Moves the first weight of the first matrix of the blocks up by so many float32 steps."""
+    """Moves the first weight of the first matrix of the blocks up by `ulps` float32 steps."""
     weight = next((p for p in model.get_submodule("blocks").parameters() if p.dim() == 2), None) if ulps else None
     if weight is not None:
         first = weight.detach().view(-1)[:1]
-        first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # magnitudes are in the order of their bits
+        first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # the bits of floats are ordered like magnitudes
 
 
-# The one checkpoint of a run: a safetensors file with its SHA-256, replaced whole. Nothing is pickled.
+# The checkpoint of a run: one safetensors file with its SHA-256, replaced atomically. Nothing is pickled.
 
-_DIGEST = "sha256"  # of the file with its own digits set to 0, in the header's metadata
+_DIGEST = "sha256"  # metadata field; computed over the file with the digits of this field set to 0
 _BLANK = "0" * 64
-# What an optimizer keeps of a parameter: AdamW, SGD, Muon.
+# The state per parameter of AdamW, SGD and Muon.
 _STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The progress of a run: optimizer steps done, CPU seconds spent, bytes of each file of records then (None in the
-    checkpoints of earlier versions)."""
+    """The progress of a run: completed steps, CPU seconds, and the size of each record file at that time.
+
+    `sizes` is None for checkpoints of earlier versions.
+    """
 
     step: int = 0
     cpu_seconds: float = 0.0
@@ -322,7 +331,7 @@ class RunProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """A checkpoint as it is on disk."""
+    """The contents of a checkpoint file."""
 
     progress: RunProgress
     tensors: Mapping[str, Tensor]
@@ -330,7 +339,7 @@ class RunCheckpoint:
 
 
 def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
-    """Replaces the checkpoint by one rename."""
+    """Replaces the checkpoint atomically."""
     tensors: dict[str, Tensor] = {f"model.{name}": t for name, t in _model_tensors(run.model).items()}
     numbers: dict[str, object] = {}
     for index, state in run.optimizer.state_dict()["state"].items():
@@ -353,9 +362,11 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
 
 
 def load(directory: RunDirectory, run: RunState) -> RunProgress:
-    """Puts the checkpoint's state into the run; returns how far that is.
+    """Restores the checkpoint into the run; returns its progress.
 
-    Raises: DamagedFileError if the file is not as it was written, RunDirectoryError if it belongs to another model.
+    Raises:
+        DamagedFileError: the file is damaged.
+        RunDirectoryError: it belongs to another model.
     """
     found = read_checkpoint(directory)
     restore(directory, run, found)
@@ -363,9 +374,10 @@ def load(directory: RunDirectory, run: RunState) -> RunProgress:
 
 
 def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
-    """The checkpoint of a run, its digest and the types of its fields checked.
+    """Reads the checkpoint of a run and checks its digest and the types of its fields.
 
-    Raises: DamagedFileError if the file is not as it was written.
+    Raises:
+        DamagedFileError: the file is damaged.
     """
     path = directory.checkpoint
     data = read_regular(path, most=None)
@@ -381,9 +393,10 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
 
 
 def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -> None:
-    """Puts a checkpoint's state into the run.
+    """Restores a checkpoint into the run.
 
-    Raises: RunDirectoryError if it belongs to another model; nothing on disk is changed.
+    Raises:
+        RunDirectoryError: it belongs to another model; nothing on disk is changed.
     """
     tensors = checkpoint.tensors
     try:
@@ -401,7 +414,7 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
 
 
 def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
-    if digest is None and not needed:  # an earlier version wrote none
+    if digest is None and not needed:  # earlier versions wrote no digest
         return
     at = _digits(data, digest or "")
     known = hashlib.sha256(data[:at])
@@ -412,16 +425,17 @@ def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
 
 
 def _digits(data: bytes | bytearray, digest: str) -> int:
-    """The byte at which the digits of the digest begin, as safetensors writes them.
+    """Returns the offset of the digest's digits in the file.
 
-    Raises: ValueError if they are not there.
+    Raises:
+        ValueError: they are not there.
     """
     field = f'"{_DIGEST}":"'.encode()
     return data.index(field + digest.encode() + b'"') + len(field)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once where two names share one tensor."""
+    """Parameters and buffers by name; shared tensors appear once."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -452,7 +466,7 @@ def _load_optimizer(
     for name, value in [*tensors.items(), *numbers.items()]:
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
-            raise ValueError(f"state {name} of no parameter; there are {len(parameters)}")
+            raise ValueError(f"state {name} belongs to no parameter; there are {len(parameters)}")
         if not isinstance(value, (Tensor, int, float)):
             raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value
@@ -462,9 +476,9 @@ def _load_optimizer(
 
 
 def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -> None:
-    """Raises unless these are an optimizer's numbers of one parameter."""
+    """Raises ValueError unless `entries` are a valid optimizer state of the parameter."""
     if frozenset(entries) not in _STATES:
-        raise ValueError(f"parameter {index} has the state {', '.join(sorted(entries))}, which no optimizer here keeps")
+        raise ValueError(f"parameter {index} has the state {', '.join(sorted(entries))}, which no optimizer here uses")
     for key, value in entries.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape != (() if key == "step" else tuple(parameter.shape)):

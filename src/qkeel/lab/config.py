@@ -1,4 +1,4 @@
-"""The configuration of a training run: every field, its checks, and the axes of studies."""
+"""The configuration of a training run: fields, checks, and the settings that can be axes of a study."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Literal, Self, final
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.options import Json, read_fields, settle
 
-# The configuration of a training run: frozen dataclasses. Flags, TOML recipes and config.json are views of them.
+# Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The texts in quotes below the
+# fields are the help of the flags.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The decoder: sizes, what attention computes, layout."""
+    """The decoder: sizes, attention and layout."""
 
     d_model: int = 64
     """Width of the residual stream."""
@@ -28,31 +29,31 @@ class ModelConfig:
     n_heads: int = 4
     """Query heads per layer."""
     n_kv_heads: int | None = None
-    """Key and value heads per layer; as many as n_heads if not given."""
+    """Key and value heads per layer; n_heads if not given."""
     head_dim: int | None = None
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
-    """What attention computes: a preset, with options as in 'gemma2:cap=30'."""
+    """The attention formula: a preset, with options as in 'gemma2:cap=30'."""
     position: str = ""
-    """Position in place of the form's, like 'alibi' or 'hwfa:window=16', several layers by '/'; empty keeps it."""
+    """Replaces the preset's position encoding, e.g. 'alibi' or 'hwfa:window=16'; '/' separates layers."""
     block: Literal["mha", "mla", "gau"] = "mha"
-    """Multi-head (grouped, multi-query), multi-head latent attention, or gated attention units, which take no MLP."""
+    """Multi-head (also grouped or multi-query), multi-head latent attention, or gated attention units without MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """The feed-forward branch."""
     mlp_ratio: float = 4.0
     """Hidden units of the feed-forward branch as a multiple of d_model."""
     norm_order: Literal["pre", "post", "swin", "peri", "none"] = "pre"
-    """Where the norms of a block are, if it has any."""
+    """Position of the norms in a block, if it has any."""
     tied: bool = False
-    """Whether the head shares the embedding's weights."""
+    """Whether the output layer shares the embedding's weights."""
     deepnorm: bool = False
-    """DeepNorm's factors on the residual stream and at the start; for block gau with norm_order post."""
+    """DeepNorm's factors on the residual stream and the initial weights; for block gau with norm_order post."""
     parametrisation: Literal["standard", "mup"] = "standard"
-    """How rates, logits and outputs depend on the width: not at all, or as in µP, so that a rate suits every width."""
+    """Standard, or µP, which scales rates, logits and outputs so that one learning rate suits every width."""
     base_width: int = 64
-    """Width at which µP is the standard parametrisation."""
+    """Width at which µP equals the standard parametrisation."""
     base_head_dim: int = 16
-    """Size of a head at which µP is the standard parametrisation."""
+    """Head size at which µP equals the standard parametrisation."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -74,7 +75,7 @@ class ModelConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The source of the text and how it is cut."""
+    """The source of the text, its tokens and the size of batches."""
 
     source: str = "stdlib"
     """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin (uint16, or .bin#uint8), .jsonl#column,
@@ -84,20 +85,19 @@ class DataConfig:
     batch: int = 8
     """Sequences per step."""
     vocab_size: int | None = None
-    """Number of token ids; 256 for bytes, 1024 for bpe, the largest token + 1 for .bin if not given."""
+    """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token + 1 for .bin."""
     tokens: Literal["bytes", "bpe"] = "bytes"
-    """Tokens of a text: its bytes, or byte pairs learned from its training part; losses are nats per byte for both."""
+    """Bytes, or byte pairs learned from the training part of the text; losses are nats per byte for both."""
     task: Literal["text", "multimodal", "vision", "translation"] = "text"
-    """Next tokens of text, of text and images in one sequence, the class of an image, or text in a second language."""
+    """Predict text, text and images in one sequence, the class of an image, or a translation."""
     windows: Literal["drawn", "once"] = "drawn"
-    """Text: whether the windows of training are drawn independently, so that text may repeat, or each is used once."""
+    """Text: draw training windows at random, so that text may repeat, or use each once."""
     needle: float = 0.0
-    """Share of training sequences with needles: tokens over the text that hold a key and a value, and questions for
-    the value of a key."""
+    """Share of training sequences with needles, i.e. tokens that store a value under a key, and questions for them."""
     pairs: int = 1000
-    """Translation: how many texts of the training part have a translation."""
+    """Translation: number of training texts with a translation."""
     needle_keys: int = 4
-    """Needles of a text, one for each key; ignored without needles."""
+    """Needles per text, one for each key; ignored without needles."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -116,26 +116,26 @@ class DataConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesConfig:
-    """Images and how a model sees them; of no meaning where the task is text."""
+    """Images and how a model reads them; unused if the task is text."""
 
     images: str = "digits"
     """digits, photos, a folder of one subfolder per class, or a .jsonl of path and text."""
     image_size: int = 8
-    """Height and width in pixels; images of another size are refused."""
+    """Height and width in pixels; images of another size are rejected."""
     patch: int = 2
-    """Height and width in pixels of what makes one token."""
+    """Height and width of a patch in pixels; each patch is one token."""
     levels: int = 4
-    """Multimodal: grey levels of a pixel; a patch is one of levels^(patch²) codes of the vocabulary."""
+    """Multimodal: grey levels per pixel; a patch becomes one of levels^(patch²) codes of the vocabulary."""
     image_input: Literal["codes", "patches"] = "codes"
     """Multimodal: an embedding per code, or a linear map of the patch's pixels."""
     image_share: float = 0.5
-    """Multimodal: share of the sequences that hold an image and its caption."""
+    """Multimodal: share of sequences with an image and its caption."""
     image_variance: float = 1.0
-    """Multimodal: variance of image embeddings before training; that of text is 1."""
+    """Multimodal: initial variance of image embeddings; text embeddings have 1."""
     image_first: float = 0.5
-    """Multimodal: share of the images that come before their caption."""
+    """Multimodal: share of images that precede their caption."""
     canvas: int = 4
-    """Multimodal: most images side by side on one canvas."""
+    """Multimodal: largest number of images side by side on one canvas."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -168,15 +168,15 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Weight decay of matrices, decoupled (SGD: coupled); gains have none."""
     decay: Literal["coupled", "independent"] = "coupled"
-    """Whether a step's weight decay is multiplied by its rate, or by the rate's share of its peak."""
+    """Multiply weight decay by the learning rate, or by the rate relative to its peak."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     warmup: float = 0.1
-    """Share of the steps in which the rate rises linearly."""
+    """Share of the steps with linear warm-up."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
-    """Schedule of the rate after the warm-up; wsd holds it, then falls linearly over the last fifth."""
+    """Schedule of the rate after the warm-up; wsd keeps it constant, then decays linearly over the last fifth."""
     final: float = 0.05
-    """Rate at the end as a share of the peak (cosine, wsd)."""
+    """Final rate relative to the peak (cosine, wsd)."""
     z_loss: float = 0.0
     """Weight of the mean squared log-partition of the output logits in the training loss."""
 
@@ -189,13 +189,13 @@ class OptimConfig:
         _check(self, "between 0 and 1", _share, "warmup", "final")
         _check(self, "at least 0", lambda x: 0 <= x < math.inf, "weight_decay", "grad_clip", "z_loss")
         if self.decay == "independent" and self.name == "sgd":
-            raise InvalidValueError("independent weight decay is for adamw and muon; that of sgd is in its gradient")
+            raise InvalidValueError("independent weight decay is for adamw and muon; sgd adds decay to its gradient")
 
 
 _PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
-# Cannot change a recorded number, so it is no part of what a run is.
+# Cannot change a recorded number, so it does not belong to the identity of a run.
 _CADENCE = ("checkpoint_every",)
-# Newer than the first runs: left out at its default, so that older runs keep their names.
+# Fields added later are left out at their defaults, so that the run_id of older runs does not change.
 _NEWER = {
     "data": {"needle": 0.0, "tokens": "bytes", "windows": "drawn"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
@@ -207,7 +207,7 @@ _NEWER = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One training run. Everything in it decides the recorded numbers, except `checkpoint_every`."""
+    """One training run. Every field affects the recorded numbers, except `checkpoint_every`."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
     data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text
@@ -216,32 +216,32 @@ class RunConfig:
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
     seed: int = 0
-    """Decides initial weights and batches."""
+    """Seed of initial weights and batches."""
     steps: int = 150
     """Optimizer steps."""
     accumulate: int = 1
-    """Equal parts that a step's batch is computed in, one after the other, where it does not fit into memory whole."""
+    """Compute each batch in this many equal parts, to save memory."""
     log_every: int = 10
     """Steps between records; the first and the last step are always recorded."""
     checkpoint_every: int = 50
-    """Steps between checkpoints; 0 only at the end."""
+    """Steps between checkpoints; 0: only at the end."""
     eval_every: int = 0
-    """Steps between evaluations, a multiple of log_every; 0 only before and after training."""
+    """Steps between evaluations, a multiple of log_every; 0: only before and after training."""
     eval_sequences: int = 256
     """Held-out sequences over which val_loss is averaged."""
     probe_sequences: int = 4
     """Held-out sequences on which attention statistics are measured."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:N or mps; auto takes cuda where there is one, else the CPU."""
+    """auto, cpu, cuda, cuda:N or mps; auto uses CUDA if available, otherwise the CPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of training; bf16 and fp16 (with loss scaling) are autocast over float32 weights; auto is bf16 on CUDA
-    devices that have it."""
+    """Number format; bf16 and fp16 (with loss scaling) use autocast over float32 weights; auto is bf16 on CUDA devices
+    that support it."""
     compile: bool = False
     """Train through torch.compile."""
     threads: int = 1
-    """CPU threads; they change the order of sums, hence the last digits."""
+    """CPU threads; their number changes the order of sums and thereby the last digits."""
     nudge: int = 0
-    """Float32 steps by which one weight is moved before training, to see how far two runs move apart."""
+    """Float32 steps (ulps) by which one weight is moved before training, to measure how fast two runs diverge."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -261,14 +261,12 @@ class RunConfig:
 
     @property
     def run_id(self) -> str:
-        """12 hex digits of the SHA-256 of everything that decides the numbers (see `identity`)."""
+        """12 hex digits of the SHA-256 of everything that affects the numbers (see `identity`)."""
         text = json.dumps(self.identity(), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def identity(self) -> Json:
-        """The configuration without checkpoint cadence and device number: what makes two runs the same run. Nor are
-        images part of a run on text.
-        """
+        """The configuration without checkpoint cadence, device number and settings that its task does not use."""
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
         for section, names in _NEWER.items():
             table = values[section] if section else values
@@ -288,17 +286,17 @@ class RunConfig:
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> Json:
-        """Plain values, nested like the dataclasses; `from_dict` reads them back."""
+        """Returns plain values, nested like the dataclasses; `from_dict` reads them."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Reads nested plain values (TOML, JSON); what is missing has its default, unknown keys are refused."""
+        """Reads nested plain values (TOML, JSON). Missing keys get their defaults, unknown keys are rejected."""
         return read_fields(cls, values, "")
 
 
 def with_values(config: RunConfig, **values: object) -> RunConfig:
-    """Returns the configuration with other values; those of a section are a table, all set at once.
+    """Returns the configuration with other values; a section is a table whose values are all set at once.
 
     >>> with_values(RunConfig(), optim={"lr": 0.1}, seed=3).optim.lr
     0.1
@@ -309,7 +307,7 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
 
 
 def _check_mup(config: RunConfig) -> None:
-    """Raises where µP has no rule for the optimizer or for what the model reads."""
+    """Raises if µP has no rule for the optimizer or for the model's input."""
     if config.optim.name != "adamw":
         raise InvalidValueError(f"expected optimizer adamw with parametrisation mup, got {config.optim.name}")
     if config.data.task == "vision" or config.images.image_input == "patches":
@@ -317,7 +315,7 @@ def _check_mup(config: RunConfig) -> None:
 
 
 def _check(config: object, range_: str, holds: Callable[[float], bool], *names: str) -> None:
-    """Raises unless every number of these names that is given lies in the range."""
+    """Raises unless every number with these names is in the range; None is accepted."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not holds(value):
@@ -341,9 +339,7 @@ def _positive(x: float) -> bool:
     return 0 < x < math.inf
 
 
-# The axes of a grid that are settings of its runs: sizes, steps, parametrisation, schedule and weight decay.
-
-# The section and name of the setting of each axis; the axis has the setting's name.
+# The settings of a run that can be axes of a grid, with their sections.
 SETTINGS: dict[str, str] = {
     **dict.fromkeys(("d_model", "n_layers", "n_heads", "head_dim", "parametrisation"), "model"),
     **dict.fromkeys(("context", "batch"), "data"),
@@ -353,9 +349,9 @@ SETTINGS: dict[str, str] = {
 
 
 def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[tuple[str, RunConfig]]:
-    """Yields the configuration under every combination of values, and what tells it from the others in words.
+    """Yields the configuration with every combination of values, and a name that distinguishes it from the others.
 
-    Axes of no or one value are in no name: such a grid has the names of one without axes.
+    Axes with at most one value do not appear in names, so such a grid has the same names as one without axes.
 
     >>> [name for name, _ in variants(RunConfig(), {"d_model": (32, 64), "steps": (10,)})]
     ['d_model 32', 'd_model 64']
@@ -367,7 +363,7 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
 
 
 def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """The configuration with these values, those of a section all at once: one may not be possible without another."""
+    """Returns the configuration with these values, set at once because one may be invalid without another."""
     fields: dict[str, dict[str, object]] = {"": {}}
     for axis, value in values.items():
         fields.setdefault(SETTINGS[axis], {})[axis] = value

@@ -1,4 +1,4 @@
-"""A study executed: its progress, what is left to run, and studies merged."""
+"""Executes studies: progress, remaining runs, result tables, and merging of studies."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from qkeel.records.disk import (
 from qkeel.records.parse import json_value
 from qkeel.records.run_directory import locked
 
-# The progress of a study, read from its files, and how long it will take, from a few timed steps.
+# Progress of a study, read from its files, and an estimate of its duration from a few timed steps.
 
 _WARM, _TIMED = 3, 10  # steps
 
 
 def last_step(directory: Path) -> int:
-    """The last recorded step of a run; 0 before there is one. Reads only the end of the file."""
+    """Returns the last recorded step of a run, or 0; reads only the end of the file."""
     try:
         path = directory / "metrics.jsonl"
         refuse_irregular(path)
@@ -58,15 +58,14 @@ def last_step(directory: Path) -> int:
 
 
 def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
-    """Seconds the runs will take with `workers` at once, from timing a few steps of the first one here; 0 where these
-    steps fail, since the run itself says why."""
+    """Estimates the duration of the runs with this many workers, by timing a few steps of the first run.
+
+    Raises: whatever these steps raise.
+    """
     if not runs or workers < 1:
         return 0.0
     steps = sum(run.config.steps for run in runs)
-    try:
-        return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
-    except Exception:
-        return 0.0
+    return steps * _seconds_per_step(runs[0].config) / min(workers, len(runs))
 
 
 def _seconds_per_step(config: RunConfig) -> float:
@@ -75,61 +74,60 @@ def _seconds_per_step(config: RunConfig) -> float:
         arithmetic = choose_arithmetic([RunState(config)])
         for step in range(_WARM):
             train_step(arithmetic, [step])
-        arithmetic.probe()  # ends with a read, so the device is idle now
+        arithmetic.probe()  # reads a result, so the device is idle when timing starts
         start = time.perf_counter()
         for step in range(_TIMED):
             train_step(arithmetic, [step])
-        arithmetic.probe()  # once per ten steps, as a run with the default cadence does
+        arithmetic.probe()  # once per ten steps, the default cadence of a run
         return (time.perf_counter() - start) / _TIMED
 
 
-# A study: a plan executed in one directory, which it continues with, extends, or refuses.
+# Execution of a plan in a directory, which may contain a part of the same study already.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """The options of a study's execution; nothing here changes a number."""
+    """Options of a study's execution; none of them changes a result."""
 
+    #: number of processes, each with a run or a stack of runs; 1 uses this process, None asks the executor
     workers: int | None = 1
-    """Processes at once, each with a run or a stack of runs; 1 does them in this one, None asks the executor."""
+    #: local, ray, dask or slurm, with options as in "slurm:partition=gpu,time=60"; see `lab.executors`
     executor: str = "local"
-    """Where: local, ray, dask or slurm, with options as "slurm:partition=gpu,time=60"; see lab.execution.executors."""
+    #: whether runs that differ only in seed, steps and rates train as one model: a number, "auto" or "off"
     stack: StackSize = "off"
-    """Runs that differ in seed, steps and rates only train as one model: so many, or where models are small."""
-    shard: Shard = dataclasses.field(default_factory=Shard)
-    """Which part of the runs is done here."""
-    command: str = ""
-    """What the user typed, for the record."""
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None
-    """Called as each run ends."""
+    shard: Shard = dataclasses.field(default_factory=Shard)  #: the part of the runs to execute here
+    command: str = ""  #: the user's command line, for the record
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None  #: called when a run ends
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """The result of a study: tables of all runs of the directory and of its long contexts, and the new failures."""
+    """The result of a study: tables of all runs in the directory and of its long contexts, and the new failures."""
 
-    path: Path  #: of the study's directory
-    table: Sequence[Json]  #: one row for each run that is done
-    long_table: Sequence[Json]  #: one row for each of them, method and length
-    failures: Sequence[Outcome]  #: runs that failed this time
+    path: Path  #: the study's directory
+    table: Sequence[Json]  #: one row per finished run
+    long_table: Sequence[Json]  #: one row per finished run, post-hoc method and length
+    failures: Sequence[Outcome]  #: runs that failed in this execution
 
 
 def make_plan(
     name: str, base: RunConfig | None = None, grid: Grid | None = None, contexts: LongContexts | None = None
 ) -> Plan:
-    """The plan of a study by name, checked: every remedy, the model, and the corpus can be used.
+    """Plans a study by name, and checks that every remedy, the model and the corpus can be used.
 
     >>> [run.name for run in make_plan("lr", grid=Grid(remedies=["none"], lrs=[0.01, 0.03], seeds=[0])).runs]
     ['none', 'none']
 
     Args:
-        name: of lab.studies.STUDIES. base: the configuration of its runs. grid: its axes. The study has defaults for
-            all of them.
-        contexts: of the extrapolation study, in place of its own.
+        name: a key of lab.studies.STUDIES.
+        base: the configuration of its runs; the study has a default.
+        grid: its axes; the study has a default.
+        contexts: for the extrapolation study, replaces its long contexts.
 
-    Raises: UnknownNameError, InvalidValueError, RefusedError or DataError, before anything is written.
+    Raises:
+        QkeelError: a name is unknown, a value invalid, a remedy refused or the data missing. Nothing is written before.
     """
     plan = find_study(name).plan(name, base, grid, contexts)
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
@@ -156,31 +154,36 @@ def study(
     jobs: int = 1,
     contexts: LongContexts | None = None,
 ) -> StudyResult:
-    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, killed ones resume.
+    """Runs the study `name` over a grid in the directory `out`; finished runs are kept, interrupted ones resume.
 
     >>> base = RunConfig(steps=1, eval_sequences=1)
     >>> len(study("lr", remedies=["none"], lrs=[0.01], seeds=[0], out="a", base=base).table)
     1
 
     Args:
-        name: of lab.studies.STUDIES. remedies, lrs, seeds: the grid; the same directory takes more of them later.
-        out: the directory. base: model, corpus and length of its runs, which stay the same in one directory.
-        jobs: processes at once; small models train several as one. `run_plan` takes more options.
-        contexts: in the study "extrapolation", where remedies are attention forms, what is done with the weights.
+        name: a key of lab.studies.STUDIES.
+        remedies: spec strings; a later call for the same directory may add more, and more rates and seeds.
+        lrs: learning rates.
+        seeds: seeds.
+        out: the directory.
+        base: model, corpus and length of the runs, which cannot change within a directory.
+        jobs: number of processes; small models train several runs as one. `run_plan` has more options.
+        contexts: in the study "extrapolation", where remedies are attention forms, the tests of the trained weights.
     """
     plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
     return run_plan(plan, out, Execution(workers=jobs, stack="auto"))
 
 
 def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
-    """Executes what of the plan is not done yet, then writes table.csv.
+    """Executes the runs of the plan that are not done yet, then writes table.csv.
 
     >>> grid = Grid(remedies=["none"], lrs=[0.01], seeds=[0])
     >>> len(run_plan(make_plan("lr", RunConfig(steps=1, eval_sequences=1), grid), "b", Execution()).failures)
     0
 
-    Raises: RunDirectoryError if the directory is in use, holds another study or runs that were computed otherwise, or
-    cannot be written.
+    Raises:
+        RunDirectoryError: the directory is in use, contains another study or runs that were computed differently, or
+            cannot be written.
     """
     out = Path(out)
     if plan.grid.tuning_seeds and not plan.tuned:
@@ -189,7 +192,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
     with locked(out / f"lock{part}", f"{out} is in use by another study"):
         with _alone(out):
-            if execution.executor == "local":  # else the machines that compute find out
+            if execution.executor == "local":  # otherwise the computing machines check this
                 for run in {run.role: run for run in pending(plan, out, shard)}.values():
                     refuse_mixture(out / "runs", identity(run.config))
             about = _study(out, plan, execution.command)
@@ -207,9 +210,10 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
 
 
 def tune(plan: Plan, out: Path, execution: Execution) -> Plan:
-    """Returns the plan at the rate of each remedy that is best on the tuning seeds, after doing what of them is left.
+    """Executes the remaining tuning runs, and returns the plan with the best learning rate of each remedy.
 
-    Raises: RunDirectoryError where one of their runs is not done, or the directory holds another study.
+    Raises:
+        RunDirectoryError: a tuning run is not done, or the directory contains another study.
     """
     return tuned_plan(plan, run_plan(tuning_plan(plan), out / FOLDER, execution).table)
 
@@ -229,19 +233,19 @@ def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Shards of one study share study.json and table.csv; each holds them for a moment."""
+    """Locks study.json and table.csv, which the shards of a study share, for a moment."""
     with locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0):
         remove_leftovers(out)
         yield
 
 
 def run_directory(out: Path, run: PlannedRun) -> Path:
-    """The directory of a run of a study."""
+    """Returns the directory of a run of a study."""
     return out / "runs" / run.config.run_id
 
 
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
-    """The shard's runs that are not done or were damaged since, the longest first: no worker ends long after others."""
+    """Returns the shard's unfinished or damaged runs, the longest first, so that all workers finish together."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
     left = []
     for run in mine:
@@ -253,67 +257,58 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
 
 
 def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
-    """Does what is left of the plan, yielding each outcome as it comes; closed, it stops what is still running."""
+    """Executes the rest of the plan and yields each outcome as it arrives; closing it stops all running jobs."""
     place = executor(execution.executor)
-    if not (jobs := _jobs(plan, out, execution)):
+    # Other machines start in other folders, so jobs get absolute paths; outcomes name the paths that were typed.
+    typed = {str(run_directory(out, run).absolute()): run for run in pending(plan, out, execution.shard)}
+    if not typed:
         return
-    # Other machines start in other folders: they get whole paths, and the user the paths that were typed.
-    typed = {str(Path(job.directory).absolute()): job.directory for job in jobs}
-    jobs = [dataclasses.replace(job, directory=whole) for whole, job in zip(typed, jobs)]
-    most = place.capacity()  # asked in any case: a cluster that cannot be reached says so here
+    jobs = [
+        Job(run.config.to_dict(), directory, execution.command, plan.contexts and plan.contexts.of(run.name))
+        for directory, run in typed.items()
+    ]
+    most = place.capacity()  # always asked, because this call fails early if a cluster cannot be reached
     workers = most if execution.workers is None else execution.workers
     with closing(place.outcomes(units_of(jobs, workers, execution.stack), workers, out.absolute())) as found:
         for outcomes in found:
             for outcome in outcomes:
-                yield dataclasses.replace(outcome, directory=typed[outcome.directory])
-
-
-def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
-    return [
-        Job(
-            run.config.to_dict(),
-            str(run_directory(out, run)),
-            execution.command,
-            plan.contexts and plan.contexts.of(run.name),
-        )
-        for run in pending(plan, out, execution.shard)
-    ]
+                yield dataclasses.replace(outcome, directory=str(run_directory(out, typed[outcome.directory])))
 
 
 def _study(out: Path, plan: Plan, command: str) -> Json:
-    """The study.json of the plan and of what is in the directory already."""
+    """Returns the study.json of the plan joined with that of the directory."""
     new = study_of(plan, command)
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
     if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):
         raise RunDirectoryError(
-            f"{out} is not empty and holds no study.json, so it is not a study directory. "
+            f"{out} is not empty and has no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."
         )
     return {**new, "runs": in_order(new["runs"], new["remedies"], list(new["base"]))}
 
 
-# Parts of one study that were made apart, in directories of their own, merged into one.
+# Merging parts of one study from several directories.
 
-_OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # how long a run took is no result of it
+_OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # may differ between equal runs
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MergedStudy:
-    """A merged study: its table, that of its long contexts, and how many of its runs have a result."""
+    """A merged study: its tables, and the number of finished runs."""
 
-    path: Path  #: of the merged directory
-    table: Sequence[Json]  #: one row for each run that is done
-    long_table: Sequence[Json]  #: one row for each of them, method and length
-    done: int  #: runs that have a result
+    path: Path  #: the merged directory
+    table: Sequence[Json]  #: one row per finished run
+    long_table: Sequence[Json]  #: one row per finished run, post-hoc method and length
+    done: int  #: number of finished runs
 
 
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
-    """Merges directories of the same study, made on several machines, into a new one; the sources stay as they are.
+    """Merges directories of the same study, made on several machines, into a new one; the sources do not change.
 
-    A run that is in several of them is taken where it is done, else where it is furthest. Unfinished runs come along:
-    the study's own command with `out` continues with them. `out` appears whole or not at all.
+    If a run appears more than once, the finished copy is used, otherwise the most advanced. Unfinished runs are copied
+    too: the study's own command with `out` continues them. `out` appears completely or not at all.
 
     >>> from qkeel.lab import RunConfig, study
     >>> base = RunConfig(steps=1, eval_sequences=1)
@@ -322,9 +317,9 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     >>> merge_studies(["part-0", "part-1"], "whole").done
     2
 
-    Raises: RunDirectoryError if a source holds no study or another one, runs of two were computed otherwise or on
-    another text, a run that is done in two of them has different results there, a source is in use, or `out` holds
-    something already.
+    Raises:
+        RunDirectoryError: a source contains no study or a different one, was computed differently or on another text,
+            has other results for a run that is also finished elsewhere, or is in use; or `out` is not empty.
     """
     places = [Path(source) for source in sources]
     out = Path(out)
@@ -337,8 +332,8 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
         refuse_mixture(place / "runs", RunDirectory(begun[0].parent).env())
     chosen = [_choice(places, entry["run_id"]) for entry in about["runs"]]
     staged = out.with_name(f".{out.name}.part")
-    shutil.rmtree(staged, ignore_errors=True)  # of a merge that was killed
-    advice = ". Expected a writable place with free space; nothing that was there is changed."
+    shutil.rmtree(staged, ignore_errors=True)  # left by a merge that was killed
+    advice = ". Expected a writable place with free space; existing files were not changed."
     try:
         with reported(f"cannot merge into {out}", advice):
             for run in filter(None, chosen):
@@ -368,22 +363,30 @@ def _check_places(places: Sequence[Path], out: Path) -> None:
 
 
 def _choice(places: Sequence[Path], run_id: str) -> RunDirectory | None:
-    """The directory to take a run from, None where no source has begun it."""
+    """Returns the directory from which to take a run; None if no source has started it."""
     runs = [RunDirectory(place / "runs" / run_id) for place in places]
     done = [run for run in runs if run.status is RunStatus.DONE]
     for other in done[1:]:
         _check_same_results(done[0], other)
-    # What long texts gave is added to a run that is done, so one of two equal runs may have more of it.
+    # Long-context results are added after a run is done, so one of two equal runs may have more of them.
     furthest = max(done, key=lambda run: len(run.long_contexts()), default=None)
     begun = [run for run in runs if run.status is not RunStatus.MISSING]
     return furthest or max(begun, key=lambda run: last_step(run.path), default=None)
 
 
 def _check_same_results(one: RunDirectory, other: RunDirectory) -> None:
-    """Raises RunDirectoryError where a run that was done twice did not come to the same numbers, to the last bit."""
-    first, second = _results(one), _results(other)
+    """Raises RunDirectoryError if two finished copies of a run differ in any bit of their results."""
+
+    def results(run: RunDirectory) -> dict[str, str]:
+        lines = [(f" at step {line['step']}", line) for line in run.metrics()]
+        return _as_text([*lines, (" of the summary", run.summary())])
+
+    def of_long_texts(run: RunDirectory) -> dict[str, str]:
+        return _as_text([(f" with {x['posthoc']} at length {x['test_length']}", x) for x in run.long_contexts()])
+
+    first, second = results(one), results(other)
     unlike = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-    texts = _of_long_texts(one), _of_long_texts(other)
+    texts = of_long_texts(one), of_long_texts(other)
     unlike += [name for name in texts[0] if name in texts[1] and texts[0][name] != texts[1][name]]
     if unlike:
         raise RunDirectoryError(
@@ -393,25 +396,13 @@ def _check_same_results(one: RunDirectory, other: RunDirectory) -> None:
         )
 
 
-def _results(run: RunDirectory) -> dict[str, str]:
-    """Every number of a run by name and step; as text, since NaN is not equal to itself."""
-    lines = [(f" at step {line['step']}", line) for line in run.metrics()]
-    lines.append((" of the summary", run.summary()))
-    return _as_text(lines)
-
-
-def _of_long_texts(run: RunDirectory) -> dict[str, str]:
-    """The numbers of a run at other lengths."""
-    lines = run.long_contexts()
-    return _as_text([(f" with {line['posthoc']} at length {line['test_length']}", line) for line in lines])
-
-
 def _as_text(lines: Sequence[tuple[str, Json]]) -> dict[str, str]:
+    # As text, because NaN is not equal to itself.
     return {name + at: repr(x) for at, line in lines for name, x in line.items() if name not in _OF_THE_MACHINE}
 
 
 def _copy(run: RunDirectory, to: Path) -> None:
-    """Copies the files of a run; of one that is not done under its lock, so that nobody writes meanwhile."""
+    """Copies the files of a run; an unfinished run is locked meanwhile, so that nothing writes to it."""
     held = locked(run.path / "lock", f"{run.path} is in use by another process")
     if run.status is RunStatus.DONE and (damage := run.damage()):
         raise DamagedFileError(f"{damage} Run its study again, then merge.")

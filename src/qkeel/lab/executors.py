@@ -1,4 +1,4 @@
-"""Who runs the runs of a study: worker processes of this machine, Slurm, Ray or Dask."""
+"""Executors of a study's runs: worker processes on this machine, Slurm, Ray or Dask."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ from qkeel.lab.train_runs import train_runs
 from qkeel.options import Bound, Count, Json, NotNegative, Positive, build, lookup, parse, settle
 from qkeel.records import RunDirectory, RunStatus
 
-# The life of a worker process, which ends with that of the process that started it, whatever ends that.
+# Worker processes, which end together with the process that started them, however that ends.
 
 
 @functools.cache
 def lifeline() -> tuple[Connection, Connection]:
-    """A pipe, the end to read from first, that nobody writes to: it is at its end when this process is.
+    """Returns a pipe that nobody writes to; its reading end, the first, reaches end-of-file when this process ends.
 
-    A worker inherits the first end when it is started, so that no instant is too early, and no system's signal on the
-    death of a parent is needed. The other end stays open here as long as this process lives.
+    A worker inherits the reading end when it starts, so there is no moment without protection and no need for a signal
+    on the death of the parent. The writing end stays open as long as this process lives.
     """
     return Pipe(duplex=False)
 
 
 def begin_worker(line: Connection) -> None:
-    """Makes this process a worker: it ends when the line does, and leaves Ctrl-C to its parent.
+    """Makes this process a worker: it ends when the pipe does, and leaves Ctrl-C to its parent.
 
-    Called before anything large is imported: so this module imports nothing large either.
+    It is called before any large import, so this module must not import anything large either.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(line,), name="qkeel-lifeline", daemon=True).start()
 
 
 def _end_with(line: Connection) -> None:
-    line.poll(None)  # waits; a pipe at its end can be read
+    line.poll(None)  # blocks until end-of-file, which counts as readable
     os._exit(1)
 
 
-# Runs many configurations over worker processes; a run that fails does not stop the rest.
+# Running many configurations in worker processes; a failed run does not stop the others.
 
-# A run directory may still be held, for an instant, by a worker that is dying with a killed study.
-LOCK_WAIT = 10.0
+# A dying worker of a killed study may still hold the lock of a run directory for a moment.
+LOCK_WAIT = 10.0  # seconds
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One run to do, as plain values that any process can be given."""
+    """One run as plain values, which can be sent to any process."""
 
     config: Json
     directory: str
@@ -78,7 +78,7 @@ class Job:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """A job that is over; `error` is empty if the run is done."""
+    """A finished job; `error` is empty if it succeeded."""
 
     directory: str
     error: str = ""
@@ -87,7 +87,7 @@ class Outcome:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The i-th of n parts of a study, counted from 1: every n-th run, for one machine or array task each."""
+    """Part i of n of a study, counted from 1: every n-th run, for one machine or array task."""
 
     index: int = 1  #: i, from 1 to n
     count: int = 1  #: n, at least 1
@@ -98,7 +98,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Reads "i/n".
+        """Parses "i/n".
 
         >>> Shard.parse("2/3")
         Shard(index=2, count=3)
@@ -110,21 +110,22 @@ class Shard:
 
 
 def units_of(jobs: Sequence[Job], workers: int, stack: StackSize) -> list[list[Job]]:
-    """The jobs in units, those of one unit trained as one; the longest first, so that no worker ends long after the
-    others. `stack` says which train as one, see `plan_stacks`; it changes no number.
+    """Groups jobs into units that train as one, the longest first, so that all workers finish together.
+
+    `stack` selects which jobs train as one, see `plan_stacks`; it changes no result.
     """
     check(workers >= 1, "at least 1 worker", workers)
-    # What is done with the weights afterwards is done run by run.
+    # Jobs that test their weights at other lengths afterwards run alone.
     units = [[job] for job in jobs if job.contexts is not None]
     units += plan_stacks([(RunConfig.from_dict(j.config), j) for j in jobs if j.contexts is None], stack, workers)
     return sorted(units, key=lambda unit: -sum(RunConfig.from_dict(job.config).steps for job in unit))
 
 
 def work_here(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
-    """Does the units on this machine, yielding the outcomes of each as it ends. Closing the iterator stops the workers.
+    """Executes the units on this machine and yields the outcomes of each; closing the generator stops the workers.
 
-    With one worker everything happens in this process and joblib is not needed. When a worker is killed, for lack of
-    memory for instance, the jobs that are left are done one by one.
+    With one worker everything runs in this process, without joblib. If a worker is killed, e.g. for lack of memory, the
+    remaining jobs are executed one by one.
     """
     if workers == 1 or len(units) <= 1:
         for unit in units:
@@ -137,7 +138,7 @@ def work_here(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Ou
                 del left[outcome.directory]
             yield outcomes
     except _WorkerDied:
-        # Whichever it was, each job that is left gets a worker of its own.
+        # joblib does not say which job died, so each remaining job gets its own worker.
         for job in left.values():
             try:
                 yield from _pool([[job]], 2)
@@ -154,19 +155,19 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
         import joblib
     except ImportError as error:
         raise QkeelError(f"{workers} workers need joblib: pip install joblib, or use one worker") from error
-    # One job at a time to each worker: what is not given out need not be taken back when the study is stopped.
+    # Each worker gets one job at a time, so that stopping a study leaves few dispatched jobs to cancel.
     how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs", "backend": "loky"}
     how |= {"initializer": begin_worker, "initargs": lifeline()[:1]}
     pool = joblib.Parallel(n_jobs=max(2, min(workers, len(units))), **how)
     results: Any = pool(joblib.delayed(work_apart)(unit) for unit in units)
     with warnings.catch_warnings():
-        # That unfinished runs are dropped is what ending early is for.
+        # Dropping unfinished runs is intended when a study is stopped.
         warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
         try:
             yield from results
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except Exception as error:  # `work` raises none, so it is joblib's: a worker was killed
+        except Exception as error:  # `work` raises no errors, so this is joblib's: a worker was killed
             raise _WorkerDied(
                 f"its worker process died ({type(error).__name__}), perhaps for lack of memory; run the same command "
                 "again to continue, with fewer workers if memory is short"
@@ -176,97 +177,90 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
 
 
 def work(unit: Sequence[Job]) -> list[Outcome]:
-    """Does one job, or several that train as one; an error becomes its outcome."""
+    """Executes one job, or several that train as one; an error becomes its outcome."""
     directories = [Path(job.directory) for job in unit]
     try:
         configs = [RunConfig.from_dict(job.config) for job in unit]
-        # Another machine may compute otherwise than those that did the study's other runs.
+        # This machine may compute differently from those that did the study's other runs.
         refuse_mixture(directories[0].parent, identity(configs[0]))
         errors = train_runs(configs, directories, command=unit[0].command, wait=LOCK_WAIT)
         for i, job in enumerate(unit):
             if job.contexts is not None and errors[i] is None:
                 measure(configs[i], RunDirectory(directories[i]), job.contexts, wait=LOCK_WAIT)
-    except Exception as error:  # if not qkeel's, a bug or the machine
+    except Exception as error:  # a bug or a fault of the machine, if it is not a QkeelError
         errors = [error] * len(unit)
-    return [Outcome(job.directory, _text(error)) for job, error in zip(unit, errors)]
-
-
-def _text(error: Exception | None) -> str:
-    known = error is None or isinstance(error, QkeelError)
-    return str(error or "") if known else f"{type(error).__name__}: {error}"
+    texts = [str(e or "") if e is None or isinstance(e, QkeelError) else f"{type(e).__name__}: {e}" for e in errors]
+    return [Outcome(job.directory, text) for job, text in zip(unit, texts)]
 
 
 def work_apart(unit: Sequence[Job]) -> list[Outcome]:
-    """`work` in a worker process."""
-    _keep_memory()
+    """Runs `work` in a worker process."""
+    if sys.platform == "linux":
+        # Keep freed memory; otherwise glibc returns the tensors of a stack to the system and faults them in again.
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL(None)
+            # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+            for what, size in ((-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26)):
+                libc.mallopt(what, size)
     return work(unit)
 
 
-def _keep_memory() -> None:
-    """Lets this process keep what it frees: else glibc fetches a stack's tensors again and again, page by page."""
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-        for what, size in ((-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26)):
-            libc.mallopt(what, size)
-
-
-# The interface of executors, and the literal table of them.
+# The interface of executors.
 
 Unit: TypeAlias = Sequence[Job]
 
-NETWORK_WAIT = 10.0  # seconds that a file written on another machine may take to be seen on this one
-REACH_WAIT = 10.0  # seconds that a scheduler may take to answer
+NETWORK_WAIT = 10.0  # seconds until a file written on another machine must be visible here
+REACH_WAIT = 10.0  # seconds until a scheduler must answer
 _FULL = os.strerror(errno.ENOSPC)
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class Executor(Protocol):
-    """A place where runs are done; a dataclass of its options."""
+    """A place to execute runs; implementations are dataclasses of their options."""
 
     def capacity(self) -> int:
-        """The number of runs, or stacks of runs, that go at once unless the user says."""
+        """Returns the default number of runs, or stacks of runs, to execute at once."""
         ...
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
-        """Does the units, at most `workers` at once, and yields the outcomes of each as it ends; closing it stops all.
+        """Executes the units, at most `workers` at once, and yields the outcomes of each; closing it stops all.
 
-        folder: where an executor may leave files of its own, in a file system that all machines see.
+        `folder` is for the executor's own files, in a file system that all machines share.
         """
         ...
 
 
 def executor(text: str) -> Executor:
-    """The executor of a spec string, "local", "ray:address=auto", "slurm:partition=gpu,time=60".
+    """Returns the executor of a spec string such as "local", "ray:address=auto" or "slurm:partition=gpu,time=60".
 
     >>> executor("slurm:partition=gpu")
     Slurm(partition='gpu', ...)
 
-    Raises: UnknownNameError, InvalidTypeError or InvalidValueError that names the nearest name or option.
+    Raises:
+        UnknownNameError: the executor or an option is unknown; the message suggests the nearest name.
+        InvalidTypeError: an option has the wrong type.
+        InvalidValueError: an option is out of range, or there is more than one executor.
     """
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one executor, got {text!r}; runs of one study are done in one place")
+        raise InvalidValueError(f"expected one executor, got {text!r}; a study runs in one place")
     found = lookup("executor", EXECUTORS, terms[0].name)
     return build(f"the executor {terms[0].name}", found, terms[0].options)
 
 
 def work_elsewhere(unit: Unit) -> list[Outcome]:
-    """`work` in a process that others may share, as Dask's do: one unit at a time, since torch's threads are one
-    setting of the whole process."""
+    """Runs `work` in a process that others may share, as Dask's do.
+
+    Only one unit runs at a time, because the number of torch's threads is a setting of the whole process.
+    """
     with _ONE_AT_A_TIME:
         return work(unit)
 
 
 def died(unit: Unit, error: BaseException) -> list[Outcome]:
-    """The outcomes of a unit whose process ended without a result."""
+    """Returns the outcomes of a unit whose process ended without a result."""
     if _FULL in str(error):
-        why = (
-            "no space is left on a disk of the cluster or of --out: free some, then run the same command again to "
-            "continue"
-        )
+        why = "a disk of the cluster or of --out is full: free some space, then run the same command again to continue"
         return [Outcome(job.directory, why) for job in unit]
     said = " ".join(str(error).split())[-300:]
     reason = f"its process on the cluster died ({type(error).__name__}: {said}); run the same command again to continue"
@@ -274,8 +268,10 @@ def died(unit: Unit, error: BaseException) -> list[Outcome]:
 
 
 def check_reached(what: str, address: str) -> None:
-    """Raises RefusedError where nobody listens at "tcp://host:port" or "host:port" within REACH_WAIT; an address of
-    another form ("auto", a file, a name) is left to the library."""
+    """Raises RefusedError if nothing answers at "tcp://host:port" or "host:port" within REACH_WAIT.
+
+    Addresses of another form ("auto", a file, a name) are left to the library.
+    """
     found = re.fullmatch(r"(?:\w+://)?(\[[^\]]+\]|[^:/]+):(\d+)/?", address)
     if found is None:
         return
@@ -286,64 +282,55 @@ def check_reached(what: str, address: str) -> None:
 
 
 def unreached(what: str, why: str) -> RefusedError:
-    """The error for a cluster that cannot be reached."""
-    said = " ".join(why.split())[:300]
-    return RefusedError(f"{what} cannot be reached: {said}. Check its address, or leave --executor out to run here")
+    """Returns the error for a cluster that cannot be reached."""
+    reason = " ".join(why.split())[:300]
+    return RefusedError(f"{what} cannot be reached: {reason}. Check its address, or leave --executor out to run here")
 
 
 def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes, those of runs as errors that are done elsewhere and not here: the machines share no folder."""
+    """Turns outcomes whose files are not visible here into errors: the machines share no folder."""
     deadline = time.monotonic() + NETWORK_WAIT
-    return [outcome if outcome.error or _done(outcome, deadline) else _lost(outcome) for outcome in outcomes]
-
-
-def _done(outcome: Outcome, deadline: float) -> bool:
-    run = RunDirectory(Path(outcome.directory))
-    while run.status is not RunStatus.DONE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def _lost(outcome: Outcome) -> Outcome:
-    return Outcome(
-        outcome.directory,
+    lost = (
         "done on the cluster, but its files are not here: --out must be a folder that this machine and the cluster "
-        "share. Choose one, or run shards on each machine and use qkeel merge",
+        "share. Choose one, or run shards on each machine and use qkeel merge"
     )
-
-
-# Processes of this machine, through joblib.
+    found = []
+    for outcome in outcomes:
+        run = RunDirectory(Path(outcome.directory))
+        while not outcome.error and run.status is not RunStatus.DONE:
+            if time.monotonic() > deadline:
+                outcome = Outcome(outcome.directory, lost)
+            else:
+                time.sleep(0.2)
+        found.append(outcome)
+    return found
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Local:
-    """Processes of this machine, through joblib; they die with the one that started them."""
+    """Processes of this machine, through joblib; they end together with the process that started them."""
 
     def capacity(self) -> int:
-        """As many as this process has cores, at most 4, for each takes about 0.4 GB."""
+        """Returns the number of cores of this process, at most 4, because each worker takes about 0.4 GB."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return min(cores, 4)
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
-        """Does the units; see `Executor`."""
+        """Executes the units; see `Executor`."""
         yield from work_here(units, workers)
 
 
-# Jobs of a Slurm cluster, through submitit.
-
-_EACH, _EACH_HERE = 5.0, 0.5  # seconds between two looks at the jobs of a cluster, and of this machine
+_EACH, _EACH_HERE = 5.0, 0.5  # seconds between polls of jobs on a cluster, and on this machine
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """One job array of a Slurm cluster; this process waits for it and cancels it when it is interrupted.
+    """One job array of a Slurm cluster, through submitit; this process waits for it and cancels it when interrupted.
 
-    partition, account, qos: as sbatch takes them, the cluster's own where empty. time: minutes of a job. memory: GB.
-    cpus, gpus: of a job. cluster: "slurm", or "local" to do the jobs as processes of this machine.
+    partition, account, qos: as for sbatch; empty uses the cluster's default. time: minutes per job. memory: GB per job.
+    cpus, gpus: per job. cluster: "slurm", or "local" to run the jobs as processes of this machine.
     """
 
     partition: str = ""
@@ -359,16 +346,16 @@ class Slurm:
         settle(self, "slurm")
 
     def capacity(self) -> int:
-        """Sixteen: what the cluster has is not known here."""
+        """Returns 16, because the size of the cluster is not known here."""
         self._reached()
         return 16
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
-        """Does the units; see `Executor`."""
+        """Executes the units; see `Executor`."""
         place = self._executor(workers, folder)
         waiting, running = list(units), {}
         try:
-            if self.cluster != "local":  # an array, in which Slurm keeps to `workers` at once
+            if self.cluster != "local":  # as an array, of which Slurm runs at most `workers` at once
                 running, waiting = dict(zip(place.map_array(work_elsewhere, units), units)), []
             while waiting or running:
                 while waiting and len(running) < workers:
@@ -406,16 +393,13 @@ class Slurm:
         return made
 
 
-# Tasks of a Ray cluster, or of one that is started on this machine.
-
-
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ray:
-    """Tasks of a Ray cluster. A task whose machine is lost is begun once more, and continues from its checkpoint.
+    """Tasks of a Ray cluster. A task whose machine is lost is retried once and continues from its checkpoint.
 
-    address: of the cluster, "auto" for that of this machine; empty: RAY_ADDRESS, or Ray starts one here.
-    cpus, gpus: what a task reserves.
+    address: of the cluster; "auto" for the one of this machine; empty uses RAY_ADDRESS, or starts Ray here. cpus, gpus:
+    reserved per task.
     """
 
     address: str = ""
@@ -426,13 +410,13 @@ class Ray:
         settle(self, "ray")
 
     def capacity(self) -> int:
-        """As many as the cluster has CPUs (GPUs, where tasks reserve some) for."""
+        """Returns how many tasks fit into the cluster's CPUs, and into its GPUs if tasks reserve any."""
         has = self._connected().cluster_resources()
         wanted = {"CPU": self.cpus, "GPU": self.gpus}
         return max(1, min(int(has.get(name, 0) / amount) for name, amount in wanted.items() if amount))
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
-        """Does the units; see `Executor`."""
+        """Executes the units; see `Executor`."""
         ray = self._connected()
         task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=1)(work_elsewhere)
         waiting, running = list(units), {}
@@ -445,7 +429,7 @@ class Ray:
                     unit = running.pop(done)
                     try:
                         outcomes = ray.get(done)
-                    except Exception as error:  # `work` raises none, so it is Ray's
+                    except Exception as error:  # `work` raises no errors, so this is Ray's
                         outcomes = died(unit, error)
                     yield seen_here(outcomes)
         finally:
@@ -465,26 +449,23 @@ class Ray:
         return ray
 
 
-# Workers of a Dask cluster, or of one that is started on this machine.
-
-
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dask:
-    """Workers of a Dask cluster. Each process of theirs does one unit at a time, however many threads it has.
+    """Workers of a Dask cluster. Each worker process executes one unit at a time, however many threads it has.
 
-    address: of its scheduler, "tcp://host:8786"; empty: the client in use or DASK_SCHEDULER_ADDRESS, or Dask starts a
+    address: of its scheduler, "tcp://host:8786"; empty uses the active client or DASK_SCHEDULER_ADDRESS, or starts a
     cluster here.
     """
 
     address: str = ""
 
     def capacity(self) -> int:
-        """As many as the cluster has worker processes."""
+        """Returns the number of the cluster's worker processes."""
         return max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
-        """Does the units; see `Executor`."""
+        """Executes the units; see `Executor`."""
         client = self._client
         from distributed import as_completed  # pyright: ignore[reportMissingImports]
 
@@ -516,9 +497,9 @@ class Dask:
                 raise unreached("Dask's scheduler", f"{address}: {error}") from error
         try:
             return get_client()
-        except ValueError:  # none in use
+        except ValueError:  # there is no active client
             return Client(threads_per_worker=1, dashboard_address=None)
 
 
-# Name -> class; each imports its library when it is used.
+# Each class imports its library only when it is used.
 EXECUTORS: dict[str, type[Executor]] = {"local": Local, "ray": Ray, "dask": Dask, "slurm": Slurm}

@@ -1,4 +1,7 @@
-"""Sources of images: handwritten digits, two photos in tiles, folders of classes, lists of captions."""
+"""Image data: handwritten digits, two photos cut into tiles, folders of classes, lists with captions.
+
+Shapes: [n height width channels].
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pictures:
-    """Images of one size: pixels [n height width channels] float32 in [0, 1], a caption and a class each.
+    """Images of one size: pixels [n height width channels] float32 in [0, 1], each with a caption and a class.
 
-    `held` marks those that are held out: by their content, so copies of an image are on one side. No classes: ().
+    `held` marks the held-out images, chosen by content so that copies of an image are on the same side. `classes` is ()
+    if there are none.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Pictures:
 
     @property
     def sha256(self) -> str:
-        """Of pixels, captions, classes and the split."""
+        """SHA-256 of pixels, captions, classes and the split."""
         digest = hashlib.sha256(json.dumps([list(self.captions), list(self.classes)]).encode())
         for part in (self.pixels, self.labels, self.held):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -46,9 +50,10 @@ class Pictures:
 
 
 def load_pictures(source: str, size: int) -> Pictures:
-    """The images of a source; see ImagesConfig.images.
+    """Loads the images of a source; see ImagesConfig.images.
 
-    Raises: DataError for what cannot be read, is of another size or mode, or has no caption.
+    Raises:
+        DataError: an image cannot be read, has another size or mode, or has no caption.
     """
     return _load(source, size, stamp(source) if source not in BUILT_IN else ())
 
@@ -79,7 +84,7 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
 
 
 def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """A tenth of each class, at least one image, those whose hashes come first."""
+    """Holds out a tenth of each class, at least one image, in the order of their hashes."""
     digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
     held: set[bytes] = set()
     for label in range(len(classes) or 1):
@@ -104,7 +109,7 @@ def _digits() -> ImageTable:
 
 
 def _photos() -> ImageTable:
-    """Tiles of 8 × 8 pixels; the caption is the photo's name, the tile's row and its column."""
+    """Tiles of 8 × 8 pixels; the caption is the photo's name with the row and column of the tile."""
     with np.load(io.BytesIO(files("qkeel.lab").joinpath("pictures", "photos.npz").read_bytes())) as stored:
         photos = {name: stored[name] for name in stored.files}
     tiles, captions = [], []
@@ -134,13 +139,13 @@ def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
 def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if not folders:
-        raise DataError(f"{path} holds no subfolder; expected one for each class, with the images of the class in it")
+        raise DataError(f"{path} has no subfolder; expected one per class, with the images of the class in it")
     images, captions = [], []
     for folder in folders:
         own = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
         if not own:
             raise DataError(
-                f"class {folder.name!r} has no image: {folder} holds no file that ends in {', '.join(SUFFIXES)}"
+                f"class {folder.name!r} has no image: {folder} has no file that ends in {', '.join(SUFFIXES)}"
             )
         images += [_read(file, size) for file in own]
         captions += [folder.name] * len(own)
@@ -167,7 +172,7 @@ def _read(path: Path, size: int) -> np.ndarray:
 def _check(path: Path, mode: str, shape: tuple[int, int], size: int) -> None:
     if mode not in _MODES:
         raise DataError(
-            f"{path} is of mode {mode}; expected 8-bit grey (L) or RGB. Convert it: Image.open(...).convert('RGB')"
+            f"{path} has mode {mode}; expected 8-bit grey (L) or RGB. Convert it: Image.open(...).convert('RGB')"
         )
     if tuple(shape) != (size, size):
         raise DataError(
@@ -186,14 +191,14 @@ def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
 
 
 def patches(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Images [n height width channels] cut into squares, row by row: [n rows columns size²·channels]."""
+    """Cuts images [n height width channels] into squares, row by row: [n rows columns size²·channels]."""
     n, height, width, channels = pixels.shape
     cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
     return cut.reshape(n, height // size, width // size, -1)
 
 
 def grey(pixels: np.ndarray) -> np.ndarray:
-    """RGB images in grey by their luma (ITU-R BT.601), grey ones as they are: [n height width 1]."""
+    """Converts RGB images to grey by their luma (ITU-R BT.601): [n height width 1]."""
     if pixels.shape[-1] == 1:
         return pixels
     return (pixels @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]

@@ -1,4 +1,7 @@
-"""Models on texts longer than those of training: loss by position, retrieval, angles of keys."""
+"""Trained models on longer texts than in training: accuracy by position, retrieval, angles between q and k.
+
+Shapes: n texts, b sequences, h heads, t tokens, s keys, i needles.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,15 @@ from qkeel.records.files import JSONObject, whole_bytes
 from qkeel.spec import PRESETS, AttentionCall, AttentionSpec
 from qkeel.spec.rope import Position
 
-# Angles between queries and keys: the range that training has, and what lies outside it in a longer text.
+# Angles between queries and keys: the range in training, and how many pairs of a longer text lie outside it.
 
-_ROWS = 128  # of the cosines at a time
+_ROWS = 128  # query rows of cosines computed at a time
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """The smallest and the largest cosine of a layer's visible pairs, per head [h]."""
+    """The smallest and the largest cosine between visible q and k of a layer, per head [h]."""
 
     low: Tensor
     high: Tensor
@@ -49,9 +52,9 @@ class Range:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outside:
-    """Per head of all layers [layers h]: pairs, how many of them lie outside the range, and the largest logit possible.
+    """Per head of all layers [layers h]: the number of pairs, how many lie outside the range, and a bound on the logit.
 
-    largest_logit: scale of the last position · largest norm of a query · largest norm of a key.
+    largest_logit: scale at the last position · largest norm of a query · largest norm of a key.
     """
 
     pairs: Tensor
@@ -60,16 +63,16 @@ class Outside:
 
     @property
     def share(self) -> float:
-        """Of all pairs of all heads."""
+        """The share of pairs outside, over all heads."""
         return float(self.outside.sum() / self.pairs.sum())
 
     def dilution(self, n: int) -> Tensor:
-        """The functional.bounds.dilution_bound of each head's largest logit among n keys, [layers h]."""
+        """Returns functional.bounds.dilution_bound of each head's largest logit among n keys, [layers h]."""
         return dilution_bound(self.largest_logit, n)
 
 
 def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
-    """Per layer the cosines that texts [b t] make its heads meet."""
+    """Returns, per layer, the range of cosines on the texts [b t]."""
     ranges: dict[int, Range] = {}
 
     def widen(layer: int, call: AttentionCall) -> None:
@@ -85,7 +88,7 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
 
 
 def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
-    """The number of pairs of texts [b t] that lie outside the ranges."""
+    """Counts the pairs of texts [b t] that lie outside the ranges."""
     counts = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
     found = Outside(counts, counts.clone(), torch.zeros_like(counts))
 
@@ -103,13 +106,13 @@ def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) 
 
 
 def attentions(model: nn.Module) -> list[SpecModule]:
-    """The attentions of a model, layer by layer."""
+    """Returns the attention modules of a model, layer by layer."""
     return [module for module in model.modules() if isinstance(module, SpecModule)]
 
 
 @contextlib.contextmanager
 def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
-    """Shows each attention call of the model, with the number of its layer."""
+    """Calls `see` with the layer number of each attention call of the model."""
     modules = attentions(model)
     observers = [lambda call, layer=layer: see(layer, call) for layer in range(len(modules))]
     for module, observer in zip(modules, observers, strict=True):
@@ -122,13 +125,13 @@ def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Ite
 
 
 def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of cosines [b h rows s] and of what is visible of them."""
+    """Yields blocks of cosines [b h rows s] with a mask of the visible ones."""
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
-    position = call.spec.position.unwindowed  # a window hides keys and turns nothing
+    position = call.spec.position.unwindowed  # a window hides keys but does not rotate anything
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q.shape[2]))
         keys = call.span(rows)
-        # A bias on the score turns nothing; a clipped distance turns the pair.
+        # A bias on the score does not change the angle; a clipped distance rotates the pair.
         turn = position.scores if position.kind == "rerope" else lambda *a: Position.scores(position, *a)
         cos = turn(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
         visible = call.visible(rows, keys)
@@ -136,24 +139,25 @@ def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def largest_logit(call: AttentionCall) -> Tensor:
-    """Per head [h]: see Outside.largest_logit."""
+    """Returns Outside.largest_logit per head [h]."""
     q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
     factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
     largest = (q * k.repeat_interleave(len(q) // len(k))).to(widest(q.device))
-    each = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # of one query, one batch row
+    each = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # for one query and one batch row
     return each.reshape(len(q))
 
 
-# Retrieval by a model, apart from its predictions: needles found, and the attention that they get.
+# Retrieval of needles, and the attention weight on them.
 
-_TOKENS = 8192  # of one forward pass
+_TOKENS = 8192  # tokens per forward pass
 
 
 def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
-    """Needles in held-out windows [n, length + 1]: the share found, by depth too, and the attention that they get.
+    """Asks for needles in held-out windows [n, length + 1]: the share found, also by depth, and the attention on them.
 
-    needle_weight is the mean weight that a question gives its needle, needle_bound the most that one key can get there
-    (`dilution_bound` of the largest logit that the norms allow), both of the head that gives most; each also by head.
+    needle_weight is the mean weight that a question gives its needle, and needle_bound the largest weight that one key
+    can get there (`dilution_bound` of the largest logit that the norms allow), both for the head with the most weight.
+    Each is also given by head.
     """
     asked = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
     parts = (asked.windows, asked.questions, asked.places)
@@ -185,7 +189,7 @@ def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
 
 
 def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
-    """The weight [b h i] that question i gives the key at places[i]: questions [b i], places [i]."""
+    """Returns the weight [b h i] that question i gives the key at places[i]; questions [b i], places [i]."""
     q, k = call.encoded()
     rows, keys = slice(int(questions.min()), q.shape[2]), slice(0, k.shape[2])
     logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
@@ -195,25 +199,27 @@ def _weights(call: AttentionCall, questions: Tensor, places: Tensor) -> Tensor:
     return one.gather(3, at)[..., 0]
 
 
-# A trained run at other lengths: accuracy on held-out text, the attention as trained and changed post hoc.
+# A trained run at other lengths: accuracy on held-out text, with attention as trained and changed post hoc.
 
 FILE = "extrapolation.jsonl"
-_TEXT_TOKENS = 8192  # of one forward pass
-_ANGLED = 16  # texts whose angles are measured: about two million pairs a head at 512
+_ANGLED = 16  # number of texts for the angles: about two million pairs per head at 512 tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Predicted:
-    """Per token of held-out text [n t]: whether the next one was predicted, and its loss in nats."""
+    """Per token of held-out text [n t]: whether the next token was predicted, and its loss in nats."""
 
     hit: Tensor
     loss: Tensor
 
 
 def check_methods(config: RunConfig, contexts: LongContexts) -> None:
-    """Raises if a method is unknown, has a wrong option, or a length does not fit; what a form refuses may stay.
+    """Checks post-hoc methods and lengths; a form may still refuse a method.
 
-    Raises: UnknownNameError, InvalidValueError; DataError if no held-out document is longer than the longest context.
+    Raises:
+        UnknownNameError: a method or form is unknown.
+        InvalidValueError: an option is wrong or a length does not fit.
+        DataError: no held-out document is longer than the longest context.
     """
     length = config.data.context
     contexts.check(length)
@@ -227,7 +233,7 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
 
 
 def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
-    """The spec under a method; one that is trained on has the factor of that length."""
+    """Returns the spec under a method; with continued training the factor is that of its length."""
     factor = (method.trained_at or test_length) / train_length
     for term in method.terms:
         spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)
@@ -235,13 +241,13 @@ def stretched(spec: AttentionSpec, method: Method, train_length: int, test_lengt
 
 
 def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
-    """The pairs of method and length that a run has not been measured at."""
+    """Returns the pairs of method and length that have not been measured for a run."""
     done = {(line["posthoc"], line["test_length"]) for line in _known(place)}
     return [pair for pair in contexts.pairs if pair not in done]
 
 
 def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
-    """Appends to the run's extrapolation.jsonl what is missing there; a killed one continues."""
+    """Appends the missing results to the run's extrapolation.jsonl; an interrupted measurement continues."""
     config = resolve(config)
     if not missing(place, contexts):
         return
@@ -263,16 +269,16 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
 
 
 def _known(place: RunDirectory) -> list[JSONObject]:
-    """The lines of a run's results; none where one is damaged, so that all is measured again."""
+    """Returns the lines of a run's results; none if one is damaged, so that everything is measured again."""
     try:
         return place.long_contexts()
     except DamagedFileError as damage:
-        caution(f"{str(damage).rstrip('.')}. All of that file is measured again.")
+        caution(f"{str(damage).rstrip('.')}. The whole file is measured again.")
         return []
 
 
 def _clear(place: RunDirectory) -> None:
-    """Leaves sound lines only: nothing is appended to one that a kill left torn, nor to a damaged file."""
+    """Removes damaged lines, so that nothing is appended to a torn line or to a damaged file."""
     path = place.path / FILE
     if not _known(place):
         remove([path])
@@ -281,7 +287,7 @@ def _clear(place: RunDirectory) -> None:
 
 
 def _load(place: RunDirectory, run: RunState) -> int:
-    """The steps that the run's checkpoint is of, after putting it into the run; 0 where there is none."""
+    """Restores the run's checkpoint; returns its step, or 0 if there is no checkpoint."""
     try:
         return load(place, run).step if place.checkpoint.exists() else 0
     except DamagedFileError:
@@ -290,8 +296,11 @@ def _load(place: RunDirectory, run: RunState) -> int:
 
 
 class _AsTrained:
-    """The values that every method at a length is compared with: held-out texts [n, length + 1], predictions of their
-    pieces of the training length, and the angles met in training."""
+    """The baseline for every method at a length.
+
+    It has held-out texts [n, length + 1], predictions on their pieces of the training length, and the angles in
+    training.
+    """
 
     def __init__(self, run: RunState, length: int, sequences: int) -> None:
         self.windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
@@ -346,12 +355,12 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
 
 
 def _pieces(windows: Tensor, short: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of windows [n, length + 1], cut into pieces of `short`."""
+    """Cuts tokens and targets of windows [n, length + 1] into pieces of `short`."""
     return windows[:, :-1].reshape(-1, short), windows[:, 1:].reshape(-1, short)
 
 
 def _growing(short: int, length: int) -> list[int]:
-    """The training length, doubled up to the whole: 64, 128, 256, 512."""
+    """The training length doubled up to the whole length, e.g. 64, 128, 256, 512."""
     lengths = [short]
     while 2 * lengths[-1] < length:
         lengths.append(2 * lengths[-1])
@@ -359,21 +368,22 @@ def _growing(short: int, length: int) -> list[int]:
 
 
 def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
-    """Accuracy on the last `short` tokens of each text with so much context: the same tokens whatever it is."""
+    """Accuracy on the last `short` tokens of each text, given `context` tokens of context."""
     seen = windows[:, -context - 1 :]
     return _share(predict(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:])
 
 
 def _seen(run: RunState) -> Iterator[Tensor]:
-    """Texts of training: eight steps' worth."""
+    """Yields the training texts of eight steps."""
     config = run.config
     for step in range(8):
         yield torch.from_numpy(batch(run.task.corpus, config.data, config.seed, step)).to(run.device)[:, :-1]
 
 
 def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
-    """A copy of the weights after more steps at the method's length, the attention changed so, at a tenth of the
-    rate. As many tokens a step as before, a fresh optimizer, the run's own schedule.
+    """Returns a copy of the model after more training at the method's length with the changed attention.
+
+    It takes a tenth of the rate, as many tokens per step as before, a fresh optimizer and the run's own schedule.
     """
     config = run.config
     several = max(1, config.data.batch * config.data.context // method.trained_at)
@@ -382,7 +392,7 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
-    arithmetic = TrainingBackend([longer], "its attention was changed after it was made")
+    arithmetic = TrainingBackend([longer], "its attention was changed after construction")
     for step in range(steps):
         train_step(arithmetic, [step])
     return longer.model
@@ -394,9 +404,10 @@ def _share(hit: Tensor) -> float:
 
 @contextlib.contextmanager
 def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
-    """Every attention of the model under a post-hoc method, afterwards as it was.
+    """Applies a post-hoc method to every attention of the model, and restores the model afterwards.
 
-    Raises: RefusedError if the attention cannot be changed so.
+    Raises:
+        RefusedError: the attention cannot be changed this way.
     """
     modules = attentions(model)
     before = [m.spec for m in modules]
@@ -411,8 +422,8 @@ def changed(model: nn.Module, method: Method, train_length: int, test_length: in
 
 
 def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
-    """Next-token hits and losses of tokens [n t], about as many tokens at a time as fit a forward."""
-    count = max(1, _TEXT_TOKENS // tokens.shape[1])
+    """Returns next-token hits and losses for tokens [n t], in passes of about `_TOKENS` tokens."""
+    count = max(1, _TOKENS // tokens.shape[1])
     hits, losses = [], []
     for part, wanted in zip(tokens.split(count), targets.split(count)):
         logits = model(part).float()
@@ -422,7 +433,7 @@ def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
 
 
 def long_rows(out: Path, about: Json) -> list[Json]:
-    """One dict per run, method and length by records.EXTRAPOLATION_COLUMNS; empty where not known yet or refused."""
+    """Returns one row per run, method and length, by records.EXTRAPOLATION_COLUMNS; None if not measured."""
     table = []
     for entry in about["runs"]:
         place = RunDirectory(out / "runs" / entry["run_id"])
@@ -432,10 +443,7 @@ def long_rows(out: Path, about: Json) -> list[Json]:
         named["train_length"] = about["base"][entry["role"]]["data"]["context"]
         named["max_logit"] = place.summary()["max_logit"] if done else None
         contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
-        table += [_row(named, lines.get(pair, {}), pair) for pair in contexts.pairs]
+        for posthoc, length in contexts.pairs:
+            known = {**lines.get((posthoc, length), {}), **named, "posthoc": posthoc, "test_length": length}
+            table.append({name: known.get(name) for name in EXTRAPOLATION_COLUMNS})
     return table
-
-
-def _row(named: Json, line: Json, pair: tuple[str, int]) -> Json:
-    known = {**line, **named, "posthoc": pair[0], "test_length": pair[1]}
-    return {name: known.get(name) for name in EXTRAPOLATION_COLUMNS}

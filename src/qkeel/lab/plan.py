@@ -1,4 +1,4 @@
-"""The runs of a study: its grid, its plan, and rates tuned on one seed."""
+"""Plans of studies: grids, planned runs, and learning rates tuned on separate seeds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError,
 from qkeel.lab.config import SETTINGS, RunConfig, variants, with_values
 from qkeel.options import Json, Term, parse
 
-# The plan of a study: a product of remedies, rates and seeds, and what is done with the trained weights.
+# The plan of a study: a product of remedies, rates and seeds, and tests of the trained weights.
 
-# The types of an axis; the others are text.
+# The types of the values of an axis; all other axes have text.
 _NUMBERS = ("lrs", "weight_decay")
 _WHOLE = ("seeds", "tuning_seeds", "test_lengths", "d_model", "n_layers", "n_heads", "head_dim", "context", "batch")
 _KINDS = {**dict.fromkeys(_NUMBERS, (int, float)), **dict.fromkeys((*_WHOLE, "steps"), (int,))}
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_seeds", *SETTINGS)
 UNMOVED, MOVED = "unmoved", "moved"  # roles of the runs of a pair
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
-# One remedy of each kind, that of the paper that it is from; all of them train in stacks.
+# One remedy of each kind, with the options of its paper; all of them can train in stacks.
 ONE_OF_EACH = (
     *("none", "qk_norm", "qkv_norm", "softcap:cap=50", "qk_clip:threshold=30", "lalr:tau=0.1", "sigmoid"),
     *("key_norm", "qk_lr:factor=0.1", "swin_norm"),
@@ -31,35 +31,35 @@ ONE_OF_EACH = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The axes of a study: it has a run for every combination of a remedy, a learning rate and a seed.
+    """The axes of a study, which has one run for every combination of a remedy, a learning rate and a seed.
 
-    Remedies keep their order; rates and seeds are sorted; what is named twice counts once. Where a study compares
-    forms of attention, those take the place of remedies.
+    Remedies keep their order, rates and seeds are sorted, duplicates are dropped. In studies that compare forms of
+    attention, the forms take the place of remedies.
 
-    Each further axis that is not empty divides the study into parts, one for each combination of their values: blocks
-    (mha, mla), optimizers, mixes of data, and settings of the model, the data or the optimizer. Remedies are compared
-    within a part only, since a learning rate does not mean the same to two optimizers or widths.
+    Every other non-empty axis (blocks, optimizers, data mixes, settings) divides the study into parts, one per
+    combination of values. Remedies are compared only within a part, because a learning rate means something different
+    to another optimizer or width.
 
-    With tuning seeds, each remedy runs in every part at the rate that is best for it on those seeds.
+    With tuning seeds, each remedy runs in every part at its best rate on those seeds.
     """
 
     remedies: Sequence[str]  #: spec strings, such as "qk_clip:threshold=100"
     lrs: Sequence[float]  #: peak learning rates
-    seeds: Sequence[int]  #: of the initial weights and the batches
+    seeds: Sequence[int]  #: seeds of the initial weights and the batches
     blocks: Sequence[str] = ()  #: "mha", "mla", "gau"
     optimizers: Sequence[str] = ()  #: "adamw", "sgd", "muon"
-    mixes: Sequence[str] = ()  #: of the data's sources
-    tuning_seeds: Sequence[int] = ()  #: seeds of the search for the rate
+    mixes: Sequence[str] = ()  #: mixes of text and images
+    tuning_seeds: Sequence[int] = ()  #: seeds on which each remedy's rate is chosen
     d_model: Sequence[int] = ()  #: width of the model
-    n_layers: Sequence[int] = ()  #: blocks of the model
-    n_heads: Sequence[int] = ()  #: query heads of a block
-    head_dim: Sequence[int] = ()  #: numbers of one head's query
-    context: Sequence[int] = ()  #: tokens of a sequence
-    batch: Sequence[int] = ()  #: sequences of a step
-    steps: Sequence[int] = ()  #: optimizer steps of a run
+    n_layers: Sequence[int] = ()  #: number of blocks
+    n_heads: Sequence[int] = ()  #: query heads per block
+    head_dim: Sequence[int] = ()  #: width of one head
+    context: Sequence[int] = ()  #: tokens per sequence
+    batch: Sequence[int] = ()  #: sequences per step
+    steps: Sequence[int] = ()  #: optimizer steps per run
     parametrisation: Sequence[str] = ()  #: "standard" or "mup"
     schedule: Sequence[str] = ()  #: "constant", "cosine" or "wsd"
-    weight_decay: Sequence[float] = ()  #: of matrices, at least 0
+    weight_decay: Sequence[float] = ()  #: weight decay of matrices, at least 0
     decay: Sequence[str] = ()  #: "coupled" or "independent" weight decay
 
     def __post_init__(self) -> None:
@@ -71,12 +71,12 @@ class Grid:
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
         if both := sorted(set(self.seeds).intersection(self.tuning_seeds)):
             raise InvalidValueError(
-                f"expected tuning seeds that no compared run has, got {both} among both: a rate chosen on the seeds "
-                "that are compared makes its remedy look better than it is. Give other --tuning-seeds"
+                f"expected tuning seeds that no compared run has, got {both} in both: a rate chosen on the compared "
+                "seeds makes its remedy look better than it is. Give other --tuning-seeds"
             )
 
     def settings(self) -> Json:
-        """The values of each setting that is an axis, none where the configuration has it alone."""
+        """Returns the values of each setting axis; empty if the configuration decides."""
         values = dataclasses.asdict(self)
         return {axis: values[axis] for axis in SETTINGS}
 
@@ -84,17 +84,17 @@ class Grid:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LongContexts:
-    """The treatment of the weights of each run of a study: methods at every length, on held-out text.
+    """Tests of each trained run: post-hoc methods at several lengths, on held-out text.
 
-    Methods are those of `AttentionSpec.extrapolate`, as Method reads them: 'rerope:window=16' for all forms,
-    'kna/ntk' for one, 'baseline/pi@256' trained on at 256 tokens. Lengths are multiples of the training length.
+    Methods are those of `AttentionSpec.extrapolate`, as parsed by Method: 'rerope:window=16' applies to all forms,
+    'kna/ntk' to one, and 'baseline/pi@256' continues training at 256 tokens. Lengths are multiples of the training
+    length.
     """
 
     posthoc: Sequence[str] = ("none", "rerope", "ntk")  #: the methods, as text
     test_lengths: Sequence[int] = (512,)  #: tokens
     sequences: int = 64  #: held-out sequences, at least 1
-    continue_steps: int = 100
-    """Steps of a method that is trained on."""
+    continue_steps: int = 100  #: steps of continued training
 
     def __post_init__(self) -> None:
         _settle_lists(self, ("posthoc", "test_lengths"))
@@ -105,10 +105,10 @@ class LongContexts:
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
             raise InvalidTypeError(f"expected whole numbers as sequences and continue_steps, got {self}")
         check(self.sequences >= 1, "at least 1 held-out sequence", self.sequences)
-        check(self.continue_steps >= 1, "at least 1 step to train on", self.continue_steps)
+        check(self.continue_steps >= 1, "at least 1 step of continued training", self.continue_steps)
 
     def of(self, form: str) -> Self:
-        """Those of one form; as trained where no method is asked of it."""
+        """Returns the tests of one form; only "none" if no method applies to it."""
         methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
         return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
 
@@ -118,7 +118,7 @@ class LongContexts:
         return list(itertools.product(self.posthoc, self.test_lengths))
 
     def check(self, train_length: int) -> None:
-        """Raises unless every length is a multiple of the training length."""
+        """Raises InvalidValueError unless every length is a multiple of the training length."""
         for length in self.test_lengths:
             if length < train_length or length % train_length:
                 raise InvalidValueError(
@@ -127,58 +127,58 @@ class LongContexts:
         for at in filter(None, (Method.parse(text).trained_at for text in self.posthoc)):
             if at <= train_length or at % train_length:
                 raise InvalidValueError(
-                    f"expected to train on at a multiple of the training length {train_length} above it, got {at}"
+                    f"expected continued training at a larger multiple of the training length {train_length}, got {at}"
                 )
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Primary:
-    """The comparison that a study is made to decide, named before its runs: by held-out loss, paired by seed.
+    """The comparison that a study decides, named before its runs: by held-out loss, paired by seed.
 
-    It is judged alone, by one interval of 95 %. All other comparisons of the study are secondary: the page gives their
-    intervals without a verdict. `expected` and `spread` are what the number of seeds was chosen by; they are from
-    other seeds than the study's, and hold for its own configuration only.
+    It alone is judged, by one 95 % interval. All other comparisons are secondary: the page gives their intervals
+    without a verdict. The number of seeds was chosen from `expected` and `spread`, which come from other seeds than the
+    study's and apply to its own configuration only.
     """
 
-    remedy: str  #: the spec string of the one
-    baseline: str = "none"  #: that of the other
-    lr: float  #: the learning rate of both
-    expected: float | None = None  #: the difference that is to be shown, in nats
+    remedy: str  #: spec string of the remedy
+    baseline: str = "none"  #: spec string of the remedy to compare with
+    lr: float  #: learning rate of both
+    expected: float | None = None  #: expected difference, in nats
     spread: float | None = None  #: standard deviation of the differences of pairs, in nats
-    source: str = ""  #: the runs that both numbers are from
+    source: str = ""  #: the runs from which both numbers come
 
     def holds(self, run: PlannedRun) -> bool:
-        """Returns whether a run is one of those compared."""
+        """Whether a run is part of the comparison."""
         return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
 
     def without_power(self) -> Self:
-        """The same for runs of another configuration, of which no spread is known."""
+        """The same comparison for another configuration, whose spread is unknown."""
         return dataclasses.replace(self, expected=None, spread=None, source="")
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run of a study. `role` keeps runs of another length, model or optimizer apart from the grid.
+    """One run of a study. `role` separates runs of another length, model or optimizer from the grid.
 
-    `form` names the attention where that is what the study compares, instead of the remedy.
+    `form` names the attention in studies that compare forms instead of remedies. `part` names the values of the grid's
+    axes that distinguish it from runs of the same role; it is part of the role's name.
     """
 
     config: RunConfig
     role: str = "grid"
     form: str = ""
     part: str = ""
-    """The values of the grid's axes that tell it from runs of the same role; they are part of the role's name."""
 
     @property
     def name(self) -> str:
-        """The label that is compared: the attention form, or the remedy."""
+        """What the study compares: the attention form, or the remedy."""
         return self.form or self.config.remedy
 
     @property
     def title(self) -> str:
-        """The words that tell it from the other runs of its study: role, name, rate and seed."""
+        """Role, name, rate and seed, which identify the run within its study."""
         role = "" if self.role == "grid" else f"{self.role}, "
         return f"{role}{self.name}, lr {self.config.optim.lr:g}, seed {self.config.seed}"
 
@@ -192,36 +192,36 @@ class PlannedRun:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A study's name, grid, and runs in the order of the table. Configurations are resolved."""
+    """A study's name, grid, and runs in the order of its table. Configurations are resolved."""
 
-    name: str  #: of the study
+    name: str  #: name of the study
     grid: Grid  #: its axes
-    runs: Sequence[PlannedRun]  #: in the order of the table
-    contexts: LongContexts | None = None  #: what is measured at longer lengths; None: nothing
-    tuned: Sequence[Json] = ()
-    """The rate that was chosen for each remedy of each role, see `lab.tuning`."""
-    primary: Primary | None = None
-    """The comparison that it is made to decide, where one is named."""
+    runs: Sequence[PlannedRun]  #: its runs, in the order of the table
+    contexts: LongContexts | None = None  #: tests at longer lengths; None: no tests
+    tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role, see `tuned_plan`
+    primary: Primary | None = None  #: the comparison that the study decides, if it names one
 
     def bases(self) -> dict[str, Json]:
-        """Per role, what its runs share: their configuration without remedy, rate and seed."""
+        """Returns, per role, the configuration that its runs share: without remedy, rate and seed."""
         return {run.role: shared(run.config, but_attention=bool(run.form)) for run in self.runs}
 
 
 Request = tuple[RunConfig, Grid, LongContexts | None]
-GivenOptions = Mapping[str, Any]  # options by name, as a command line or a recipe gives them
+GivenOptions = Mapping[str, Any]  # options by name, from a command line or a recipe
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class StudyOption:
-    """An option of a study as a whole: a flag of its command, and a key of the table [study] of a recipe."""
+    """An option of a study: a flag of its command, and a key of the table [study] of a recipe.
+
+    `kind` is its type, like int or list[str]; a list takes several words, and bool is a switch, which recipes do not
+    have. `about` is its help text with the default.
+    """
 
     name: str
     kind: object
-    """Its type, like int or list[str]; a list takes several words. bool is a switch, which no recipe has."""
     about: str
-    """What it is, in a sentence, with its default."""
 
 
 AXIS_OPTIONS = (
@@ -229,17 +229,17 @@ AXIS_OPTIONS = (
     StudyOption("lrs", list[float], "Peak learning rates."),
     StudyOption("seeds", list[int], "Seeds of weights and batches [default: 0 1 2]."),
     StudyOption("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
-    StudyOption("tune", Literal["lr"], "Compare each remedy at the best of the rates, which is chosen on other seeds."),
-    StudyOption("tuning_seeds", list[int], "Seeds that rates are chosen on [default: 1000 1001 1002]."),
+    StudyOption("tune", Literal["lr"], "Compare each remedy at its best rate, chosen on separate seeds."),
+    StudyOption("tuning_seeds", list[int], "Seeds for choosing the rates [default: 1000 1001 1002]."),
 )
 OPTIMIZERS = StudyOption(
-    "optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers, side by side; of mla adamw and muon if not given."
+    "optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers to compare [default for mla: adamw muon]."
 )
 TUNING_SEEDS = (1000, 1001, 1002)
 
 
 def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
-    """Returns the request of a study whose options are axes: what is given of them over the default."""
+    """Returns the request of a study whose options are axes: the given options override the default grid."""
     axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
     if given.get("full_grid"):
         axes["lrs"] = FULL_GRID
@@ -251,39 +251,36 @@ def on_axes(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A study: what it compares where nothing else is asked for, how that becomes runs, and what its command takes.
+    """A study: its default grid, how a grid becomes runs, and the options of its command.
 
-    A new study is a file of `lab.studies` that holds one of these, and a line of the table there.
+    help: follows the study's line in the help of its command. runs: makes the runs of a grid from one configuration.
+    base: default configuration, if not RunConfig(). request: turns the given options and the default grid into
+    configuration, grid and contexts. decides: (section, name) of the settings that the study sets itself, so they are
+    not flags of its command. instead: by switch, studies of the same runs with another grid and base. out: the default
+    directory, if not runs/NAME. primary: the comparison that the study decides; None judges all comparisons together.
+
+    A new study is one of these in `lab.studies`, and a row of the table there.
     """
 
     help: str
-    """What the help of its command says after its line in the table."""
     grid: Grid
     runs: Callable[[RunConfig, Grid], Sequence[PlannedRun]]
-    """Makes the runs of a grid, each a variant of one configuration."""
     base: RunConfig | None = None
-    """The configuration that it starts from, where that is not the default one."""
     contexts: LongContexts | None = None
     options: Sequence[StudyOption] = AXIS_OPTIONS
     request: Callable[[RunConfig, Grid, GivenOptions], Request] = on_axes
-    """Makes configuration, grid and contexts of the options that are given and of the default grid."""
     decides: Collection[tuple[str, str]] = (("optim", "lr"),)
-    """Section and name of the settings that the study gives its runs, as it gives them remedy and seed: no flags of its
-    command."""
     instead: Mapping[str, Study] = dataclasses.field(default_factory=dict)
-    """Studies of the same runs with another grid and base, by the switch that takes them in place of this one."""
     out: str = ""
-    """The directory of its command, where that is not runs/NAME."""
     primary: Primary | None = None
-    """The comparison that it is made to decide; None where all are judged alike, together."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The settings that its command takes several values of: those that it does not decide itself."""
+        """The settings for which its command takes several values: those that it does not decide itself."""
         return tuple(axis for axis, section in SETTINGS.items() if self.options and (section, axis) not in self.decides)
 
     def plan(self, name: str, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
-        """Returns the study's plan under this name; what is not given is its own."""
+        """Returns the study's plan under this name; missing arguments default to the study's own."""
         grid = grid or self.grid
         contexts = self.contexts and (contexts or self.contexts)
         runs = []
@@ -294,7 +291,7 @@ class Study:
         return Plan(name=name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs, base))
 
     def _primary(self, runs: Sequence[PlannedRun], base: RunConfig | None) -> Primary | None:
-        """The primary comparison, where the runs hold both sides of it."""
+        """Returns the primary comparison if the runs include both of its sides."""
         named = self.primary
         if named is None or {run.name for run in runs if named.holds(run)} != {named.remedy, named.baseline}:
             return None
@@ -302,7 +299,7 @@ class Study:
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:
-    """Makes each of these attributes a tuple in which everything stands once; raises where one is no list."""
+    """Makes each of these attributes a tuple without duplicates; raises InvalidTypeError if one is not a list."""
     for name in names:
         values = getattr(of, name)
         if isinstance(values, str) or not isinstance(values, Iterable):
@@ -315,7 +312,7 @@ def _settle_lists(of: object, names: Sequence[str]) -> None:
 
 
 def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
-    """The identity of a configuration without what a grid varies."""
+    """The identity of a configuration without the values that a grid varies."""
     values = config.identity()
     if but_attention:
         values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
@@ -324,7 +321,7 @@ def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
 
 
 def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """A product for each of the grid's blocks and optimizers, its role their names; one "grid" where it has neither."""
+    """One product per combination of the grid's blocks and optimizers, named by its role; otherwise one "grid"."""
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []
@@ -345,25 +342,26 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
 
 
 def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """The product as it is, then with one weight moved by one float32 step; both train in the same stacks."""
+    """The product unchanged, then with one weight moved by one float32 step; both train in the same stacks."""
     return [*product(base, grid, UNMOVED), *product(with_values(base, nudge=1), grid, MOVED)]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """[FORM/]METHOD[+METHOD][@LENGTH]: of AttentionSpec.extrapolate, with options as in rerope:window=16+log_n.
-    Without a form it is for all; with a length the weights are trained on at it, the attention changed so.
+    """A post-hoc method, [FORM/]METHOD[+METHOD][@LENGTH], with options as in rerope:window=16+log_n.
+
+    Methods are those of AttentionSpec.extrapolate, applied one after the other. Without a form it applies to all forms;
+    with a length, training continues at that length with the changed attention.
     """
 
     terms: tuple[Term, ...]
-    """Applied one after the other."""
     form: str = ""
     trained_at: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads one.
+        """Parses a method.
 
         >>> str(Method.parse("baseline/abf:base=500000@256"))
         'baseline/abf:base=500000@256'
@@ -373,12 +371,12 @@ class Method:
         form, _, rest = text.rpartition("/")
         name, at, length = rest.partition("@")
         if at and not (length.isdigit() and int(length) > 0):
-            raise InvalidValueError(f"expected a length in tokens behind the @, as in pi@256, got {text!r}")
+            raise InvalidValueError(f"expected a length in tokens after the @, as in pi@256, got {text!r}")
         return cls(terms=parse(name), form=form, trained_at=int(length) if at else 0)
 
     @property
     def label(self) -> str:
-        """It without its form."""
+        """The method without its form."""
         name = "+".join(map(str, self.terms))
         return f"{name}@{self.trained_at}" if self.trained_at else name
 
@@ -386,13 +384,13 @@ class Method:
         return f"{self.form}/{self.label}" if self.form else self.label
 
 
-# The learning rate of each remedy, chosen on seeds that no compared run has.
+# Tuning: each remedy's learning rate is chosen on seeds that no compared run has.
 
-FOLDER = "tuning"  # of a study's directory: the study that its rates are chosen by
+FOLDER = "tuning"  # the folder in a study's directory that contains the tuning runs
 
 
 def tuning_plan(plan: Plan) -> Plan:
-    """Returns the plan of what rates are chosen by: the runs of a plan, on the grid's tuning seeds."""
+    """Returns the plan of the tuning runs: the runs of a plan, on the grid's tuning seeds."""
     grid = plan.grid
     first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
     configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
@@ -402,15 +400,17 @@ def tuning_plan(plan: Plan) -> Plan:
 
 
 def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
-    """Returns the plan with each remedy of each role at its best rate only: of the smallest mean loss on tuning seeds.
+    """Returns the plan with each remedy of each role at its best rate only: the smallest mean loss on the tuning seeds.
 
-    A loss that is not finite counts as infinite; of two rates that are equally good the lower is taken. `border` of a
-    choice says whether it is the lowest or highest rate of the grid, so that a better one may lie outside.
+    A loss that is not finite counts as infinite; of two equally good rates the lower is chosen. A choice's `border`
+    says whether it is the lowest or highest rate of the grid, so that a better one may lie outside.
 
     Args:
-        plan: with all rates. table: a row for each run of `tuning_plan(plan)`, and for others.
+        plan: the plan with all rates.
+        table: rows for the runs of `tuning_plan(plan)`, and possibly others.
 
-    Raises: RunDirectoryError where a run has no row, since it failed or another shard is to do it.
+    Raises:
+        RunDirectoryError: a tuning run is not done, because it failed or belongs to another shard.
     """
     losses = {row["run_id"]: _loss(row["val_loss"]) for row in table if row["status"] == "done"}
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
@@ -418,7 +418,7 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
         if run.config.run_id not in losses:
             raise RunDirectoryError(
                 f"the run of {run.name} at rate {run.config.optim.lr:g} on tuning seed {run.config.seed} is not done, "
-                "so no rate can be chosen: it failed, or another shard is to do it. Run this command again afterwards"
+                "so no rate can be chosen: it failed, or it belongs to another shard. Run this command again afterwards"
             )
         by_rate = found.setdefault((run.role, run.name), {})
         by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
@@ -449,7 +449,7 @@ def _loss(value: object) -> float:
 
 
 def in_words(choice: Json) -> str:
-    """Returns a sentence about a choice.
+    """Describes a choice in a sentence.
 
     >>> in_words({"role": "grid", "remedy": "none", "lr": 0.1, "border": "highest", "seeds": [7]})
     'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better one may lie outside'
@@ -461,12 +461,12 @@ def in_words(choice: Json) -> str:
 
 
 def check_choices(old: Sequence[Json], new: Sequence[Json], out: object) -> None:
-    """Raises RunDirectoryError where a remedy was compared at another rate in the directory before."""
+    """Raises RunDirectoryError if the directory already compares a remedy at another rate."""
     before = {(choice["role"], choice["remedy"]): choice["lr"] for choice in old}
     for choice in new:
         rate = before.get((choice["role"], choice["remedy"]), choice["lr"])
         if rate != choice["lr"]:
             raise RunDirectoryError(
-                f"{out} compares {choice['remedy']} at rate {rate:g}, and with more rates or tuning seeds "
-                f"{choice['lr']:g} is chosen. Choose another directory; the compared runs were not changed."
+                f"{out} compares {choice['remedy']} at rate {rate:g}, but with more rates or tuning seeds the best is "
+                f"{choice['lr']:g}. Choose another directory; the compared runs were not changed."
             )

@@ -1,4 +1,4 @@
-"""What `qkeel recommend` says: the law of logits, the region it was measured in, and the configuration asked about."""
+"""`qkeel recommend`: expected logits and remedies for a configuration, from the measurements of the studies."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from qkeel.records import read_json
 from qkeel.records.parse import read_toml
 from qkeel.spec import PRESETS
 
-# The law of logit growth: the largest logit of a run as a function of the rates summed so far and of its sizes.
+# The law of logit growth: the largest logit of a run as a function of its sizes and of the sum of learning rates.
 
-# What each letter of a monomial divides by before the logarithm is taken: the middle of what was measured.
+# Each variable is divided by the middle of the measured range before taking its logarithm.
 MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}
-FIRST_STEP = 10  # before it a logit is that of the start
-Law = Json  # a fit as the evidence has it: coefficients, fitted, rates, half_widths
+FIRST_STEP = 10  # before this step, logits are still those at initialisation
+Law = Json  # a fit from evidence.json: coefficients, fitted, rates, half_widths
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A number that is expected of a single run, with an interval."""
+    """A value expected for a single run, with an interval."""
 
-    value: float  #: the middle, or on a logarithmic scale its exponential
+    value: float  #: the expected value; on a logarithmic scale the exponential of the middle
     low: float  #: lower end of the interval
-    high: float  #: upper end
+    high: float  #: upper end of the interval
 
 
 def sizes(config: RunConfig) -> dict[str, float]:
-    """Returns what the law calls w, l, d, b and r: width, blocks, size of a head, sequences of a step, peak rate."""
+    """Returns the law's variables w, l, d, b and r: width, blocks, head size, batch size and peak rate."""
     model = config.model
     head = model.head_dim or model.d_model / model.n_heads
     return {"w": model.d_model, "l": model.n_layers, "d": head, "b": config.data.batch, "r": config.optim.lr}
 
 
 def summed_rates(config: RunConfig) -> list[float]:
-    """Returns Σ lr over the steps done, for 0, 1, … steps."""
+    """Returns the sum of learning rates after 0, 1, … steps."""
     sums = [0.0]
     for step in range(config.steps):
         sums.append(sums[-1] + learning_rate(config.optim, step, config.steps))
@@ -59,21 +59,23 @@ def monomials(config: RunConfig, names: Sequence[str], summed: float) -> list[fl
 
 
 def doublings(config: RunConfig, fitted: Mapping[str, Sequence[float]]) -> float:
-    """Returns how many doublings a configuration lies outside of the sizes that were fitted on, of all axes summed."""
+    """Returns by how many doublings, summed over all axes, a configuration lies outside the fitted sizes."""
     spans = [(size, fitted[letter]) for letter, size in sizes(config).items() if letter in fitted]
     return sum(max(0.0, math.log2(low / size), math.log2(size / high)) for size, (low, high) in spans)
 
 
 def band(config: RunConfig, law: Law) -> int:
-    """Returns which of the bands of peak rates a configuration lies in: each has errors of its own."""
+    """Returns the index of the configuration's band of peak rates; each band has its own errors."""
     return sum(config.optim.lr > edge for edge in law["rates"])
 
 
 def predict(config: RunConfig, law: Law, summed: float) -> Expected:
-    """Returns Σ coefficient · monomial with its interval, which is wider by each doubling outside of the fitted sizes.
+    """Returns Σ coefficient · monomial with an interval that widens with each doubling outside the fitted sizes.
 
     Args:
-        config: the run. law: the fit. summed: Σ lr.
+        config: the run.
+        law: the fit.
+        summed: Σ lr.
     """
     coefficients = law["coefficients"]
     value = sum(c * m for c, m in zip(coefficients.values(), monomials(config, list(coefficients), summed)))
@@ -83,17 +85,15 @@ def predict(config: RunConfig, law: Law, summed: float) -> Expected:
 
 
 def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
-    """Returns the largest logit (nats, over layers, heads and probe) to expect once the rates have summed to `summed`:
-    the law is one of its logarithm.
-    """
+    """Returns the expected largest logit (nats, over layers and heads) when the learning rates sum to `summed`."""
     log = predict(config, law, summed)
     return Expected(value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
 
 
-# The evidence that advice rests on, and in which settings a configuration lies outside of it.
+# The evidence behind the advice, and the settings of a configuration that lie outside it.
 
 EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m predictions.drift_law`
-# Settings that decide nothing of what is learned, or nothing but for settings that were not measured either.
+# Settings that do not affect learning, or only together with settings that were not measured either.
 _NO_MATTER = ("seed", "remedy", "device", "compile", "threads", "nudge", "accumulate", "log_every", "eval_every")
 _NO_MATTER += ("eval_sequences", "probe_sequences", "checkpoint_every", "model.n_heads", "model.base_width")
 _NO_MATTER += ("model.base_head_dim", "data.needle_keys", "data.pairs")
@@ -103,12 +103,12 @@ _WORDS |= {"optim.lr": "learning rate", "model.head_dim": "size of a head", "dat
 
 @functools.cache
 def evidence() -> Json:
-    """Returns the table of what was measured: the law, the gain and cost of each remedy, and the rows behind them."""
+    """Returns the measurements: the law, gain and cost of each remedy, and the rows behind them."""
     return read_json(EVIDENCE)
 
 
 def settings(config: RunConfig) -> Json:
-    """Returns the settings of a run that decide what it learns, by name; sections stand before a point."""
+    """Returns the settings of a run that affect learning, by name with the section before a point."""
     model = config.model
     values = config.to_dict()
     del values["images"]
@@ -125,10 +125,10 @@ def settings(config: RunConfig) -> Json:
 
 
 def outside(config: RunConfig, boxes: Sequence[Json]) -> tuple[str, ...]:
-    """Returns a sentence for each setting that lies outside of what was measured: of the box that is left in fewest.
+    """Returns a sentence for each setting outside the measured range, for the box with the fewest such settings.
 
-    A box has by name a list: two numbers are lowest and highest, texts are those that were measured. What it does not
-    name was measured at the value of the configuration that all studies start from.
+    A box maps names to lists: two numbers are the lowest and highest value, texts are the measured values. A setting
+    that it does not name was measured only at the default of the studies.
     """
     base, own = settings(RunConfig()), settings(config)
     found = []
@@ -149,11 +149,11 @@ def _is_range(span: Sequence[object]) -> bool:
 
 
 def _sentence(name: str, value: object, span: Sequence[object]) -> str:
-    said = f"{span[0]:g} to {span[1]:g}" if _is_range(span) else " or ".join(map(str, span))
-    return f"{_WORDS.get(name, name.rpartition('.')[2].replace('_', ' '))} is {value}; measured: {said}"
+    measured = f"{span[0]:g} to {span[1]:g}" if _is_range(span) else " or ".join(map(str, span))
+    return f"{_WORDS.get(name, name.rpartition('.')[2].replace('_', ' '))} is {value}; measured: {measured}"
 
 
-# The configuration that advice is asked for, from a file: of transformers, a recipe, a trained or watched run.
+# Reading a configuration from a transformers config.json, a recipe, or a trained or watched run.
 
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -163,10 +163,11 @@ KnownConfig = tuple[RunConfig, tuple[str, ...]]
 
 
 def read_configuration(path: Path) -> KnownConfig:
-    """Returns the configuration that a path names, and a sentence for each setting that it leaves unknown.
+    """Returns the configuration at a path, and a sentence for each setting that it does not determine.
 
-    Raises: DataError where nothing of the kind is there, or a size is missing or no whole number; InvalidValueError
-        for a recipe or a run that holds no configuration.
+    Raises:
+        DataError: the path is not a configuration, or a size is missing.
+        InvalidValueError: a size is not a whole number, or the recipe or run is invalid.
     """
     if path.suffix == ".toml":
         values = read_toml(path)
@@ -179,7 +180,7 @@ def read_configuration(path: Path) -> KnownConfig:
         )
     values = read_json(file)
     if not isinstance(values, dict):
-        raise DataError(f"{file} holds {type(values).__name__}; expected the settings of a model or of a run, by name")
+        raise DataError(f"{file} has {type(values).__name__}; expected the settings of a model or of a run, by name")
     if values.get("kind") == "watch":
         return _watched(values, file)
     if "optim" in values:
@@ -188,7 +189,7 @@ def read_configuration(path: Path) -> KnownConfig:
 
 
 def _transformers(values: Json, file: Path) -> KnownConfig:
-    """The sizes and attention of a model of transformers; what trains it is that of the studies."""
+    """Returns sizes and attention of a transformers model; the training settings are those of the studies."""
     text = values.get("text_config")  # a model of several modalities
     values = text if isinstance(text, dict) else values
     kind = str(values.get("model_type", "unknown"))
@@ -210,10 +211,10 @@ def _transformers(values: Json, file: Path) -> KnownConfig:
 
 
 def _watched(values: Json, file: Path) -> KnownConfig:
-    """The attention sizes of a watched model. Its records have neither its text nor its steps."""
+    """Returns the attention sizes of a watched model, whose records lack text and steps."""
     sites = [site for site in values.get("sites") or () if isinstance(site, dict)]
     if not sites:
-        raise DataError(f"{file} is of a watched model without attention; expected at least one site")
+        raise DataError(f"{file} belongs to a watched model without attention; expected at least one site")
     heads, size = (_whole(sites[0], (key,), file) for key in ("n_heads", "head_dim"))
     model = ModelConfig(d_model=heads * size, n_layers=len(sites), n_heads=heads, head_dim=size)
     unknown = ("text and steps of a watched model are not recorded; measured: the text and steps of the studies",)
@@ -230,12 +231,12 @@ def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
     raise DataError(f"{file} has no {keys[0]}; expected the config.json of a model of transformers, or of a run")
 
 
-# The recommendation for a configuration: logits to expect, and the remedy that gains, with intervals and evidence.
+# The recommendation: expected logits and gains of remedies, with intervals and evidence.
 
 THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
-_STEPS = 5  # at which logits are said
+_STEPS = 5  # number of steps for which logits are printed
 _ENDS = tuple(map(attrgetter, ("value", "high", "low")))
-_NEAREST = 2  # rows of evidence that are said where none is of the very size and rate
+_NEAREST = 2  # rows of evidence to print if none has exactly this size and rate
 
 
 @final
@@ -243,39 +244,30 @@ _NEAREST = 2  # rows of evidence that are said where none is of the very size an
 class RemedyAdvice:
     """The expected effect of a remedy on a configuration."""
 
-    remedy: str  #: as a spec string
+    remedy: str  #: spec string
+    #: loss without the remedy minus loss with it, nats per byte, with an interval for one pair of runs; None if unknown
     gain: Expected | None
-    """Held-out loss without it minus that with it, nats per byte, with its interval for one pair of runs; None where
-    unknown."""
-    cost: Expected
-    """Processor time with it over that without, measured apart: of `cost_of`."""
-    cost_of: str
-    """What that is a share of, and where the measurement stands."""
-    rows: Sequence[Json]
-    """The nearest measurements: sizes, rate, mean gain, its 95 % interval, seeds."""
+    cost: Expected  #: CPU time with the remedy relative to the time without, for the work named in `cost_of`
+    cost_of: str  #: the work whose time was measured, and the source of the measurement
+    rows: Sequence[Json]  #: the nearest measurements: sizes, rate, mean gain with 95 % interval, seeds
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The advice for one configuration; `str` gives it in sentences, `dataclasses.asdict` as plain data."""
+    """The advice for one configuration; `str` formats it as sentences, `dataclasses.asdict` as plain data."""
 
-    outside: Sequence[str]
-    """The settings outside of what the law of logits was measured on; with any, no logit is known."""
-    outside_gain: Sequence[str]
-    """The same for gains."""
-    level: float
-    """Coverage that intervals are made for, of the logits of single runs and the gains of single pairs."""
-    logits: Sequence[tuple[int, Expected]]
-    """The step, and the largest logit to expect then (nats)."""
+    outside: Sequence[str]  #: settings outside the measurements of logits; if there are any, `logits` is empty
+    outside_gain: Sequence[str]  #: settings outside the measurements of gains; if there are any, gains are None
+    level: float  #: coverage of the intervals, for logits of single runs and gains of single pairs
+    logits: Sequence[tuple[int, Expected]]  #: step, and the largest logit expected then (nats)
+    #: a logit, and the expected, earliest and latest step at which it is exceeded; None: not in this run
     passes: Sequence[tuple[float, int | None, int | None, int | None]]
-    """A logit, and the step at which it is passed: expected, earliest, latest; None for not in this run."""
-    remedies: Sequence[RemedyAdvice]
-    """Each remedy that was measured, the largest gain first."""
+    remedies: Sequence[RemedyAdvice]  #: every measured remedy, the largest gain first
 
     @property
     def remedy(self) -> str | None:
-        """The remedy of the largest expected gain among those whose interval lies above 0; None if there is none."""
+        """The remedy with the largest expected gain whose interval lies above 0; None if there is none."""
         sure = [advice for advice in self.remedies if advice.gain and advice.gain.low > 0]
         return sure[0].remedy if sure else None
 
@@ -285,10 +277,10 @@ class Recommendation:
     def _logits(self) -> list[str]:
         if self.outside:
             return [
-                "logits to expect: not known, outside of what was measured:",
+                "expected logits: not known, because these settings are outside the measurements:",
                 *(f"  {line}" for line in self.outside),
             ]
-        lines = [f"largest logit to expect (nats; {self.level:.0%} interval for a single run):"]
+        lines = [f"expected largest logit (nats; {self.level:.0%} interval for a single run):"]
         lines += [
             f"  step {step}: {_number(z.value)} ({_number(z.low)} to {_number(z.high)})" for step, z in self.logits
         ]
@@ -300,32 +292,35 @@ class Recommendation:
 
     def _remedies(self) -> list[str]:
         if self.outside_gain:
-            said = ["remedy: not known, outside of what gains were measured on:"]
-            return said + [f"  {line}" for line in self.outside_gain]
-        said = [
-            f"remedy: {self.remedy or 'none: no gain is shown here'} (intervals of {self.level:.0%} of single pairs)"
-        ]
+            lines = ["remedy: not known, because these settings are outside the measurements of gains:"]
+            return lines + [f"  {line}" for line in self.outside_gain]
+        shown = self.remedy or "none: no gain was found here"
+        lines = [f"remedy: {shown} ({self.level:.0%} intervals for a single pair of runs)"]
         for advice in self.remedies:
             gain, cost = advice.gain, advice.cost
             if gain:
                 span = f"{gain.low:+.3f} to {gain.high:+.3f}"
-                said.append(f"  {advice.remedy}: gain {gain.value:+.3f} ({span}) nats per byte")
-                said.append(f"    costs × {cost.value:.3f} ({cost.low:.3f} to {cost.high:.3f}) of {advice.cost_of}")
-                said += [f"    measured at {_row(row)}" for row in advice.rows]
-        return said
+                lines.append(f"  {advice.remedy}: gain {gain.value:+.3f} ({span}) nats per byte")
+                lines.append(f"    costs × {cost.value:.3f} ({cost.low:.3f} to {cost.high:.3f}) of {advice.cost_of}")
+                lines += [f"    measured at {_row(row)}" for row in advice.rows]
+        return lines
 
 
 def recommend(source: RunConfig | str | Path) -> Recommendation:
-    """Returns what logits to expect of a configuration, and which remedy, from runs that were measured.
+    """Returns the expected logits of a configuration, and the remedy to use, from measured runs.
 
-    ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes; the fit, its test on sizes that it never
-    saw, and the coverage of its intervals are in research/results/drift-law.md; gains in research/results/gains.md.
+    ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes. The fit, its test on held-out sizes and
+    the coverage of its intervals are in research/results/drift-law.md, gains in research/results/gains.md.
 
     Args:
-        source: a configuration, or a path: of a config.json of transformers or the folder with it, of a recipe, or of
-            the directory of a trained or watched run.
+        source: a configuration, or the path of a transformers config.json or its folder, of a recipe, or of the
+        directory
+            of a trained or watched run.
 
-    Raises: InvalidValueError, DataError or RunDirectoryError for what is none of these.
+    Raises:
+        InvalidValueError: the configuration is invalid.
+        DataError: there is no configuration at the path.
+        RunDirectoryError: a file of the run is damaged.
 
     >>> advice = recommend(RunConfig())
     >>> len(advice.outside), advice.logits[-1][0]
@@ -351,7 +346,7 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
 
 
 def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> RemedyAdvice:
-    """Of one remedy; `known` says whether gains were measured on configurations like this one."""
+    """Returns the advice for one remedy; `known` says whether gains were measured on such configurations."""
     cost = Expected(**{end: table["cost"][end] for end in ("value", "low", "high")})
     of = f"{table['cost']['of']} ({table['cost']['source']})"
     gain = predict(config, table["gain"], 1.0) if known else None
@@ -361,7 +356,7 @@ def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> Reme
 
 
 def _distance(config: RunConfig, row: Json) -> float:
-    """Returns how many doublings of width, depth and rate lie between a configuration and a row of evidence."""
+    """Returns the number of doublings of width, depth and rate between a configuration and a row of evidence."""
     own = sizes(config)
     return sum(
         abs(math.log2(own[letter] / row[name])) for letter, name in (("w", "width"), ("l", "depth"), ("r", "lr"))
@@ -369,7 +364,7 @@ def _distance(config: RunConfig, row: Json) -> float:
 
 
 def _passes(logit: float, course: Sequence[tuple[int, Expected]]) -> tuple[float, int | None, int | None, int | None]:
-    """A logit with the steps at which the expected course, its upper and its lower end pass it."""
+    """Returns a logit with the steps at which the expected curve, its upper and its lower end exceed it."""
     ends = [next((step for step, z in course if end(z) > logit), None) for end in _ENDS]
     return logit, ends[0], ends[1], ends[2]
 

@@ -1,4 +1,7 @@
-"""What a run puts on record, and its evaluations."""
+"""Measurements of a run, and the directory that it records into.
+
+Shapes: b sequences, t tokens, h heads; [layer, head] and [field, layer, head] for recorded statistics.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +49,15 @@ from qkeel.records.run_directory import FileSizes, note_checksums
 from qkeel.sites import Tap
 from qkeel.sites.tap import MeasureCall
 
-# The measurements on held-out text: the loss, and the attention statistics of the probe.
+# Measurements on held-out text: the loss, and the attention statistics of the probe.
 
-# What the lab records of each head, by records.HEAD_FIELDS.
+# The numbers that the lab records per head, a part of records.HEAD_FIELDS.
 PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeStatistics:
-    """Statistics over the probe: names of records.STEP_FIELDS, and [field, layer, head] by PROBE_FIELDS."""
+    """Statistics of the probe: values by name of records.STEP_FIELDS, and [field, layer, head] by PROBE_FIELDS."""
 
     record: dict[str, float]
     heads: np.ndarray
@@ -62,7 +65,7 @@ class ProbeStatistics:
 
 @contextlib.contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no compiled graph; afterwards the model is as it was."""
+    """Switches to evaluation mode without gradients or compiled graphs, and restores the model afterwards."""
     was_training = model.training
     compiled = is_compiled(model)
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
@@ -75,13 +78,15 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, nats per target: logits [... vocab], targets [...]."""
+    """Mean cross entropy in nats per target, for logits [... vocab] and targets [...]."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task) -> dict[str, float]:
-    """The val_loss over held-out examples, `count` at a time; by kind of target and the share of right answers where
-    the task has them. By names of records.TASK_FIELDS."""
+    """Evaluates held-out examples, `count` at a time, by names of records.TASK_FIELDS.
+
+    The result has val_loss; also the loss by kind of target and the accuracy if the task has them.
+    """
     losses, hits, kinds = [], [], []
     with measuring(model):
         for part in examples.split(count):
@@ -98,7 +103,7 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
 
 
 def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
-    """The val_loss/KIND of each kind present, of kinds and losses [2 n]; val_loss is that of the kinds in training."""
+    """val_loss/KIND for each kind, from kinds and losses [2 n]; val_loss averages the kinds used in training."""
     kinds = each[0].long()
     sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
     there = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
@@ -108,7 +113,7 @@ def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
 
 
 def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
-    """The attention calls of one forward over the probe's inputs, for `logit_change` after a step."""
+    """Records the attention calls of one forward pass over the probe, for `logit_change` after a step."""
     kept: list[Seen] = []
     with measuring(model), _tapped(model, lambda call: kept.append(frozen(call))):
         model(inputs)
@@ -116,16 +121,16 @@ def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
 
 
 def logit_change(before: Sequence[Seen], after: Sequence[Seen]) -> dict[str, float]:
-    """The root mean square change of the logits over all heads and layers, by its name; {} where it is not known."""
+    """Root mean square change of the logits over all heads and layers, by its name; {} if unknown."""
     try:
         changes = [change_between(*pair) for pair in zip(before, after)]
-    except RefusedError:  # a position that does not fold into q and k
+    except RefusedError:  # a position encoding that cannot be folded into q and k
         return {}
     return mean_change([change.rms for change in changes if change is not None])
 
 
 def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
-    """The root mean square over layers and heads [h] of root mean square changes; {} of none."""
+    """Root mean square over layers and heads of the root mean square changes, each [h]; {} if there are none."""
     if not by_layer:
         return {}
     changes = torch.cat(list(by_layer))
@@ -135,11 +140,13 @@ def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
 def probe(
     model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None, before: Sequence[Seen] = ()
 ) -> ProbeStatistics:
-    """Attention statistics of one forward over the probe's inputs; split by token classes where there are any.
+    """Attention statistics of one forward pass over the probe.
 
     Args:
-        model, inputs: as trained, and the same for every step. classes: of the inputs. before: what was `remembered`
-            before the last step, whose change of the logits is then recorded.
+        model: the model in training.
+        inputs: the probe, the same for every step.
+        classes: token classes of the inputs, to also split statistics by class.
+        before: the calls `remembered` before the last step, to record the change of the logits.
     """
     norms: list[Tensor] = []
     calls: list[Seen] = []
@@ -157,7 +164,7 @@ def probe(
 
 
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
-    """The recorded fields of the statistics of all layers."""
+    """Reduces the statistics of all layers to the recorded fields."""
     heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
     top = {name: torch.stack([_named(s, name).amax() for s in stats]).amax() for name in _LARGEST}
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
@@ -167,7 +174,7 @@ def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
 
 
 def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
-    """A tap on one of the lab's models, which have qkeel's own modules alone."""
+    """A tap for the lab's models, which contain only qkeel's own attention modules."""
     tap = Tap(model, measure=measure)
     tap.own_alone = True
     return tap
@@ -175,7 +182,7 @@ def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
 
 @contextlib.contextmanager
 def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
-    """L2 norms [b t] of the hidden states that leave the last block are appended to `norms`."""
+    """Appends the L2 norms [b t] of the hidden states after the last block to `norms`."""
     last = model.get_submodule("blocks")[-1]  # type: ignore[index]
     hook = last.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
     try:
@@ -185,9 +192,9 @@ def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
 
 
 def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
-    """Numbers of records.TASK_FIELDS by class and by pair of classes: mean over layers and heads, or the largest.
+    """Numbers of records.TASK_FIELDS by class and by pair of classes: means over layers and heads, or the largest.
 
-    norms: of the hidden states that leave the last block [b t]. A class that the probe lacks has none.
+    `norms` are those of the hidden states after the last block [b t]. Classes absent from the probe get no numbers.
     """
     found: dict[str, float] = {}
     for i, name in enumerate(classes.names):
@@ -210,68 +217,68 @@ _LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")
 
 
 def _per_head(name: str, stats: Sequence[LogitStats]) -> Tensor:
-    """[layer, head]; a key head's value stands at each query head of its group."""
+    """[layer, head]; the value of a key head is repeated for each query head of its group."""
     n_heads = len(stats[0].max_logit)
     values = [_named(s, name) for s in stats]
     return torch.stack([v.repeat_interleave(n_heads // len(v)) for v in values])
 
 
 def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
-    """The statistic of a name that records give it."""
+    """The statistic with this recorded name."""
     value = getattr(stats, name)
     assert isinstance(value, Tensor)
     return value
 
 
-# A run and its directory: what is there already, what each step adds to it, and when the run is over.
+# A run and its directory.
 
-_SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # in every line, never null
+_SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # never null in metrics.jsonl
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
-    """The callbacks that follow a run while it trains.
+    """Callbacks that follow a run while it trains.
 
     >>> Watcher(should_stop=lambda: True).should_stop()
     True
     """
 
+    #: called with every line of metrics.jsonl as it is written
     on_record: Callable[[Mapping[str, object]], None] = lambda record: None
-    """Called with every line of metrics.jsonl as it is written."""
+    #: called after every step; if it returns True, a checkpoint is written and KeyboardInterrupt raised
     should_stop: Callable[[], bool] = lambda: False
-    """Called after every step; when it returns true a checkpoint is written and KeyboardInterrupt raised."""
 
 
 def claim(place: RunDirectory, config: RunConfig) -> None:
-    """Makes the directory this run's, or checks that it is."""
+    """Creates the directory for this run, or checks that it belongs to it."""
     if place.status is RunStatus.MISSING or _known(place).run_id != config.run_id:
         place.open(config.to_dict())
     note_checksums(place)
     remove([place.path / "FAILED"])
     if place.status is RunStatus.DONE and (damage := place.damage()):
-        caution(f"{str(damage).rstrip('.')}. The run is repeated as far as needed.")
+        caution(f"{str(damage).rstrip('.')}. The damaged part of the run is repeated.")
         remove([place.path / "DONE"])
 
 
 def _known(place: RunDirectory) -> RunConfig:
-    """The configuration that the directory was made for."""
+    """Returns the configuration for which the directory was created."""
     try:
         return RunConfig.from_dict(place.config())
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(
-            f"{place.path / 'config.json'} holds no configuration ({error}). It was damaged, or another version wrote "
-            f"it; restore it, or delete {place.path} to run again."
+            f"{place.path / 'config.json'} is not a valid configuration ({error}). It was damaged, or another version "
+            f"wrote it; restore it, or delete {place.path} to run again."
         ) from error
 
 
 def mark_failed(place: RunDirectory) -> None:
-    """Leaves the traceback of the error that is being handled in the directory."""
-    with contextlib.suppress(RunDirectoryError):  # a full disk is often why it failed; the error is on its way up
+    """Writes the traceback of the current error into the directory."""
+    with contextlib.suppress(RunDirectoryError):  # e.g. a full disk; the original error is reported anyway
         write_text(place.path / "FAILED", traceback.format_exc())
 
 
 def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
-    """Raises DamagedFileError unless every line of metrics.jsonl has what the summary is made from."""
+    """Raises DamagedFileError unless every line of metrics.jsonl has the fields that the summary needs."""
     for number, record in enumerate(place.metrics(sizes), start=1):
         lost = [name for name in _SUMMED if record.get(name) is None]
         lost += ["train_loss"] if "train_loss" not in record else []
@@ -284,8 +291,9 @@ def check_recorded(place: RunDirectory, sizes: FileSizes | None = None) -> None:
 
 @final
 class RunRecord:
-    """A run in memory and the directory it records into. `step` counts the optimizer's steps that are done. Several
-    may train at once in one process and share its time: each counts its part of it (`share`).
+    """A run in memory and the directory that it records into; `step` is the number of completed optimizer steps.
+
+    Runs that train together in one process share its CPU time equally (`share`).
     """
 
     def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher) -> None:
@@ -293,15 +301,15 @@ class RunRecord:
         self._clock, self._spent, self._sharing = time.process_time(), 0.0, 1
         self.state = RunState(config)
         self.step = 0
-        self.stopped = False  # by a loss or gradient that is not finite
+        self.stopped = False  # True after a loss or gradient that is not finite
         self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
-        self._noted = 0  # events of an autopilot
+        self._noted = 0  # number of autopilot events already written
 
     def prepare(self, command: str, stacked: int) -> None:
-        """Brings directory and weights to the same step: the checkpoint's, else 0, which is still to be recorded.
+        """Brings directory and weights to the step of the checkpoint, or to step 0, which is not recorded yet.
 
-        Where a file is damaged that the checkpoint relies on, or the checkpoint itself, the run starts again.
-        `stacked` is how many runs train as one model.
+        If the checkpoint, or a file that it relies on, is damaged, the run starts again. `stacked` is the number of
+        runs that train as one model.
         """
         about = environment(self.config, self.state.task.corpus, self.state.model, command)
         try:
@@ -315,7 +323,7 @@ class RunRecord:
         else:
             restore(self.place, self.state, found)
         names, n_heads = self.state.attentions, self.config.model.n_heads
-        layers = names if len(names) != self.config.model.n_layers else ()  # an encoder and a decoder
+        layers = names if len(names) != self.config.model.n_layers else ()  # named for an encoder with a decoder
         self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
         if found is not None:
             self.step, self._spent = found.progress.step, self._spent + found.progress.cpu_seconds
@@ -323,60 +331,61 @@ class RunRecord:
             self._event("resumed")
 
     def share(self, sharing: int) -> None:
-        """From now on the time of this process belongs to so many runs."""
-        now = time.process_time()
+        """From now on, counts 1/`sharing` of this process's CPU time for this run."""
+        now = time.process_time()  # settle the time so far at the old share
         self._spent, self._clock = self._spent + (now - self._clock) / self._sharing, now
         self._sharing = sharing
 
     @property
     def over(self) -> bool:
-        """Returns whether no step is left."""
+        """Whether no step is left."""
         return self.stopped or self.step >= self.config.steps
 
     def is_logged(self, step: int) -> bool:
-        """Returns whether a step is recorded."""
+        """Whether a step is recorded."""
         return step % self.config.log_every == 0 or step == self.config.steps
 
     def is_saved(self, step: int) -> bool:
-        """Returns whether a checkpoint of a step is due."""
+        """Whether a checkpoint is due at a step."""
         every = self.config.checkpoint_every
         return step == self.config.steps or bool(every and step % every == 0)
 
     def wants_held(self, *numbers: float) -> bool:
-        """True if held-out numbers are part of the record of the finished step; `numbers` are its others."""
+        """Whether the record of this step includes held-out numbers; `numbers` are its loss and gradient norm."""
         every = self.config.eval_every
         due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
         return due or self._ends(numbers)
 
     def count(self, seconds: float) -> None:
-        """Another step is done, which took so many seconds."""
+        """Counts a completed step that took this many seconds."""
         self.step += 1
         for event in self.state.loss_scale.taken_events() if self.state.loss_scale else ():
             self._event(event)
         self._trained, self._seconds = self._trained + 1, self._seconds + seconds
 
     def write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
-        """Writes the line and the heads of the step that is done; training stops at what is not finite.
+        """Records the completed step; training stops if a number is not finite.
 
         Args:
-            numbers: loss of the batch and norm of its gradient; None before the first step. held: numbers on held-out
-                examples, where they are due.
+            numbers: loss of the batch and norm of its gradient; None before the first step.
+            probe: statistics of the probe.
+            held: held-out numbers; empty if not due.
         """
-        self._write(numbers, probe, held)
+        self._write(numbers, probe, held)  # the bad step is recorded too, so that the page shows why training stopped
         if self._ends(numbers or ()):
-            # No checkpoint of this: a run that is killed here stops here again.
+            # No checkpoint is written, so a run that is killed here stops at the same step again.
             scale = " at any loss scale" if self.state.loss_scale else ""
             self._event(f"stopped: the loss or the gradient is not finite{scale}")
             self.stopped = True
 
     def save(self) -> None:
-        """Replaces the checkpoint, once all that was recorded before it is on the disk."""
+        """Replaces the checkpoint, after syncing all earlier records to the disk."""
         self._write_events()
         self.place.sync()
         save(self.place, self.state, RunProgress(self.step, self._cpu_seconds(), self.place.sizes()))
 
     def finish(self) -> None:
-        """Writes the summary: the run is done."""
+        """Writes the summary and marks the run as done."""
         self._write_events()
         self.state.close()
         self.place.finish(summarize(self.config, self.place.metrics(self.place.sizes()), self._cpu_seconds()))
@@ -390,9 +399,11 @@ class RunRecord:
         check_alike(self.place.path, before, now)
 
     def _checkpoint(self, now: Json) -> RunCheckpoint | None:
-        """The checkpoint, with the records cut to what they held then and all of them read; None where there is none.
+        """Reads the checkpoint, cuts the records back to it and checks them; None if there is no checkpoint.
 
-        Raises: DamagedFileError if a file is not as it was written; RunDirectoryError if it was computed otherwise.
+        Raises:
+            DamagedFileError: a file is damaged.
+            RunDirectoryError: the run was computed differently.
         """
         place = self.place
         there = place.checkpoint.exists()
@@ -402,7 +413,7 @@ class RunRecord:
             return None
         found = read_checkpoint(place)
         step, sizes = found.progress.step, found.progress.sizes
-        if sizes is None:
+        if sizes is None:  # written by an earlier version
             place.cut_back(step)
         else:
             place.cut_to(sizes)
@@ -420,7 +431,7 @@ class RunRecord:
         return found
 
     def _ends(self, numbers: Sequence[float]) -> bool:
-        """True if training cannot continue after these numbers; under a loss scale single steps may fail."""
+        """Whether training must stop after these numbers. Under a loss scale, single steps may fail."""
         scale = self.state.loss_scale
         return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
 
@@ -454,7 +465,7 @@ class RunRecord:
         return speed(tokens, seconds, state.flops_per_token, peak(state.device, config.dtype))
 
     def _write_events(self) -> None:
-        """Writes what an autopilot has done since it was written last."""
+        """Writes the autopilot's new events."""
         events = self.state.events
         for event in events[self._noted :]:
             append_line(self.place.path / "events.jsonl", event)

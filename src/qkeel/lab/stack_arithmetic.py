@@ -1,4 +1,7 @@
-"""The training step of stacked runs, and who computes it."""
+"""Training steps of stacked runs, and the choice between stacked, compiled and plain computation.
+
+Shapes: runs in a stack, b sequences per run, t tokens, h heads; [runs ...] is a parameter of all runs.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,19 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching import optimizers as adam_groups
 from qkeel.spec import AttentionCall
 
-# Clipping and one pass of AdamW over the weights of all runs of a stack, each run at its own rate.
+# Clipping and one AdamW pass over the weights of all runs, each run with its own learning rate.
 
 _STATE = frozenset(("step", "exp_avg", "exp_avg_sq"))
-_NOT_STEPPED = -1.0  # the rate of a weight that the pass leaves alone
+_NOT_STEPPED = -1.0  # this rate tells the kernel to skip a weight
 
 StackParameters = Sequence[nn.Parameter]
 
 
 @final
 class StackedAdamW:
-    """The step of many runs' AdamW at once. Each run's hooks are called, and its state stays its optimizer's own.
+    """Takes the AdamW steps of many runs at once, with the hooks of each run and the state of each optimizer.
 
-    A hook may step some weights itself, as `lalr` does by `remedies.steps.fused_adam`: the pass leaves them to it.
+    A hook may step some weights itself, as `lalr` does with `remedies.steps.fused_adam`; this pass then skips them.
     """
 
     def __init__(
@@ -59,10 +62,14 @@ class StackedAdamW:
     def of(
         cls, optimizers: Sequence[Optimizer], stacked: StackParameters, own: Sequence[StackParameters]
     ) -> Self | None:
-        """Returns the step of these, or None where they are not all torch's fused AdamW, alike but for rates.
+        """Returns the joint step of these optimizers; None unless all are torch's fused AdamW with equal options.
+
+        Learning rates and weight decays may differ.
 
         Args:
-            optimizers: one a run. stacked: weights [runs ...]. own: of each optimizer, the parts of them that it steps.
+            optimizers: one per run.
+            stacked: weights [runs ...].
+            own: for each optimizer, its parts of those weights.
         """
         if adam_groups.every_optimizer_has_hooks() or not all(map(_fits, optimizers, own)):
             return None
@@ -70,16 +77,16 @@ class StackedAdamW:
         return cls(optimizers, stacked, own) if alike else None
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Takes the gradients [runs ...] by weight."""
+        """Stores the gradients [runs ...], one per weight."""
         self._gradients = {i: g.contiguous() for i, g in enumerate(gradients) if g is not None}
 
     def clip(self, limit: float) -> Tensor:
-        """Scales each run's gradients down to the limit, 0 for none; returns norms [runs] before that."""
+        """Clips each run's gradients to the norm `limit` (0: no clipping); returns the norms [runs] before."""
         return operators.clip_(list(self._gradients.values()), limit)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes the step of each run, with its hooks, and forgets the gradients."""
+        """Takes the step of each run, calls its hooks, and clears the gradients."""
         there, gradients = list(self._gradients), list(self._gradients.values())
         parts = [g.unbind() for g in gradients]
         rates = [self._rates(r, there, [part[r] for part in parts]) for r in range(len(self._own))]
@@ -98,7 +105,7 @@ class StackedAdamW:
         self._gradients = {}
 
     def _rates(self, r: int, there: Sequence[int], gradients: Sequence[Tensor]) -> list[float]:
-        """The rate of each weight of a run that has a gradient, after the hooks before a step."""
+        """Calls the hooks before the step and returns the learning rate of each weight of a run that has a gradient."""
         optimizer, own = self._optimizers[r], self._own[r]
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         found = [rates[self._group[i]] for i in there]
@@ -114,7 +121,7 @@ class StackedAdamW:
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Makes the optimizers' means, variances and steps parts of those of all runs."""
+        """Replaces the state of each optimizer by views into the joint means, variances and step counts."""
         self._means, self._variances = ([torch.zeros_like(p) for p in self._weights] for _ in range(2))
         self._done = torch.zeros(len(self._weights), len(self._optimizers))
         for r, (optimizer, table) in enumerate(zip(self._optimizers, self._own)):
@@ -126,13 +133,13 @@ class StackedAdamW:
 
 
 def _places(optimizer: Optimizer, own: StackParameters) -> list[int]:
-    """The group of each weight."""
+    """The index of the parameter group of each weight."""
     of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [of[id(p)] for p in own]
 
 
 def _fits(optimizer: Optimizer, own: StackParameters) -> bool:
-    """Returns whether it is an AdamW over these weights whose step is the pass."""
+    """Whether the optimizer is an AdamW over exactly these weights whose step the joint pass can reproduce."""
     groups = optimizer.param_groups
     known = isinstance(optimizer, AdamW) and adam_groups.is_known(optimizer) and not adam_groups.is_answered(optimizer)
     every = {id(p) for group in groups for p in group["params"]} == {id(p) for p in own}
@@ -146,24 +153,24 @@ def _is_usual(group: adam_groups.Group) -> bool:
 
 
 def _about(optimizer: Optimizer, own: StackParameters) -> tuple[object, ...]:
-    """The settings that must be alike in all runs, β and ε in all groups too; rates and weight decays are a run's."""
+    """The settings that must agree between runs; β and ε must also agree between groups."""
     options = {(*group["betas"], group["eps"]) for group in optimizer.param_groups}
     return _places(optimizer, own), options if len(options) == 1 else optimizer
 
 
-# The losses, gradients and measurements of all runs of a stack at once, by torch's operators on one stacked model.
+# Losses, gradients and measurements of all runs at once, with torch's operators on one stacked model.
 #
-# A run keeps its own model, optimizer and remedy; its weights are parts of the stack's. The stack computes losses
-# and gradients, the runs' optimizers do the rest, so that remedies that act on steps, and checkpoints, know nothing
-# of it.
+# Each run keeps its own model, optimizer and remedy; its weights are views into the stacked weights. The stack only
+# computes losses and gradients, so optimizers, step remedies and checkpoints work unchanged.
 
 
 class StackedArithmetic(TrainingBackend):
     """One forward and one backward pass for all runs; clipping and steps are torch's, run by run.
 
-    `compiled` exchanges modules of the model for compiled ones, which are there: the same up to rounding.
+    `compiled` replaces modules by ones with compiled operators, with equal results up to rounding.
 
-    Raises: RefusedError if the runs' model cannot be stacked.
+    Raises:
+        RefusedError: the model of the runs cannot be stacked.
     """
 
     def __init__(self, runs: Sequence[RunState], reason: str = "", *, compiled: bool = False) -> None:
@@ -184,18 +191,18 @@ class StackedArithmetic(TrainingBackend):
         return losses
 
     def backward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Returns losses [runs], and gradients [runs ...] by parameter: logits [runs n vocab], targets [runs·n]."""
+        """Returns losses [runs] and gradients [runs ...], for logits [runs n vocab] and targets [runs·n]."""
         runs, surprise = len(logits), F.log_softmax(logits.flatten(0, 1), -1)
         pairs = zip(surprise.detach().chunk(runs), targets.chunk(runs))
         losses = torch.stack([F.nll_loss(mine, right) for mine, right in pairs])
-        # Each run's mean by its derivative: also where another run's is NaN.
+        # Differentiate each run's mean separately, so that NaN in one run does not spread to the others.
         each = F.nll_loss(surprise, targets, reduction="none")
         share = torch.full_like(each, runs).div_(len(each))
         return losses, torch.autograd.grad(each, self.stacked, share, allow_unused=True)
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gives the runs their parts of the gradients [runs ...]."""
-        # A fused optimizer takes it that gradients lie in memory as weights do.
+        """Gives each run its part of the gradients [runs ...]."""
+        # Fused optimizers assume that gradients have the memory layout of the weights.
         parts = [[None] * len(self.runs) if g is None else g.contiguous().unbind(0) for g in gradients]
         for r, own in enumerate(self.parameters):
             for p, part in zip(own, parts):
@@ -226,10 +233,10 @@ class StackedArithmetic(TrainingBackend):
         return [ProbeStatistics({**p.record, **mean_change(mine)}, p.heads) for p, mine in zip(probes, changes)]
 
     def _changes(self, before: Sequence[Seen], after: Sequence[AttentionCall]) -> Sequence[Tensor]:
-        """Root mean square changes of a layer's logits, [h] of each run; () where they are not known."""
+        """Returns the root mean square change of a layer's logits, [h] for each run; () if unknown."""
         try:
             found = [change_between(*pair) for pair in zip(before, after)]
-        except RefusedError:  # a position that does not fold into q and k
+        except RefusedError:  # a position encoding that cannot be folded into q and k
             return ()
         return torch.cat([change.rms for change in found if change is not None]).chunk(len(self.runs))
 
@@ -244,7 +251,7 @@ class StackedArithmetic(TrainingBackend):
         return [{"val_loss": x if math.isfinite(x) else math.nan} for x in means]
 
     def mean_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of each run [runs] on the same targets [b t]: logits [runs b t vocab]."""
+        """Returns the loss of each run [runs] on the same targets [b t], from logits [runs b t vocab]."""
         return torch.stack([token_loss(mine, targets) for mine in logits])
 
 
@@ -260,7 +267,7 @@ def _reporting(attentions: Sequence[StackedAttention], report: Report) -> Iterat
 
 
 def split(stats: LogitStats, runs: int) -> list[LogitStats]:
-    """Returns statistics of heads [runs·h] as those of each run [h]."""
+    """Splits statistics of heads [runs·h] into one per run, each [h]."""
     values = {name: getattr(stats, name) for name in TENSORS}
     if any(len(x) % runs for x in values.values()):
         raise ShapeError(f"expected statistics of the heads of {runs} runs, got {len(stats.max_logit)} heads")
@@ -268,16 +275,16 @@ def split(stats: LogitStats, runs: int) -> list[LogitStats]:
     return [dataclasses.replace(stats, **{name: x[r] for name, x in parts.items()}) for r in range(runs)]
 
 
-# The choice of how a group of runs is computed, and the fastest way: a stack of small models by compiled operators.
+# The choice of backend, and the fastest one: a stack of small models with compiled operators.
 #
-# Each of these operators computes a run's numbers from that run's alone, and sums them in an order that its shape
-# gives: so a run has the same bits alone and in every stack.
+# Each compiled operator computes a run from its own data alone, in an order of summation that depends only on its
+# shape. A run therefore has the same bits alone and in every stack.
 
 
 def choose_arithmetic(runs: Sequence[RunState]) -> TrainingBackend:
-    """Returns the fastest way to the numbers of these runs; its `reason` says why it is not a faster one.
+    """Returns the fastest backend for these runs; its `reason` says why no faster one applies.
 
-    A run alone is computed by compiled operators wherever it would be in a stack: so it has the same bits there.
+    A single run uses compiled operators whenever it would in a stack, so that it has the same bits in both.
     """
     config = runs[0].config
     slow = why_not_compiled(config)
@@ -289,7 +296,7 @@ def choose_arithmetic(runs: Sequence[RunState]) -> TrainingBackend:
 
 
 def why_not_compiled(config: RunConfig) -> str:
-    """The reason why compiled operators of stacks do not compute runs of a configuration; empty where they do."""
+    """Returns why compiled operators cannot run this configuration; "" if they can."""
     if reason := why_not_stacked(config):
         return reason
     if not small(config):
@@ -306,7 +313,7 @@ class CompiledArithmetic(StackedArithmetic):
         self._adamw = StackedAdamW.of([run.optimizer for run in runs], self.stacked, self.parameters)
 
     def backward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        share = logits.data  # with a count of changes of its own: logits would be taken for changed
+        share = logits.data  # has its own version counter; otherwise autograd would report an in-place change
         losses = operators.cross_entropy_(share, targets, grad=True)
         return losses, torch.autograd.grad(logits, self.stacked, share, allow_unused=True)
 

@@ -1,4 +1,8 @@
-"""Runs that train as one: which may share a stack, and their models as one model."""
+"""Stacks: runs that train as one model. Which runs may share a stack, and how their models are joined.
+
+Shapes: runs in a stack, b sequences per run, h heads, t tokens, n = b·t rows per run. The batch dimension of a stacked
+model is runs·b, one run after the other.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +34,21 @@ from qkeel.spec.logits import Fixed
 from qkeel.spec.norm import NoNorm, Norm, NormedPart
 from qkeel.spec.slot import Params
 
-# The choice of runs that may train as one stack, and of how many at once.
+# Which runs may train as one stack, and how many at once.
 
 StackSize = Literal["auto", "off"] | int
 T = TypeVar("T")
 
 _WORDS: tuple[Literal["auto"], Literal["off"]] = ("auto", "off")
 
-AT_ONCE = 16  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
-# Each run of a stack has rates and decay of its own, and its own number of steps.
+AT_ONCE = 16  # default number of runs in a stack; more gain nothing, because their data leave the cache
+# Options that may differ between the runs of a stack, besides the number of steps.
 _OWN_RATES = ("lr", "warmup", "schedule", "final", "weight_decay", "decay")
-WIDEST, MOST_TOKENS = 128, 2048  # of models and of a step, up to which "auto" stacks: beyond, products fill a core
+WIDEST, MOST_TOKENS = 128, 2048  # largest width and tokens per step that "auto" stacks; larger products fill a core
 
 
 def why_not_stacked(config: RunConfig) -> str:
-    """The reason why runs of a resolved configuration differ in a stack from runs alone; empty if they do not.
+    """Returns why a resolved configuration would give other results in a stack than alone; "" if it would not.
 
     >>> why_not_stacked(RunConfig(device="cpu", dtype="fp32", accumulate=2))
     'a step is computed in 2 parts'
@@ -57,19 +61,19 @@ def why_not_stacked(config: RunConfig) -> str:
         (config.compile, "the model trains through torch.compile"),
         (config.accumulate != 1, f"a step is computed in {config.accumulate} parts"),
         (config.optim.z_loss > 0, "the loss has a z-loss"),
-        (config.model.block != "mha", f"the model is of {config.model.block}, not multi-head attention"),
+        (config.model.block != "mha", f"the model has {config.model.block} blocks, not multi-head attention"),
         (bool(remedies), f"{', '.join(remedies)} acts inside a run's own forward pass"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
 
 def small(config: RunConfig) -> bool:
-    """Returns whether a stack is faster than its runs one by one."""
+    """Whether a stack is faster than its runs one by one."""
     return config.model.d_model <= WIDEST and config.data.batch * config.data.context <= MOST_TOKENS
 
 
 def check_how(how: object) -> StackSize:
-    """Auto, off or a number of runs, which may be written as text; raises for anything else."""
+    """Returns "auto", "off" or a number of runs (also given as text); raises InvalidValueError for anything else."""
     for word in _WORDS:
         if how == word:
             return word
@@ -80,17 +84,19 @@ def check_how(how: object) -> StackSize:
 
 
 def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: StackSize, workers: int) -> list[list[T]]:
-    """Returns groups of runs, alike but for seed, steps, rates and decay, to train as one; every worker has work.
+    """Groups runs that differ only in seed, steps, rates and weight decay, to train as one; every worker gets work.
 
     Args:
-        runs: each a configuration and what the result names it by. how: "off" leaves every run alone, a number
-            is that of runs in a stack, "auto" stacks small models.
+        runs: pairs of a configuration and the object that represents it in the result.
+        how: "off" leaves every run alone, a number sets the runs per stack, "auto" stacks small models.
+        workers: number of processes.
 
-    Raises: InvalidValueError for another `how`.
+    Raises:
+        InvalidValueError: `how` is something else.
     """
     how = check_how(how)
     most = AT_ONCE if how == "auto" else 1 if how == "off" else how
-    most = max(1, min(most, -(-len(runs) // max(1, workers))))
+    most = max(1, min(most, -(-len(runs) // max(1, workers))))  # no stack so large that a worker stays idle
     alike: dict[str, list[tuple[RunConfig, T]]] = {}
     for number, (config, thing) in enumerate(runs):
         kind = _kind(resolve(config), how) if most > 1 else None
@@ -98,20 +104,20 @@ def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: StackSize, workers: in
     # Runs of one seed share their batches.
     groups = [sorted(group, key=lambda one: one[0].seed) for group in alike.values()]
     found = [part for group in groups for part in _cut(group, -(-len(group) // most))]
-    # What does not divide evenly among the workers is cut finer, so that they end at the same time.
+    # Stacks that do not divide evenly among the workers are cut finer, so that all workers finish together.
     rest = len(found) % workers if len(found) > workers else 0
     found = [part for i, s in enumerate(found) for part in _cut(s, min(len(s), -(-workers // rest)) if i < rest else 1)]
     return [[thing for _, thing in stack] for stack in found]
 
 
 def _cut(group: list[T], parts: int) -> list[list[T]]:
-    """As many parts, as even as can be."""
+    """Cuts a group into `parts` parts of nearly equal size."""
     cuts = [len(group) * i // parts for i in range(parts + 1)]
     return [group[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def _kind(config: RunConfig, how: StackSize) -> str | None:
-    """The properties that runs of one stack share; None for a run that is better alone."""
+    """A key that runs of one stack share; None for a run that should stay alone."""
     if why_not_stacked(config) or (how == "auto" and not small(config)):
         return None
     values = config.to_dict()
@@ -119,27 +125,26 @@ def _kind(config: RunConfig, how: StackSize) -> str | None:
     return json.dumps({k: v for k, v in values.items() if k not in ("seed", "steps", "nudge")}, sort_keys=True)
 
 
-# The modules of a stacked model: each holds the weights of many runs and computes each run's part of the batch by
-# its.
+# The modules of a stacked model. Each holds the weights of all runs and applies each to its run's part of the batch.
 #
-# Their operators are torch's, or compiled ones that round otherwise: a run has the same numbers alone and among
-# others.
+# They use torch's operators or compiled ones, which round differently; with either, a run has the same results alone
+# and in a stack.
 
 
 class Context(Protocol):
-    """The context of an autograd function, which saves tensors."""
+    """The context object of an autograd function."""
 
     saved_tensors: Sequence[Tensor]
     needs_input_grad: Sequence[bool]
     compiled: bool
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Remembers tensors for the backward pass."""
+        """Saves tensors for the backward pass."""
 
 
 @final
 class _StackedProduct(torch.autograd.Function):
-    """The product y = x Wᵀ by run, with its own derivative, since `bmm` lays out the gradient of Wᵀ, not of W."""
+    """y = x Wᵀ by run. It defines its own derivative because `bmm` would lay out the gradient as Wᵀ instead of W."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, compiled: bool) -> Tensor:
@@ -150,7 +155,7 @@ class _StackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and W, each in its own layout."""
+        """Returns the gradients of x and W, each in the layout of its operand."""
         x, weight = ctx.saved_tensors
         if ctx.compiled:
             return *operators.linear_backward(grads[0].contiguous(), x, weight), None
@@ -161,7 +166,7 @@ class _StackedProduct(torch.autograd.Function):
 
 @final
 class _StackedFactor(torch.autograd.Function):
-    """The product of x and a factor by run; its gradient is summed run by run, in the order of a single run."""
+    """x times a factor by run. The gradient is summed run by run, in the order that a single run has."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, factor: Tensor) -> Tensor:
@@ -171,7 +176,7 @@ class _StackedFactor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of x and of the factor."""
+        """Returns the gradients of x and of the factor."""
         x, factor = ctx.saved_tensors
         summed = tuple(range(x.ndim - factor.ndim))
         of_factor = torch.stack([part.sum(summed) for part in (grads[0] * x).unbind()])
@@ -183,12 +188,12 @@ def _wide(factor: Tensor, x: Tensor) -> Tensor:
 
 
 def times_by_run(x: Tensor, factor: Tensor) -> Tensor:
-    """Returns x [runs ... d] times the factor of its run: [runs d] or [runs]."""
+    """Multiplies x [runs ... d] by the factor of its run, [runs d] or [runs]."""
     return apply(_StackedFactor, x, factor)
 
 
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
-    """Returns the one tensor that a function of qkeel's computes."""
+    """Applies an autograd function that returns one tensor."""
     y = function.apply(*inputs)
     assert isinstance(y, Tensor)
     return y
@@ -196,7 +201,7 @@ def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
 
 @final
 class StackedLinear(nn.Module):
-    """The layer y = x Wᵀ + b by run: weight [runs out in], compiled only with sizes that are multiples of 8."""
+    """y = x Wᵀ + b by run, with weight [runs out in]; `compiled` needs sizes that are multiples of 8."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, compiled: bool = False) -> None:
         super().__init__()
@@ -212,7 +217,7 @@ class StackedLinear(nn.Module):
 
 @final
 class StackedEmbedding(nn.Module):
-    """Rows of a table by run: weight [runs vocab d]."""
+    """Embedding lookup by run, with weight [runs vocab d]."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -228,14 +233,14 @@ class StackedEmbedding(nn.Module):
 
 @final
 class StackedNorm(nn.Module):
-    """RMS norm with a gain by run: weight [runs d], or None; compiled only with one of a multiple of 8."""
+    """RMS norm with a gain by run, [runs d] or None; `compiled` needs a gain whose size is a multiple of 8."""
 
     def __init__(self, weight: nn.Parameter | None, size: int, eps: float | None, *, compiled: bool = False) -> None:
         super().__init__()
         self.weight, self.size, self.eps, self.compiled = weight, size, eps, compiled
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x [runs·b t d] to the same."""
+        """Maps x [runs·b t d] to the same shape."""
         if self.compiled and self.weight is not None:
             eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
             return apply(_RunNorm, x.reshape(len(self.weight), -1, x.shape[-1]), self.weight, eps).view_as(x)
@@ -247,7 +252,7 @@ class StackedNorm(nn.Module):
 
 @final
 class _StackedHidden(torch.autograd.Function):
-    """The product gelu(x Wᵀ) by run, keeping the slope where the product was: the graph is walked back once."""
+    """gelu(x Wᵀ) by run. It replaces the product by the slope of gelu, so the backward pass can run only once."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
@@ -259,21 +264,21 @@ class _StackedHidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of x and W."""
+        """Returns the gradients of x and W."""
         x, weight, slope = ctx.saved_tensors
         return operators.linear_backward(slope.mul_(grads[0]), x, weight)
 
 
 @final
 class CompiledMLP(nn.Module):
-    """W₂ gelu(W₁ x) by run, of stacked W₁ and W₂."""
+    """W₂ gelu(W₁ x) by run."""
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
-        self.up, self.down = mlp.up, mlp.down  # exchanged for stacked ones next
+        self.up, self.down = mlp.up, mlp.down  # `stack_models` replaces them by stacked layers next
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x [runs·b t m] to the same."""
+        """Maps x [runs·b t m] to the same shape."""
         hidden = apply(_StackedHidden, x.reshape(len(self.up.weight), -1, x.shape[-1]), self.up.weight)
         return self.down(hidden).view_as(x)
 
@@ -291,29 +296,28 @@ class _RunNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The gradients of x and of the gain."""
+        """Returns the gradients of x and of the gain."""
         x, inverse, gain = ctx.saved_tensors
         return *operators.rms_norm_backward(grads[0].contiguous(), x, inverse, gain), None
 
 
-# Attention of all runs of a stack in one call, shown to the observers of each run's own module.
+# Attention of all runs in one call, reported to the observers of each run's own module.
 #
-# The sequences of the runs stand one after the other in the batch. Everything after norm, rotation and learned
-# factors is alike in every run and computed at once; gradients of parameters are summed run by run, in the order
-# they have alone.
+# Everything after norm, rotation and learned factors is the same in every run and computed at once. Gradients of
+# parameters are summed run by run, in the same order as for a single run.
 
 Report = Callable[[Sequence[AttentionCall]], None]
 
-# Parameters of a spec that are factors or terms of q, k or logits [b h t d], so that each head may have its own.
+# Spec parameters that multiply or shift q, k or the logits head by head, so that runs can be treated as more heads.
 FACTORS = frozenset(("q_norm", "k_norm", "v_norm", "logit_scale", "log_n_scale", "logit_bias", "sink"))
 
 
 @final
 class StackedAttention:
-    """In place of `SpecModule.attend`: the call of all runs at once, shown to who watches a run's own module.
+    """Replaces `SpecModule.attend` by one call for all runs, which observers of each run's own module see as its own.
 
-    `own` are the runs' own modules. While `report` is set, it gets each call with the heads of all
-    runs in a row, [b runs·h t d], where the spec lets it be put so, else a call for each run.
+    `own` are the modules of the runs. While `report` is set, it receives each call with the heads of all runs in a row,
+    [b runs·h t d], if the spec permits, otherwise one call per run.
     """
 
     def __init__(self, module: SpecModule, own: Sequence[SpecModule], compiled: bool) -> None:
@@ -323,7 +327,7 @@ class StackedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, params: Params, seen: Visibility
     ) -> Tensor:
-        """As `SpecModule.attend`, with the sequences of all runs as the batch and parameters [runs ...]."""
+        """Like `SpecModule.attend`, with the sequences of all runs as the batch and parameters [runs ...]."""
         parts = {name: p.unbind() for name, p in params.items()}
         each = [{name: part[r] for name, part in parts.items()} for r in range(len(self.own))]
         call = seen.call(spec, q, k, v, each[0])
@@ -343,14 +347,14 @@ class StackedAttention:
         if params and self.compiled and _factors_only(spec, params) and call.q.shape[-1] % 8 == 0:
             out = run(self._with_factors(call, params), self.module.impl)
         elif params and not _only_gains(spec, params):
-            # Run by run: gradients of parameters summed over all at once would round otherwise.
+            # Run by run, because gradients of parameters summed over all runs at once would round differently.
             out = torch.cat([run(self._of_run(call, r, own), self.module.impl) for r, own in enumerate(each)])
         else:
             out = run(self._encoded(call, each) if params else call, self.module.impl)
         return out.transpose(1, 2).flatten(2)
 
     def _encoded(self, call: AttentionCall, each: Sequence[Params]) -> AttentionCall:
-        """The call with q and k normed and rotated, run by run for the same reason."""
+        """Returns the call with q and k normalised and rotated, run by run for the same reason."""
         parts = [self._of_run(call, r, own) for r, own in enumerate(each)]
         pairs = [encoded(part.spec, part.q, part.k, part.pos_q, part.pos_k, part.params) for part in parts]
         q, k = (_in_a_row(x) for x in zip(*pairs))
@@ -358,12 +362,12 @@ class StackedAttention:
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
 
     def _read(self, call: AttentionCall) -> tuple[Tensor, KernelRows] | None:
-        """Attention and what its kernel finds of rows, where a run's observer asks for it and the kernel reports it."""
+        """Returns attention with its kernel's row statistics, if an observer asks for them and the kernel has them."""
         asked = any(isinstance(o, Connection) and o.reads for own in self.own for o in own.observers)
         return run_with_rows(call, self.module.impl) if asked else None
 
     def _with_factors(self, call: AttentionCall, params: Params) -> AttentionCall:
-        """Returns q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
+        """Normalises and scales q and k with operators that sum the gradient of each run's factor separately."""
         q, k, spec = call.q, call.k, call.spec
         q, k = self._normed("q", q, spec.norm, params), self._normed("k", k, spec.norm, params)
         if spec.scale.kind == "learned":
@@ -373,7 +377,7 @@ class StackedAttention:
         return dataclasses.replace(call, spec=dataclasses.replace(spec, norm=NoNorm()), q=q, k=k, params={})
 
     def _normed(self, part: NormedPart, x: Tensor, norm: Norm, params: Params) -> Tensor:
-        """Returns q or k normed by the gain of its run, [d] or [], if any."""
+        """Normalises q or k with the gain of its run, [d] or [], if any."""
         if part not in norm.sides:
             return x
         gain = norm.weight(part, params)
@@ -383,7 +387,7 @@ class StackedAttention:
         return y.view(len(x), x.shape[2], x.shape[1], -1).transpose(1, 2)
 
     def _of_run(self, call: AttentionCall, r: int, params: Params) -> AttentionCall:
-        """A run's own call."""
+        """Returns the call of one run."""
         n = call.q.shape[0] // len(self.own)
         q, k, v = (x[r * n : (r + 1) * n] for x in (call.q, call.k, call.v))
         return dataclasses.replace(call, q=q, k=k, v=v, params=params)
@@ -394,20 +398,20 @@ class StackedAttention:
         q, k, v = (heads_in_a_row(x, len(self.own)) for x in (call.q, call.k, call.v))
         groups = {"q": call.q.shape[1], "k": call.k.shape[1], "v": call.k.shape[1]}
         own = {name: by_head(p, groups.get(name.split("_")[0], groups["q"])) for name, p in params.items()}
-        # Gains are [h d], not [h 1 d].
+        # The norm expects gains [h d], not [h 1 d].
         own = {name: p[:, 0] if name.endswith("_norm") else p for name, p in own.items()}
         return [dataclasses.replace(call, q=q, k=k, v=v, params=own)]
 
 
 def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
-    """Sequences [b h t d] of all runs, that lie in memory as those of one do: the order of a gradient's sums."""
+    """Concatenates [b h t d] of all runs with the memory layout of a single run, which fixes the order of sums."""
     if parts[0].stride(1) < parts[0].stride(2):
         return torch.cat([x.transpose(1, 2) for x in parts]).transpose(1, 2)
     return torch.cat(list(parts))
 
 
 def _factors_only(spec: AttentionSpec, params: Params) -> bool:
-    """Returns whether parameters are factors of q and k that a run's heads share, which come before any rotation."""
+    """Whether all parameters are factors of q and k, shared by the heads of a run and applied before rotation."""
     norm = spec.norm
     if norm.kind != "none":
         each = norm.over == "layer" or norm.bias or norm.gain not in ("none", "dim", "one_plus_dim", "scalar")
@@ -418,7 +422,7 @@ def _factors_only(spec: AttentionSpec, params: Params) -> bool:
 
 
 def _only_gains(spec: AttentionSpec, params: Params) -> bool:
-    """True if the only parameters are gains of q and k, so that all after the encoding is alike in every run."""
+    """Whether all parameters are gains of q and k, so that all runs are the same after the encoding."""
     return "v" not in spec.norm.sides and {"q_norm", "k_norm"}.issuperset(params) and spec.position.keeps
 
 
@@ -428,23 +432,21 @@ def heads_in_a_row(x: Tensor, runs: int) -> Tensor:
 
 
 def by_head(p: Tensor, heads: int) -> Tensor:
-    """A factor by run, [runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1], as one by head, [runs·h 1 1|d]."""
+    """Expands a factor [runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1] to [runs·h 1 1] or [runs·h 1 d]."""
     wide = p.view(len(p), 1, 1, -1) if p.ndim <= 2 else p[:, :, None] if p.ndim == 3 else p
     return wide.expand(-1, heads, -1, -1).flatten(0, 1)
 
 
-# The model of all runs of a stack, made of their models.
-#
-# The forward code of blocks and attention stays the only one: it gets the sequences of all runs, one run after the
-# other in the batch, and each leaf treats its run's part of the batch by its run's weights.
+# The stacked model. It reuses the forward code of blocks and attention; only leaf modules and attention are replaced.
 
 
 def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.Module:
-    """Returns the model of all these; their parameters become parts of its own and keep their values.
+    """Returns one model for all runs, with the parameters of the given models as views into its own.
 
-    `compiled`: leaves are of compiled operators, which are there, in place of torch's: the same up to rounding.
+    `compiled` uses leaves with compiled operators, with equal results up to rounding.
 
-    Raises: RefusedError where a part of the model cannot be stacked.
+    Raises:
+        RefusedError: a part of the model cannot be stacked.
     """
     whole = copy.deepcopy(models[0])
     tables = [dict(model.named_modules()) for model in models]
@@ -462,7 +464,7 @@ def stack_models(models: Sequence[nn.Module], *, compiled: bool = False) -> nn.M
 
 
 def _stacked_parameters(own: Sequence[nn.Module], joined: dict[int, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters [runs ...] of a module by name; `joined` holds those made before, by the first run's."""
+    """Returns the parameters [runs ...] of a module; `joined` caches them by the id of the first run's parameter."""
     tables = [dict(module.named_parameters(recurse=False)) for module in own]
     for name, first in tables[0].items():
         if id(first) not in joined:  # a head may share its weight with the embedding
@@ -472,7 +474,7 @@ def _stacked_parameters(own: Sequence[nn.Module], joined: dict[int, nn.Parameter
 
 @torch.no_grad()
 def _join(each: Sequence[nn.Parameter]) -> nn.Parameter:
-    """One parameter [runs ...] that these are the parts of from now on."""
+    """Returns one parameter [runs ...] and turns the given ones into views of it."""
     whole = nn.Parameter(torch.stack([p.detach() for p in each]), requires_grad=each[0].requires_grad)
     for p, part in zip(each, whole.detach()):
         p.data = part
@@ -480,7 +482,7 @@ def _join(each: Sequence[nn.Parameter]) -> nn.Parameter:
 
 
 def _stacked_leaf(module: nn.Module, parameters: dict[str, nn.Parameter], compiled: bool) -> nn.Module | None:
-    """The stacked module for a leaf; None for a module that is no leaf."""
+    """Returns the stacked module for a leaf; None if the module is not a leaf."""
     if type(module) is nn.Linear:
         weight, bias = parameters["weight"], parameters.get("bias")
         fits = compiled and bias is None and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
@@ -502,7 +504,7 @@ def _fits(mlp: MLP) -> bool:
 def _stack_rest(
     module: nn.Module, place: str, parameters: dict[str, nn.Parameter], own: Sequence[nn.Module], compiled: bool
 ) -> None:
-    """Stacks what a module holds besides its children."""
+    """Stacks the parameters and the attention of a module that is not a leaf."""
     attention = isinstance(module, SpecModule)
     if any(True for _ in module.buffers(recurse=False)) or (module.dropout if attention else parameters):
         raise RefusedError(f"{place or 'the model'} ({type(module).__name__}) cannot train as one with other runs'")

@@ -1,4 +1,4 @@
-"""The directory of a study: its record, its table of results, records of chaos."""
+"""The directory of a study: study.json, table.csv and chaos.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from qkeel import metrics
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import MOVED, UNMOVED, Grid, Plan, PlannedRun, check_choices
+from qkeel.lab.plan import MOVED, UNMOVED, Grid, Plan, check_choices
 from qkeel.metrics import distance, divergence_rate
 from qkeel.options import Json
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, write_json, write_text
@@ -23,18 +23,18 @@ from qkeel.records.disk import refuse_links, refuse_path
 from qkeel.records.files import read_checked
 from qkeel.records.run_directory import differences
 
-# The table.csv of a study, one row per run in the order of its grid: the same bytes for the same results.
+# table.csv has one row per run in the order of the grid; the same results always give the same bytes.
 
 
 def rows(out: Path, entries: Sequence[Json]) -> list[Json]:
-    """One dict per run by `columns`; a run without result has only its name and status."""
+    """Returns one dict per run by `columns`; a run without a result has only its name and status."""
     table = [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
     names = columns(table)
     return [{name: row.get(name) for name in names} for row in table]
 
 
 def columns(table: Iterable[Json]) -> list[str]:
-    """Returns records.TABLE_COLUMNS, then what the task of some run adds to them."""
+    """Returns records.TABLE_COLUMNS, then the columns that the tasks of the runs add."""
     return list(dict.fromkeys([*TABLE_COLUMNS, *(name for row in table for name in row)]))
 
 
@@ -50,8 +50,9 @@ def _row(directory: RunDirectory, entry: Json) -> Json:
 
 
 def write_table(out: Path, table: Sequence[Json], names: Sequence[str] = ()) -> None:
-    """Writes table.csv atomically, by default with all columns of the table. Floats have all their digits, truth is
-    true or false, what is unknown is empty.
+    """Writes table.csv atomically, by default with all columns of the table.
+
+    Floats have all their digits, booleans are true or false, unknown values are empty.
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
@@ -68,8 +69,9 @@ def _cell(value: object) -> str:
 
 
 def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) -> Json:
-    """One value per records.TABLE_COLUMNS, from the lines of metrics.jsonl (the first: step 0, the last: the end).
-    What the task records besides records.STEP_FIELDS follows, as it was at the end.
+    """Returns one value per records.TABLE_COLUMNS from the lines of metrics.jsonl, from step 0 to the end.
+
+    The last values of additional task fields follow.
     """
     first, last = records[0], records[-1]
     losses = [record["train_loss"] for record in records if record["train_loss"] is not None]
@@ -98,17 +100,17 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest value that is a number; NaN if none is."""
+    """Returns the largest value that is not NaN; NaN if there is none."""
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
-# The record of a study, study.json: read, checked, and joined with more of the same study.
+# study.json, the record of a study.
 
 _AXES = tuple(field.name for field in dataclasses.fields(Grid))
 
 
 def study_of(plan: Plan, command: str) -> Json:
-    """The study.json of a plan alone."""
+    """Returns the study.json of a plan."""
     contexts = {} if plan.contexts is None else {"contexts": dataclasses.asdict(plan.contexts)}
     about = {
         "study": plan.name,
@@ -117,22 +119,21 @@ def study_of(plan: Plan, command: str) -> Json:
         **contexts,
         **({"tuned": list(plan.tuned)} if plan.tuned else {}),
         **({"primary": dataclasses.asdict(plan.primary)} if plan.primary else {}),
-        "runs": [_entry(run, plan) for run in plan.runs],
+        "runs": [
+            run.entry() if plan.primary is None else {**run.entry(), "primary": plan.primary.holds(run)}
+            for run in plan.runs
+        ],
         "base": plan.bases(),
     }
-    # As JSON reads it back: a tuple becomes a list, a float that is whole stays a float.
+    # A round trip through JSON turns tuples into lists, so that the result compares equal to a file's contents.
     return json.loads(json.dumps(about))
 
 
-def _entry(run: PlannedRun, plan: Plan) -> Json:
-    """The run's line, with whether it is of the primary comparison where the plan names one."""
-    return run.entry() if plan.primary is None else {**run.entry(), "primary": plan.primary.holds(run)}
-
-
 def joined_study(out: Path, old: Json, new: Json) -> Json:
-    """The study.json of two parts of one study, of which `old` is that of `out`: the runs of both, each once.
+    """Joins the study.json of the directory `out` (`old`) with another part of the same study; each run appears once.
 
-    Raises: RunDirectoryError unless the two differ in remedies, rates, seeds and the other axes only.
+    Raises:
+        RunDirectoryError: the two differ in more than remedies, rates, seeds and other axes.
     """
     _check_same_study(out, old, new)
     known = {entry["run_id"] for entry in old["runs"]}
@@ -155,7 +156,7 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
 
 
 def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
-    """The chosen rates of both, those of `new` where both have one."""
+    """Returns the chosen rates of both; those of `new` take precedence."""
     before = old.get("tuned", [])
     check_choices(before, new["tuned"], out)
     both = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
@@ -163,9 +164,10 @@ def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
 
 
 def read_study(out: Path) -> Json:
-    """The study.json of a directory, every field there and of its type; see records.file_fields.
+    """Reads the study.json of a directory and checks its fields against records.files.
 
-    Raises: RunDirectoryError for a file that is damaged, or names directories that are not the study's.
+    Raises:
+        RunDirectoryError: the file is damaged, or names directories outside the study.
     """
     refuse_links(out / "runs")
     file = out / "study.json"
@@ -180,19 +182,19 @@ def read_study(out: Path) -> Json:
         refuse_path(entry["run_id"], str(file))
         if entry.get("role") not in about["base"]:
             raise RunDirectoryError(
-                f"{file} has no base of the role {entry.get('role')!r} of {entry['run_id']}; it was damaged. "
+                f"{file} has no base for the role {entry.get('role')!r} of {entry['run_id']}; it was damaged. "
                 "Restore it, or choose another directory; nothing was changed."
             )
     return about
 
 
 def _joined_contexts(old: Json | None, new: Json) -> Json:
-    """Methods and lengths of both; how many sequences they are measured on stays as it was."""
+    """Joins methods and lengths; the numbers of sequences and steps must be equal."""
     if old is None:
         return dict(new)
     for name, what in (
         ("sequences", "measures on {} held-out sequences"),
-        ("continue_steps", "trains on for {} steps"),
+        ("continue_steps", "continues training for {} steps"),
     ):
         if old[name] != new[name]:
             raise RunDirectoryError(
@@ -208,20 +210,20 @@ def _joined_contexts(old: Json | None, new: Json) -> Json:
 def _check_same_study(out: Path, old: Json, new: Json) -> None:
     changed = [] if old["study"] == new["study"] else [f"study: {old['study']}, not {new['study']}"]
     if ("tuned" in old) != ("tuned" in new):
-        changed.append("tune: whether each remedy is compared at a rate of its own")
+        changed.append("tune: whether each remedy is compared at its own rate")
     if old.get("primary") != new.get("primary"):
-        changed.append("primary: the comparison that it is made to decide")
+        changed.append("primary: the comparison that the study decides")
     for role, base in new["base"].items():
         changed += differences(old["base"].get(role, base), base)
     if changed:
         raise RunDirectoryError(
-            f"{out} holds a study of another configuration (different: {', '.join(dict.fromkeys(changed))}). A study "
-            "takes more remedies, rates or seeds, nothing else. Choose another directory; nothing was changed."
+            f"{out} contains a study of another configuration (different: {', '.join(dict.fromkeys(changed))}). Only "
+            "remedies, rates and seeds can be added to a study. Choose another directory; nothing was changed."
         )
 
 
 def in_order(entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]) -> list[Json]:
-    """The runs of a study in the order of its table: by role, remedy, rate and seed."""
+    """Sorts the runs of a study by role, remedy, rate and seed, the order of its table."""
     place = {remedy: i for i, remedy in enumerate(remedies)}
 
     def key(entry: Json) -> tuple[int, int, float, int]:
@@ -231,16 +233,16 @@ def in_order(entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[s
     return sorted(entries, key=key)
 
 
-# The chaos.json of a chaos study: how far the two runs of each pair parted, and how fast.
+# chaos.json: how far the two runs of each pair diverged, and how fast.
 
 _LOGITS = ("max_logit", "min_logit")
 
 
 def write_chaos(out: Path, about: Json) -> None:
-    """Writes chaos.json where the study has pairs: the configuration they share, and one entry per finished pair.
-    Pairs of a study in parts, as of several widths, share none; each names its part.
+    """Writes chaos.json if the study has pairs: their common configuration, and one entry per finished pair.
 
-    The distance of a pair is that of the largest and smallest logit of every head on the probe, root mean square.
+    Pairs of a study with parts, e.g. several widths, have no common configuration; each names its part. The distance of
+    a pair is the root mean square difference of the largest and smallest logit of every head on the probe.
     """
     if not any(role.partition(", ")[0] == MOVED for role in about["base"]):
         return
@@ -259,7 +261,7 @@ def write_chaos(out: Path, about: Json) -> None:
 
 def _parted(both: Sequence[RunDirectory]) -> Json:
     heads = [run.heads() for run in both]
-    steps = min((own.steps for own in heads), key=len)  # one that diverges stops early
+    steps = min((own.steps for own in heads), key=len)  # a run that diverges to NaN stops early
     courses = [np.stack([own.values[name][: len(steps)] for name in _LOGITS], axis=1) for own in heads]
     apart = distance(*courses)
     rate = divergence_rate(steps.tolist(), apart, distance(np.zeros_like(courses[0]), courses[0]))

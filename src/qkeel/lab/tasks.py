@@ -1,4 +1,7 @@
-"""What a run learns: text, images, both, and translation."""
+"""Tasks: next tokens of text, classes of images, text with images, and translation.
+
+Shapes: n examples, t tokens, p numbers per patch, rows and columns of patches.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,23 @@ from qkeel.lab.images import Pictures, grey, load_pictures, patches
 from qkeel.lab.text import Corpus, batch, bigram_loss, check_enough, heldout, load, spread, translated
 from qkeel.nn import FusedEmbedding
 
-# The task of a model: examples of (seed, step), held-out examples, and the model that fits them.
+# The interface of tasks.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """Inputs [n t] (tokens) or [n t p] (patches), right answers [n t] or [n], and their kinds [n t], if any."""
+    """Inputs [n t] (tokens) or [n t p] (patches), targets [n t] or [n], and kinds of targets [n t], if any."""
 
     inputs: Tensor
     targets: Tensor
     kinds: Tensor | None = None
 
     def to(self, device: torch.device) -> Examples:
-        """The same on a device."""
+        """Returns the examples on a device."""
         return Examples(*(None if x is None else x.to(device, non_blocking=True) for x in self._all()))  # type: ignore[arg-type]
 
     def split(self, count: int) -> list[Examples]:
-        """The same in pieces of `count` examples."""
+        """Returns pieces of `count` examples."""
         parts = [[None] * len(self.inputs) if x is None else x.split(count) for x in self._all()]
         return [Examples(*piece) for piece in zip(*parts)]  # type: ignore[arg-type]
 
@@ -46,9 +49,10 @@ class Examples:
 
 
 class Task(abc.ABC):
-    """A resolved configuration's data and model. `kinds` names the kinds of targets, `trained` those it learns.
+    """The data and model of a resolved configuration.
 
-    `classes` names the classes of input tokens, by `input_classes`; `classifies` says that an answer is right or wrong.
+    kinds: kinds of targets. trained: the kinds that it trains on. classes: classes of input tokens, see
+    `input_classes`. classifies: whether answers are right or wrong, so that accuracy is recorded.
     """
 
     kinds: Sequence[str] = ()
@@ -59,31 +63,32 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def __init__(self, config: RunConfig) -> None:
-        """Reads the data; raises DataError if it cannot be read or does not fit."""
+        """Loads the data.
+
+        Raises:
+            DataError: the data cannot be read or do not fit.
+        """
 
     @abc.abstractmethod
     def batch(self, seed: int, step: int) -> Examples:
-        """The examples of a step, a function of (seed, step) alone."""
+        """Returns the examples of a step, as a function of (seed, step) alone."""
 
     @abc.abstractmethod
     def heldout(self, count: int) -> Examples:
-        """At most `count` held-out examples, the same for every run."""
+        """Returns at most `count` held-out examples, the same for every run."""
 
     @abc.abstractmethod
     def build(self, generator: torch.Generator) -> nn.Module:
-        """The model with its initial weights."""
+        """Builds the model with its initial weights."""
 
     def input_classes(self, inputs: Tensor) -> Tensor:
-        """The class of each input token [n t], a number of `classes`."""
+        """Returns the class of each input token [n t], as an index into `classes`."""
         return torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-
-
-# The class of an image from its patches, by a small vision transformer.
 
 
 @final
 class VisionTask(Task):
-    """Classification; pixels are standardised over the training images. A token is a patch."""
+    """Classification of images by a small vision transformer. A token is a patch; pixels are standardised."""
 
     classifies = True
 
@@ -116,7 +121,7 @@ class VisionTask(Task):
         return self._examples(np.random.default_rng((seed, step)).choice(self._sides[0], self.config.data.batch))
 
     def heldout(self, count: int) -> Examples:
-        """Evenly spaced, so that every class is among them."""
+        """Evenly spaced, so that every class occurs."""
         held = self._sides[1]
         return self._examples(held[np.linspace(0, len(held) - 1, min(count, len(held))).astype(np.int64)])
 
@@ -131,19 +136,19 @@ class VisionTask(Task):
         return Examples(self._patches[place], self._labels[place])
 
 
-# Images and text in one sequence: patches of images are tokens after those of text, and all are predicted.
+# Images and text in one sequence.
 
 TEXT, NEAR_IMAGE, CAPTION, IMAGE = range(4)
-BEGIN = 256  # the token before an image; its codes follow in the vocabulary
+BEGIN = 256  # the token before an image; the codes of patches follow it in the vocabulary
 MAX_CODES = 65536
 
 
 @final
 class FusedTask(Task):
-    """Text alone, or an image with its caption in either order and then text; the next token of everything.
+    """Next tokens of text alone, or of an image with its caption, in either order, followed by text.
 
-    Targets are text without an image, text along with one, a caption, an image (with the token before it).
-    An image of a canvas is row by row of patches; a patch is a code: its pixels rounded to a few grey levels.
+    The kinds of targets are text without an image, text next to one, a caption, and an image with the token before it.
+    An image is read row by row; a patch is a code, its pixels rounded to a few grey levels.
 
     Source: early fusion with loss on all tokens as in Chameleon, arXiv 2405.09818.
     """
@@ -155,7 +160,7 @@ class FusedTask(Task):
         self.config, self.images = config, config.images
         self.text = load(config.data)
         if self.text.loss_unit != "byte":
-            raise DataError(f"a caption is bytes, so the text with it must be too; {config.data.source} holds tokens")
+            raise DataError(f"captions are bytes, so the text must be too; {config.data.source} contains tokens")
         self.pictures = load_pictures(self.images.images, self.images.image_size)
         self.codes = _codes(self.pictures, self.images)
         self._captions = [(caption + "\n").encode() for caption in self.pictures.captions]
@@ -180,7 +185,7 @@ class FusedTask(Task):
             )
 
     def batch(self, seed: int, step: int) -> Examples:
-        """`image_share` of the sequences hold an image; the text is that of a run on text alone."""
+        """A share `image_share` of the sequences has an image; the text is the same as in a run on text alone."""
         config, data = self.images, self.config.data
         windows = batch(self.text, data, seed, step)
         rng = np.random.default_rng((seed, step, 1))
@@ -193,7 +198,7 @@ class FusedTask(Task):
         return _examples(rows)
 
     def heldout(self, count: int) -> Examples:
-        """Half with an image, half of those image first, canvases of each size in turn: one probe for every mix."""
+        """Half of the sequences have an image, in both orders and with all canvas sizes: one probe for every mix."""
         windows = heldout(self.text, self.config.data.context, count)
         rows, used = [], 0
         for i, window in enumerate(windows):
@@ -204,7 +209,7 @@ class FusedTask(Task):
         return _examples(rows)
 
     def _row(self, text: np.ndarray, which: Sequence[int] | np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and kinds of one sequence, as long as its text is."""
+        """Returns tokens and kinds of one sequence, as long as its text."""
         if not len(which):
             return text, np.full(len(text), TEXT)
         canvas = np.concatenate([self.codes[i] for i in which], axis=1).ravel()
@@ -231,7 +236,7 @@ class FusedTask(Task):
         return model
 
     def _pixels(self) -> Tensor:
-        """The pixels of each code [codes p], standardised over the patches of the training images."""
+        """Returns the pixels of each code [codes p], standardised over the patches of the training images."""
         levels, width = self.images.levels, self.images.patch**2
         codes = np.arange(levels**width)
         pixels = ((codes[:, None] // levels ** np.arange(width)) % levels + 0.5) / levels
@@ -240,7 +245,7 @@ class FusedTask(Task):
 
 
 def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
-    """The code of every patch [n rows columns]: Σ level_i · levels^i over its pixels."""
+    """Returns the code of every patch [n rows columns]: Σ level_i · levels^i over its pixels."""
     width = config.patch**2
     if config.levels**width > MAX_CODES:
         raise InvalidValueError(
@@ -257,17 +262,15 @@ def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
     return Examples(tokens[:, :-1], tokens[:, 1:], kinds[:, 1:])
 
 
-# Translation of text into a second language that is made from it, by a small encoder–decoder.
-
-BEGIN_TRANSLATION = 256  # the token that a translation begins with
+BEGIN_TRANSLATION = 256  # the first token of every translation
 
 
 @final
 class TranslationTask(Task):
-    """The next byte of a translation, given its source and the bytes before: loss in nats per byte of translations.
+    """Translation into a synthetic second language by a small encoder–decoder; the loss is per byte of the translation.
 
-    Training knows `pairs` texts of `context` bytes, spread evenly over the training part: few, as in the setting that
-    QK-norm was made for. Held-out pairs are of held-out text. Inputs are a source, BEGIN and the translation.
+    Training uses `pairs` texts of `context` bytes, spread evenly over the training part: few, as in the setting for
+    which QK-norm was proposed. Held-out pairs come from held-out text. Inputs are a source, BEGIN and the translation.
 
     Source: Henry et al. 2020, arXiv 2010.04245, for low-resource translation; the second language is our own.
     """
@@ -276,7 +279,7 @@ class TranslationTask(Task):
         self.config = config
         text = load(config.data)
         if text.loss_unit != "byte":
-            raise DataError(f"a translation is made of bytes of text; {config.data.source} holds tokens")
+            raise DataError(f"translation needs text as bytes; {config.data.source} contains tokens")
         self._pairs = _translation_examples(spread(text.train, config.data.context - 1, config.data.pairs))
         self._heldout = heldout(text, config.data.context - 1, config.eval_sequences)
         digest = hashlib.sha256(text.sha256.encode() + self._pairs.targets.numpy().astype(np.uint8).tobytes())
@@ -297,16 +300,13 @@ class TranslationTask(Task):
 
 
 def _translation_examples(sources: np.ndarray) -> Examples:
-    """Pairs of sources [n t]: inputs [n 2t] and targets [n t]."""
+    """Pairs sources [n t] with their translations: inputs [n 2t] and targets [n t]."""
     second = [np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8) for row in sources]
     targets = np.stack(second).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
     return Examples(
         torch.from_numpy(np.concatenate([sources, begin, targets[:, :-1]], axis=1)), torch.from_numpy(targets)
     )
-
-
-# The tasks by name, and the simplest: the next token of text.
 
 
 @final
@@ -335,12 +335,13 @@ def _next_tokens(windows: np.ndarray) -> Examples:
     return Examples(tokens[:, :-1], tokens[:, 1:])
 
 
-_MOST_COUNTED = 1 << 22  # tokens of a run; counting more takes seconds
+_MOST_COUNTED = 1 << 22  # tokens; counting more takes seconds
 
 
 def counted_bigrams(config: RunConfig) -> float | None:
-    """The held-out loss of pairs of tokens that are counted on the text that a run reads, in the unit of its losses.
-    None where the task is not plain text, or the run is long.
+    """Returns the held-out loss of bigrams counted on the text that a run reads, in the unit of its losses.
+
+    None if the task is not plain text, or the run is long.
     """
     size = config.steps * config.data.batch * config.data.context
     if config.data.task != "text" or config.data.needle or size > _MOST_COUNTED:
@@ -359,7 +360,7 @@ def _counted_bigrams(config: RunConfig) -> float:
 
 
 def _windows(examples: Examples) -> np.ndarray:
-    """Inputs and the last target, as they stood in the text [n t]."""
+    """Returns inputs and the last target as the original windows [n t]."""
     return torch.cat([examples.inputs, examples.targets[:, -1:]], 1).numpy()
 
 
@@ -372,5 +373,9 @@ TASKS: dict[str, type[Task]] = {
 
 
 def load_task(config: RunConfig) -> Task:
-    """The task of a resolved configuration. Raises: DataError for data that cannot be read or does not fit."""
+    """Returns the task of a resolved configuration.
+
+    Raises:
+        DataError: the data cannot be read or do not fit.
+    """
     return TASKS[config.data.task](config)

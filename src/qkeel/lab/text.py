@@ -1,4 +1,7 @@
-"""Text as tokens: where it comes from, needles and a second language made for it, bytes and byte pairs, batches."""
+"""Text data: sources, byte-pair tokens, synthetic needles and a synthetic second language, batches.
+
+Shapes: n windows, t tokens per window.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from qkeel.options import lookup
 from qkeel.records.disk import read_regular, refuse_irregular
 from qkeel.records.parse import json_value
 
-# Sources of documents: CPython's own sources, files, folders, text columns, the hub.
+# Sources of documents: CPython's standard library, files, folders, table columns, the Hugging Face hub.
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".json", ".c", ".h", ".cpp", ".js", ".ts")
 _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
@@ -30,14 +33,14 @@ _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Documents:
-    """Named texts as bytes. A corpus is split between documents, never inside one, when there are several."""
+    """Named texts as bytes. A corpus of several documents is split between documents, never inside one."""
 
     name: str
     texts: tuple[bytes, ...]
 
 
 def read_documents(source: str) -> Documents:
-    """The documents of a source other than a .bin file; see DataConfig.source."""
+    """Reads the documents of any source but a .bin file; see DataConfig.source."""
     if source in BUILT_IN:
         return BUILT_IN[source]()
     if source.startswith("hf:"):
@@ -45,14 +48,18 @@ def read_documents(source: str) -> Documents:
     place, _, column = source.partition("#")
     suffix = Path(place).suffix
     if suffix in (".jsonl", ".parquet"):
-        texts = _rows(Path(place), column or "text")
+        path, column = Path(place), column or "text"
+        if not path.exists():
+            raise _missing(place)
+        values = _parquet(path, column) if suffix == ".parquet" else _jsonl(path, column)
+        texts = _texts(values, f"column {column!r} of {path}")
     else:
         place, texts = source, _files(source)
     return Documents(Path(place).name or place, tuple(texts))
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of one file, or a DataError."""
+    """Reads one file; raises DataError if that fails."""
     return read_regular(path, DataError, most=None)
 
 
@@ -68,8 +75,8 @@ def _stdlib() -> Documents:
 def _topics() -> Documents:
     try:
         from pydoc_data import topics
-    except ImportError as error:  # some distributions ship Python without its reference texts
-        raise DataError("this Python comes without pydoc_data, so there is no corpus 'topics'") from error
+    except ImportError as error:  # some distributions package Python without pydoc_data
+        raise DataError("this Python has no pydoc_data, so the corpus 'topics' is not available") from error
     return Documents("topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics)))
 
 
@@ -81,7 +88,7 @@ def _files(source: str) -> Iterator[bytes]:
     if path.is_dir():
         paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not paths:
-            raise DataError(f"{source} holds no text file; expected names that end in {', '.join(TEXT_SUFFIXES)}")
+            raise DataError(f"{source} contains no text file; expected names that end in {', '.join(TEXT_SUFFIXES)}")
     elif path.exists():
         paths = [path]
     else:
@@ -91,7 +98,7 @@ def _files(source: str) -> Iterator[bytes]:
     for file in paths:
         text = read_bytes(file)
         if b"\0" in text:
-            raise DataError(f"{file} holds NUL bytes, so it is not text; expected UTF-8 text, or .bin for tokens")
+            raise DataError(f"{file} contains NUL bytes, so it is not text; expected UTF-8 text, or .bin for tokens")
         yield text
 
 
@@ -104,13 +111,6 @@ def _missing(source: str) -> DataError:
     )
 
 
-def _rows(path: Path, column: str) -> Iterator[bytes]:
-    if not path.exists():
-        raise _missing(str(path))
-    values = _parquet(path, column) if path.suffix == ".parquet" else _jsonl(path, column)
-    return _texts(values, f"column {column!r} of {path}")
-
-
 def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
     for number, value in enumerate(values, start=1):
         if not isinstance(value, str):
@@ -119,7 +119,7 @@ def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """The values of a .jsonl file, one a line, each with where it stands; a line that is not JSON is a DataError."""
+    """Yields the value of each line of a .jsonl file with its place; raises DataError for a line that is not JSON."""
     for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         where = f"{path}, line {number}"
         try:
@@ -167,7 +167,7 @@ def _hub(source: str) -> Documents:
     rest, _, split = rest.partition(":")
     try:
         rows = datasets.load_dataset(*rest.split("@", 1), split=split or "train")
-    except Exception as error:  # the library raises errors of many kinds, all about the name or the network
+    except Exception as error:  # the library raises many error types, all about the name or the network
         raise DataError(f"cannot load {source} (form: hf:NAME[@CONFIG][:SPLIT][#COLUMN]): {error}") from error
     column = column or "text"
     if column not in rows.column_names:
@@ -175,17 +175,17 @@ def _hub(source: str) -> Documents:
     return Documents(source, tuple(_texts(rows[column], f"column {column!r} of {source}")))
 
 
-# Byte-pair tokens, learned from the training part of a text: the same text always gives the same tokens.
+# Byte-pair tokens, learned from the training part of a text; the same text always yields the same tokens.
 
-LEARNED_FROM = 1 << 22  # bytes of the training part: more change few tokens and take longer
-# A word with the space before it, a digit, signs, white space: no token goes over these borders.
+LEARNED_FROM = 1 << 22  # bytes to learn from: more change few tokens and take longer
+# A word with its leading space, a digit, punctuation, white space: no token crosses these borders.
 PATTERN = r" ?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z_0-9]+|\s+(?!\S)|\s+"
-BYTES = 256  # tokens of one byte, so that any text can be written
+BYTES = 256  # single-byte tokens, so that every text can be encoded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class BytePairs:
-    """Texts as tokens of several bytes: the bytes of each token, and the SHA-256 of vocabulary and merges."""
+    """Tokenised texts of both parts, the number of bytes of each token, and the SHA-256 of vocabulary and merges."""
 
     parts: Sequence[Sequence[np.ndarray]]
     lengths: np.ndarray
@@ -193,13 +193,15 @@ class BytePairs:
 
 
 def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -> BytePairs:
-    """Returns both parts of a corpus, text by text, in tokens that are learned from the first.
+    """Tokenises both parts of a corpus, text by text, with byte pairs learned from the training part.
 
     Args:
-        train: texts that tokens are learned from, the first 4 MiB of them. held: texts that have no say.
-        vocab_size: number of tokens, at least 257; fewer are used where the text has no more pairs.
+        train: training texts; tokens are learned from their first 4 MiB.
+        held: held-out texts, which do not influence the tokens.
+        vocab_size: number of tokens, at least 257; fewer are used if the text has no more pairs.
 
-    Raises: DataError where the library tokenizers is missing, or for a vocabulary without room for pairs.
+    Raises:
+        DataError: the library tokenizers is missing, or the vocabulary has no room for pairs.
 
     Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
     """
@@ -216,7 +218,7 @@ def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -
         ) from error
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = Split(Regex(PATTERN), "isolated")
-    alphabet = [chr(i) for i in range(BYTES)]  # a byte is a character: no text is refused, none changed
+    alphabet = [chr(i) for i in range(BYTES)]  # latin-1 maps each byte to one character, so every text is valid
     trainer = BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_first(train), trainer)
     lengths = np.ones(vocab_size, np.int64)
@@ -228,7 +230,7 @@ def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -
 
 
 def _first(texts: Sequence[bytes]) -> list[str]:
-    """The texts up to the limit, the last one cut."""
+    """Returns the texts up to LEARNED_FROM bytes, the last one cut."""
     found, left = [], LEARNED_FROM
     for text in texts:
         found.append(text[:left].decode("latin-1"))
@@ -238,44 +240,42 @@ def _first(texts: Sequence[bytes]) -> list[str]:
     return found
 
 
-# Needles: tokens that hold a key and a value, inserted in text, and questions that name a key and want its value.
+# Needles are tokens that encode a key and a value, inserted into text. Questions name a key and ask for its value.
 #
-# To answer one hop by content suffices: the token that asks for a key attends to the one needle with that key,
-# whatever its value. The other needles and the text are what the attention has to distinguish it from.
+# One lookup by content answers a question: its token attends to the only needle with its key, whatever the value. The
+# other needles and the text are the distractors.
 
 VALUES = 8
-_TIMES = 3  # that a needle of a training text is asked for
+_TIMES = 3  # questions per needle in a training text
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Needles:
-    """Token ids behind the text's own: a needle for each key and value, a question for each key, and the values."""
+    """Token ids after those of the text: one needle per key and value, one question per key, and the values."""
 
-    first: int
-    """The vocabulary size of the text."""
-    keys: int
-    """Each is in a text once."""
+    first: int  #: vocabulary size of the text
+    keys: int  #: number of keys; each occurs once per text
 
     @property
     def vocab_size(self) -> int:
-        """Of text, needles, questions and values."""
+        """Number of tokens including text, needles, questions and values."""
         return int(self.value(VALUES))
 
     def needle(self, key: np.ndarray | int, value: np.ndarray | int) -> np.ndarray | int:
-        """The token that holds a value under a key."""
+        """Returns the token that stores a value under a key."""
         return self.first + key * VALUES + value
 
     def question(self, key: np.ndarray | int) -> np.ndarray | int:
-        """The token that asks for the value under a key."""
+        """Returns the token that asks for the value of a key."""
         return self.needle(self.keys, 0) + key
 
     def value(self, value: np.ndarray | int) -> np.ndarray | int:
-        """The token that comes after a question."""
+        """Returns the token that answers a question."""
         return self.question(self.keys) + value
 
     def check(self, context: int) -> None:
-        """Raises unless the needles of a training text and their questions fit into it."""
+        """Raises InvalidValueError unless the needles and questions fit into a training text."""
         least = 2 * self.keys * (1 + _TIMES) - 1
         if context < least:
             raise InvalidValueError(
@@ -287,9 +287,9 @@ class Needles:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NeedleQuestion:
-    """Windows [n, context + 1] that end in questions, one for each needle, each with the value behind it.
+    """Windows [n, context + 1] that end in questions, one per needle, each followed by its value.
 
-    Needle i, counted from the beginning, stands at places[i] in all of them; questions[n, i] is where it is asked for.
+    Needle i, counted from the start, is at places[i] in every window; its question is at questions[n, i].
     """
 
     windows: np.ndarray
@@ -298,7 +298,7 @@ class NeedleQuestion:
 
 
 def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> np.ndarray:
-    """Returns windows [n, context + 1] with needles over their text, each followed by several questions for it."""
+    """Returns windows [n, context + 1] with needles inserted, each followed by several questions for it."""
     changed = windows.copy()
     for text in changed:
         drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
@@ -311,9 +311,9 @@ def insert_needles(windows: np.ndarray, needles: Needles, rng: np.random.Generat
 
 
 def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> NeedleQuestion:
-    """Returns windows [n, context + 1] with one needle for each key, spread evenly, and all questions at the end.
+    """Returns windows [n, context + 1] with one evenly spaced needle per key and all questions at the end.
 
-    Chance is 1/VALUES for a model that knows what an answer is.
+    Chance accuracy is 1/VALUES for a model that knows which tokens are answers.
     """
     asked, keys = windows.copy(), needles.keys
     end = windows.shape[1] - 2 * keys
@@ -327,32 +327,31 @@ def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Need
     return NeedleQuestion(asked, places, questions)
 
 
-# A second language made from a text: the words of a clause backwards, their letters exchanged, of the same length.
+# A synthetic second language: the words of each clause in reverse order with their letters substituted.
 #
-# It is a function of the text alone, so a pair needs no human translator and any corpus gives as many as are wanted.
-# But what a word becomes depends on the word, and where it stands on its clause: neither a table of letters nor a
-# copy translates.
+# The translation is a function of the text alone, so every corpus yields any number of pairs. The substitution depends
+# on the word and its place depends on the clause, so neither a letter table nor copying solves the task.
 
-CLAUSE = re.compile(rb"[A-Za-z \t]+")  # up to a sign, a digit or the end of a line
+CLAUSE = re.compile(rb"[A-Za-z \t]+")  # ends at punctuation, a digit or the end of a line
 WORD = re.compile(rb"[A-Za-z]+")
 _SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
 
 
 def _table(steps: int) -> bytes:
-    """A table of bytes in which each vowel and each consonant is the one so many steps on."""
+    """Byte table that shifts each vowel among the vowels, and each consonant among the consonants, by `steps`."""
     lower = {a: letters[(i + steps) % len(letters)] for letters in _SETS for i, a in enumerate(letters)}
     upper = {a - 32: b - 32 for a, b in lower.items()}
     return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
 
 
-_ODD, _EVEN = _table(1), _table(3)  # two declensions, by the number of letters of a word
+_ODD, _EVEN = _table(1), _table(3)  # for words with an odd and an even number of letters
 
 
 def translated(text: bytes) -> bytes:
-    """Returns the text in the second language: the words of each clause backwards, their letters exchanged.
+    """Translates a text into the second language; its length does not change.
 
-    Vowels become vowels and consonants consonants, by one table in words of an odd number of letters and by another in
-    the rest. Spaces, signs, digits and what is not ASCII stay where they are; the length is the same.
+    Vowels are replaced by vowels and consonants by consonants, by one table in words with an odd number of letters and
+    by another in the rest. Spaces, punctuation, digits and non-ASCII bytes keep their places.
 
     >>> translated(b"The cat sat. Two dogs!")
     b'tev dev Vji. hekw Vxu!'
@@ -369,11 +368,11 @@ def _clause(clause: bytes) -> bytes:
     return b"".join(pieces)
 
 
-# A corpus of tokens, split by file, and batches that are a function of (seed, step).
+# A corpus of tokens, split by file, and batches that depend on (seed, step) alone.
 
 HELD_OUT = 0.1  # share of the bytes
-_MOST_BYTES = 1 << 35  # of a file of tokens
-BPE_TOKENS = 1024  # where no vocab_size is given
+_MOST_BYTES = 1 << 35  # size limit of a token file
+BPE_TOKENS = 1024  # default vocab_size
 _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 
@@ -381,9 +380,9 @@ _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 class Corpus:
     """Training and held-out tokens; `sha256` covers both and the cut between them.
 
-    `ends` are those of the held-out documents; a .bin file counts as one document. `vocab_size` has room for needles,
-    if there are any. Where tokens are several bytes, `lengths` has the bytes of each and `tokenizer` the SHA-256 of
-    what makes them; losses are per byte then too.
+    `ends` are the ends of the held-out documents; a .bin file counts as one document. `vocab_size` includes needles, if
+    any. For multi-byte tokens, `lengths` has the number of bytes of each token and `tokenizer` the SHA-256 of the
+    tokenizer, and losses are per byte.
     """
 
     name: str
@@ -399,19 +398,21 @@ class Corpus:
 
     @property
     def counted(self) -> str:
-        """The name of what the parts are made of."""
+        """The unit in which the sizes of the parts are counted."""
         return self.loss_unit if self.lengths is None else "token"
 
     def tokens_per_unit(self, tokens: np.ndarray) -> float:
-        """Returns the number of these tokens by that of their units: what makes a loss per token one per unit."""
+        """Returns the number of tokens per loss unit, which converts a loss per token into a loss per unit."""
         return 1.0 if self.lengths is None else tokens.size / float(self.lengths[tokens].sum())
 
 
 def load(config: DataConfig) -> Corpus:
-    """Reads the corpus of `config`; in one process each is read once while its files stay the same.
+    """Loads the corpus of `config`; a process reads it again only when its files change.
 
-    Raises: DataError if it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
+    Raises:
+        DataError: it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
     """
+    # The stamp is part of the cache key, so a changed file is read again.
     corpus = _load(config.source, config.vocab_size, config.tokens, stamp(config.source))
     for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
@@ -427,10 +428,10 @@ def load(config: DataConfig) -> Corpus:
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
-    """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone.
+    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone.
 
-    Windows that come once lie side by side in the text, in an order of the seed; the last token of one is the first of
-    its neighbour, so that each token is an input once and a target once.
+    With windows "once" the windows lie side by side in the text and are visited in an order given by the seed. The last
+    token of one is the first of the next, so each token is an input once and a target once.
     """
     if config.windows == "once":
         order = _order(seed, places(corpus, config))
@@ -447,12 +448,12 @@ def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarra
 
 
 def places(corpus: Corpus, config: DataConfig) -> int:
-    """The number of windows that lie side by side in the training part."""
+    """Number of windows that lie side by side in the training part."""
     return (len(corpus.train) - 1) // config.context
 
 
 def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
-    """Raises DataError where so many steps need more windows that come once than the text has."""
+    """Raises DataError if the steps need more "once" windows than the text has."""
     if config.windows == "once" and steps * config.batch > places(corpus, config):
         raise _too_few(corpus, config, steps)
 
@@ -471,24 +472,25 @@ def _order(seed: int, count: int) -> np.ndarray:
 
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
-    """Held-out windows int64 [n, context + 1], evenly spaced, the same for every run; n ≤ sequences."""
+    """Returns evenly spaced held-out windows, int64 [n, context + 1], the same for every run; n ≤ sequences."""
     return spread(corpus.heldout, context, sequences)
 
 
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
-    """Windows of tokens int64 [n, context + 1], evenly spaced; n ≤ sequences, so that each has tokens of its own."""
+    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences."""
     room = len(tokens) - context
-    count = min(sequences, max(1, room // context))
+    count = min(sequences, max(1, room // context))  # at most as many as fit without overlap
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(tokens, starts, context)
 
 
 def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
-    """Held-out windows int64 [n, context + 1], each inside one document, spread evenly; n ≤ sequences.
+    """Returns evenly spaced held-out windows, int64 [n, context + 1], each inside one document; n ≤ sequences.
 
-    They do not overlap but for the last token, which is only predicted.
+    Windows share at most their last token, which is only a target.
 
-    Raises: DataError if no held-out document is longer than the context.
+    Raises:
+        DataError: no held-out document is longer than the context.
     """
     begins = np.concatenate([[0], corpus.ends[:-1]])
     starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
@@ -506,16 +508,16 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray
 
 
 def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Training and held-out texts, by the hash of each file's content; copies of a file are left out.
+    """Splits texts into training and held-out texts by the hash of their content; duplicates are dropped.
 
-    Files are held out in the order of their hashes while they fit in a tenth of the bytes. Where that finds
-    less than half of the tenth (few files, or one that outweighs the rest), the last tenth of each is held out.
+    Files are held out in the order of their hashes while they fit into a tenth of the bytes. If that yields less than
+    half of the tenth (few files, or one dominates), the last tenth of each file is held out instead.
     """
     unique = {hashlib.sha256(text).digest(): text for text in texts if text}
     budget = HELD_OUT * sum(map(len, unique.values()))
     held: set[bytes] = set()
     size = 0
-    for digest in sorted(unique):
+    for digest in sorted(unique):  # by hash, so that the split does not depend on names or order
         if size < 0.9 * budget and size + len(unique[digest]) <= budget:
             held.add(digest)
             size += len(unique[digest])
@@ -526,12 +528,12 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
-    """A value that changes when the files behind the source do."""
+    """Returns a value that changes when the files of the source change."""
     place = Path(source.partition("#")[0]).expanduser()
     try:
         if source in BUILT_IN or not place.exists():
             return ()
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # e.g. a name that is too long
         raise DataError(f"cannot use {source!r}: {error.strerror}. Name an existing file or folder.") from error
     files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
     stats = ((str(file), file.stat()) for file in files)
@@ -540,11 +542,12 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
 
 @functools.lru_cache(maxsize=4)
 def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
-    if _is_tokens(source):
+    place, _, kind = source.partition("#")
+    path = Path(place).expanduser()
+    if source not in BUILT_IN and (path.suffix == ".bin" or (path / "train.bin").is_file()):
         if tokens == "bpe":
-            raise DataError(f"{source} holds tokens already; tokens bpe are made from text")
-        place, _, kind = source.partition("#")
-        return _tokens(Path(place).expanduser(), kind or "uint16", vocab_size)
+            raise DataError(f"{source} contains tokens already; tokens bpe need text")
+        return _tokens(path, kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)
     if not train:
@@ -559,13 +562,8 @@ def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[s
     return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
 
 
-def _is_tokens(source: str) -> bool:
-    place = Path(source.partition("#")[0]).expanduser()
-    return source not in BUILT_IN and (place.suffix == ".bin" or (place / "train.bin").is_file())
-
-
 def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
-    """Files as nanoGPT writes them: train.bin next to val.bin, or one file whose last tenth is held out."""
+    """Reads token files in nanoGPT's layout: train.bin beside val.bin, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
     other = path.with_name("val.bin")
     whole = _read_bin(path, kind)
@@ -583,13 +581,13 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise DataError(
-                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize}: {kind} tokens. Say what "
-                f"they are as {path.name}#uint8"
+                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize}: {kind} tokens. Give "
+                f"another type as {path.name}#uint8"
             )
         if size > _MOST_BYTES:
             raise DataError(
-                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, since all of a corpus is read for "
-                "its hash and its largest token. Name a part of it."
+                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, because the whole corpus is read "
+                "for its hash and its largest token. Use a part of it."
             )
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
@@ -622,18 +620,19 @@ def _corpus(
     )
 
 
-# The loss of counting: what pairs of tokens that a run has read predict of held-out text, without any training.
+# A baseline loss without training: bigram counts of the training windows predict held-out text.
 
 
 def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
-    """Returns the mean loss, nats per token, of pairs counted in one text on another.
+    """Returns the mean loss, in nats per token, of bigrams counted in one text and evaluated on another.
 
-    P(b|a) = (c(ab) + u(a) · P(b)) / (c(a) + u(a)), with c(ab) how often b follows a, c(a) how often anything does, and
-    u(a) how many different tokens do; P(b) = (c(b) + 1) / (n + vocabulary). It has no number to choose.
+    P(b|a) = (c(ab) + u(a) · P(b)) / (c(a) + u(a)), where c(ab) counts how often b follows a, c(a) how often any token
+    follows a, and u(a) how many distinct tokens do; P(b) = (c(b) + 1) / (n + vocabulary). There is no free parameter.
 
     Args:
-        read: windows of tokens that the counts are of [n t]. heldout: windows that are predicted, all tokens but the
-            first of each [n t].
+        read: token windows to count [n t].
+        heldout: token windows to predict, all tokens but the first of each [n t].
+        vocab_size: number of tokens.
 
     Source: Witten & Bell 1991, The zero-frequency problem, method C, interpolated with counts plus one.
 

@@ -1,6 +1,6 @@
-"""The training loop: one run, or many as a stack, each in a directory of its own.
+"""The training loop, for one run or a stack of runs, each with its own directory.
 
-A run that is killed at any instant continues to the bit-identical result.
+A run that is killed at any moment continues to a bit-identical result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qkeel.records import RunDirectory, RunStatus
 def run(
     config: RunConfig, directory: str | Path, *, command: str = "", watcher: Watcher | None = None, wait: float = 0.0
 ) -> RunDirectory:
-    """Trains, evaluates and records one configuration; a finished run is not run again.
+    """Trains, evaluates and records one configuration; a finished run is not repeated.
 
     >>> import tempfile
     >>> place = run(RunConfig(steps=1, eval_sequences=1), tempfile.mkdtemp())
@@ -32,12 +32,17 @@ def run(
     'DONE'
 
     Args:
-        config: what the run is. directory: new or empty, or one that this configuration was run in before; then it goes
-            on from there. command: what the user typed, for the record. watcher: follows the run. wait: seconds to wait
-            for another process that holds the directory.
+        config: the configuration.
+        directory: a new or empty one, or one of an earlier run of this configuration, which then continues.
+        command: the user's command line, for the record.
+        watcher: follows the run.
+        wait: seconds to wait for another process that uses the directory.
 
-    Raises: RunDirectoryError if the directory is of another run, in use, damaged or not writable; DataError if
-        the corpus cannot be read; InvalidValueError and UnknownNameError for a configuration that cannot be run.
+    Raises:
+        RunDirectoryError: the directory belongs to another run, is in use, damaged or not writable.
+        DataError: the corpus cannot be read.
+        InvalidValueError: the configuration cannot be run.
+        UnknownNameError: the configuration names something unknown.
     """
     (error,) = train_runs([config], [directory], command=command, watcher=watcher, wait=wait)
     if error is not None:
@@ -53,16 +58,20 @@ def train_runs(
     watcher: Watcher | None = None,
     wait: float = 0.0,
 ) -> list[Exception | None]:
-    """Trains runs as one stack, each as `run` would; returns what was raised for each, None where it is done.
+    """Trains runs as one stack, with the results that `run` would give; returns each run's error, or None.
 
-    The runs may be at different steps: each continues from its own checkpoint. One that fails or diverges leaves the
-    others alone. Where the stack itself cannot be made, or fails, each run continues alone.
+    The runs may be at different steps: each continues from its own checkpoint. A run that fails or diverges does not
+    affect the others. If the stack itself cannot be built, or fails, each run continues alone.
 
     Args:
-        configs: that differ in seed, steps, rates and decay only, see `plan_stacks`. directories, command, watcher,
-            wait: see `run`.
+        configs: configurations that differ only in seed, steps, rates and decay, see `plan_stacks`.
+        directories: see `run`.
+        command: see `run`.
+        watcher: see `run`.
+        wait: see `run`.
 
-    Raises: what `run` does for a configuration that cannot be run, before any directory is touched.
+    Raises:
+        QkeelError: as for `run`, if the configuration cannot be run, before any directory is touched.
     """
     configs = [resolve(config) for config in configs]
     check(configs[0])
@@ -79,7 +88,7 @@ def train_runs(
 
 @final
 class _Loop:
-    """Runs that train at once: the records of those that are begun, by number, and the numbers with steps left."""
+    """Runs that train together: the records of started runs by number, and the numbers of those with steps left."""
 
     def __init__(self, configs: Sequence[RunConfig], directories: Sequence[Path], watcher: Watcher) -> None:
         self.configs, self.watcher = configs, watcher
@@ -90,7 +99,7 @@ class _Loop:
         self._last: tuple[list[int], TrainingBackend] | None = None
 
     def open(self, locks: ExitStack, wait: float, command: str) -> None:
-        """Takes the directories, and brings weights to where they were."""
+        """Locks the directories and restores the checkpoints."""
         for i, place in enumerate(self.places):
             with self._own(i, marked=False):
                 locks.enter_context(place.lock(wait))
@@ -103,7 +112,7 @@ class _Loop:
                 self.records[i].prepare(command, stacked=len(self.places))
 
     def train(self) -> list[int]:
-        """Takes every step that is left and writes the summaries; returns the runs that a fault of their stack left."""
+        """Takes all remaining steps and writes the summaries; returns the runs left unfinished if their stack fails."""
         try:
             self._write_start()
             while self.live:
@@ -122,7 +131,7 @@ class _Loop:
         return []
 
     def _write_start(self) -> None:
-        """Records the models before their first step: runs of one seed begin with the same weights, measured once."""
+        """Records the models before their first step; runs of one seed have equal weights and are measured once."""
         fresh = [i for i in self.live if self.records[i].step == 0]
         firsts = {(self.configs[i].seed, self.configs[i].nudge): i for i in reversed(fresh)}
         if not fresh:
@@ -135,7 +144,7 @@ class _Loop:
                 self.records[i].write(None, *measured[self.configs[i].seed, self.configs[i].nudge])
 
     def _step(self, now: list[int]) -> None:
-        """One step of all, and what follows it in each."""
+        """Takes one step of all runs, and records or saves where due."""
         records = [self.records[i] for i in now]
         arithmetic = self._arithmetic(now)
         if any(record.is_logged(record.step + 1) for record in records):
@@ -143,7 +152,8 @@ class _Loop:
         due = any(record.is_logged(record.step + 1) or record.is_saved(record.step + 1) for record in records)
         start = time.perf_counter()
         losses, norms = train_step(arithmetic, [record.step for record in records])
-        numbers = list(zip(losses.tolist(), norms.tolist())) if due else []  # an accelerator may be steps behind
+        # Reading numbers waits for the device, so it happens only when they are needed.
+        numbers = list(zip(losses.tolist(), norms.tolist())) if due else []
         seconds = (time.perf_counter() - start) / len(now)
         for record in records:
             record.count(seconds)
@@ -175,14 +185,14 @@ class _Loop:
         self.live = [i for i in self.live if i not in over]
 
     def _arithmetic(self, numbers: list[int]) -> TrainingBackend:
-        """The arithmetic of these runs, chosen once while they stay the same."""
+        """Returns the backend of these runs, chosen anew only when the set of runs changes."""
         if self._last is None or self._last[0] != numbers:
             self._last = numbers, choose_arithmetic([self.records[i].state for i in numbers])
         return self._last[1]
 
     @contextmanager
     def _own(self, i: int, *, marked: bool = True) -> Iterator[None]:
-        """An error raised inside ends this run only; `marked`: it is kept in the run's directory."""
+        """Confines an error raised inside to this run; `marked` also writes it to the run's directory."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The training step, and what computes it."""
+"""The training step, and its reference implementation in torch's operators."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from qkeel.lab.run_record import ProbeStatistics, heldout_numbers, probe, rememb
 from qkeel.lab.tasks import Examples
 from qkeel.patching.modes import multiply_all
 
-# The arithmetic of a training step, by torch's operators.
-#
-# Others compute the same faster and take this one's place, as a Kernel does; `lab.stack` has them and chooses.
+# The reference backend. `lab.stack_arithmetic` has faster ones and chooses between them.
 
 
 class TrainingBackend:
-    """Computes the training steps of runs that differ in seed, steps, rates and decay only, and measures their models.
+    """Computes the training steps of runs that differ only in seed, steps, rates and decay, and measures their models.
 
-    By torch's own operators, one run after the other: what any other arithmetic is measured against. A step calls the
-    first three methods in their order; gradients stay here from one to the next. `reason` says why nothing faster
-    computes these runs; it is empty where nothing is faster.
+    This one uses torch's operators, one run after the other; every other backend is compared with it. A step calls the
+    first three methods in order; gradients stay here between them. `reason` says why no faster backend computes these
+    runs; it is empty if there is none.
     """
 
     def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
@@ -38,11 +36,11 @@ class TrainingBackend:
         self._before: list[list[Seen]] = [[] for _ in runs]
 
     def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
-        """Returns the loss of each run on its batch [runs]; `seeds` are those of random numbers in a forward pass."""
+        """Returns the loss of each run on its batch [runs]; `seeds` are for random numbers in the forward pass."""
         return torch.stack([_loss(*each) for each in zip(self.runs, batches, seeds, strict=True)])
 
     def clip(self, limit: float) -> Tensor:
-        """Scales gradients down to this norm, 0 for none; returns each run's norm before that [runs]."""
+        """Clips gradients to the norm `limit` (0: no clipping); returns each run's norm before clipping [runs]."""
         norms = []
         for run, parameters in zip(self.runs, self.parameters):
             there = [p for p in parameters if p.grad is not None]
@@ -56,7 +54,7 @@ class TrainingBackend:
         return torch.stack(norms)
 
     def optimizer_step(self) -> None:
-        """Lets the optimizer of each run step, with the hooks of remedies, and forgets the gradients."""
+        """Lets each run's optimizer take its step, with the hooks of remedies, and clears the gradients."""
         for run in self.runs:
             if run.loss_scale is None or not run.loss_scale.skips:
                 run.optimizer.step()
@@ -65,8 +63,11 @@ class TrainingBackend:
                 run.loss_scale.update()
 
     def remember(self) -> None:
-        """Keeps the logits of each run on its probe: the next `probe` tells by how much they have changed."""
-        self._before = [_remembered(run) for run in self.runs]
+        """Stores the logits of each run on its probe, so that the next `probe` can measure how much they changed."""
+        self._before = []
+        for run in self.runs:
+            with autocast(run.config):
+                self._before.append(remembered(run.model, run.probed.inputs))
 
     def probe(self) -> list[ProbeStatistics]:
         """Returns the attention statistics of each run on its probe."""
@@ -74,12 +75,12 @@ class TrainingBackend:
         return [_probe(*each) for each in zip(self.runs, before)]
 
     def evaluate(self) -> list[dict[str, float]]:
-        """Returns the numbers of each run on its held-out examples; NaN for what is not finite."""
+        """Returns the held-out numbers of each run; NaN for values that are not finite."""
         return [_evaluate(run) for run in self.runs]
 
 
 def _loss(run: RunState, batch: Examples, seed: int) -> Tensor:
-    """The loss of a batch; its gradient is added to that of the parameters."""
+    """Returns the loss of a batch and adds its gradient to the parameters."""
     config = run.config
     torch.manual_seed(seed)
     parts = batch.split(config.data.batch // config.accumulate)
@@ -87,7 +88,7 @@ def _loss(run: RunState, batch: Examples, seed: int) -> Tensor:
 
 
 def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
-    """A part's share of the batch's loss; its gradient is added."""
+    """Returns one part's share of the batch loss and adds its gradient."""
     with autocast(config):
         logits = run.model(examples.inputs)
     loss = token_loss(logits, examples.targets)
@@ -95,11 +96,6 @@ def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
     scaled = total if run.loss_scale is None else total * run.loss_scale.value
     (scaled / config.accumulate).backward()
     return loss.detach() / config.accumulate
-
-
-def _remembered(run: RunState) -> list[Seen]:
-    with autocast(run.config):
-        return remembered(run.model, run.probed.inputs)
 
 
 def _probe(run: RunState, before: Sequence[Seen]) -> ProbeStatistics:
@@ -117,22 +113,23 @@ def _evaluate(run: RunState) -> dict[str, float]:
     return {name: value if math.isfinite(value) else math.nan for name, value in found.items()}
 
 
-# The training step: the one that every run takes, alone or in a stack, on a CPU or a GPU.
+# Every run takes this step, alone or in a stack, on a CPU or a GPU.
 
 
 def train_step(arithmetic: TrainingBackend, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Returns each run's loss on its batch [runs], and the norm of its gradient before clipping [runs].
 
-    The arithmetic computes; what is computed, and in which order, stands here alone. No device is waited for.
+    It never waits for the device.
 
     Args:
-        arithmetic: of runs that differ in seed, steps, rates and decay only. steps: how many each has done before.
+        arithmetic: the backend of runs that differ only in seed, steps, rates and decay.
+        steps: the number of steps each run has completed.
     """
     runs = arithmetic.runs
     for run, step in zip(runs, steps, strict=True):
         set_rate(run, step)
     batches = read_batches(runs, steps)
-    # Dropout's random numbers are, like the batch, a function of (seed, step).
+    # Random numbers for dropout are a function of (seed, step), like the batch.
     losses = arithmetic.losses_and_gradients(batches, [r.config.seed * 1_000_003 + s for r, s in zip(runs, steps)])
     norms = arithmetic.clip(runs[0].config.optim.grad_clip)
     arithmetic.optimizer_step()
@@ -140,14 +137,14 @@ def train_step(arithmetic: TrainingBackend, steps: Sequence[int]) -> tuple[Tenso
 
 
 def set_rate(run: RunState, step: int) -> None:
-    """Gives the groups of the run's optimizer the learning rate of a step, each its multiple."""
+    """Sets the learning rate of a step in all groups of the run's optimizer."""
     rate = learning_rate(run.config.optim, step, run.config.steps)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group.get(RATE, 1.0)
 
 
 def read_batches(runs: Sequence[RunState], steps: Sequence[int]) -> list[Examples]:
-    """Returns the examples of each run's step, on its device; runs of one seed at one step share theirs."""
+    """Returns the examples of each run's step, on its device; runs with equal seed and step share them."""
     keys = [(run.config.seed, step) for run, step in zip(runs, steps)]
     read = {key: runs[0].task.batch(*key).to(runs[0].device) for key in dict.fromkeys(keys)}
     return [read[key] for key in keys]

@@ -1,10 +1,11 @@
-"""Whether a difference between paired runs is shown: its mean, interval, p-value and verdict."""
+"""Statistical judgement of paired differences: mean, interval, p-value and verdict."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
@@ -12,13 +13,15 @@ import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 
-# Student's t distribution: tail, quantile, and the power of a test, without scipy, which the report does without.
+# Student's t distribution: tail, quantile and power. Written out because scipy is not a dependency of the report.
 
-_TINY = 1e-300
+_TINY = 1e-300  # replaces 0 as a denominator in Lentz's method
 
 
 def two_sided(t: float, freedom: int) -> float:
-    """Returns P(|T| ≥ |t|) of Student's t, exact to 12 digits: I_x(ν/2, 1/2) at x = ν / (ν + t²).
+    """Returns P(|T| ≥ |t|) for Student's t with `freedom` degrees of freedom, exact to 12 digits.
+
+    The value is the regularised incomplete beta function I_x(ν/2, 1/2) at x = ν / (ν + t²).
 
     >>> round(two_sided(12.706204736, 1), 9)
     0.05
@@ -28,6 +31,7 @@ def two_sided(t: float, freedom: int) -> float:
     if not y:
         return 1.0
     a, b = freedom / 2, 0.5
+    # The continued fraction converges fast only below the mean of the distribution; above it I_x(a, b) = 1 - I_y(b, a).
     whole = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
     front = math.exp(whole + a * math.log(x) + b * math.log(y))
     if x < (a + 1) / (a + b + 2):
@@ -36,7 +40,7 @@ def two_sided(t: float, freedom: int) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction of the incomplete beta function by Lentz's method.
+    """Continued fraction of the incomplete beta function, by Lentz's method.
 
     Source: Abramowitz & Stegun 1964, 26.5.8.
     """
@@ -62,7 +66,8 @@ def quantile(level: float, freedom: int) -> float:
     >>> round(quantile(0.95, 7), 6)
     2.364624
     """
-    low, high = -20.0, 60.0  # logarithms of t
+    # Bisection on ln t: with one degree of freedom t spans many orders of magnitude.
+    low, high = -20.0, 60.0
     for _ in range(90):
         middle = (low + high) / 2
         low, high = (middle, high) if two_sided(math.exp(middle), freedom) > 1 - level else (low, middle)
@@ -70,21 +75,24 @@ def quantile(level: float, freedom: int) -> float:
 
 
 def power(shift: float, freedom: int, level: float) -> float:
-    """Returns P(T' > t) of the noncentral t: a test at `level` sees an effect of `shift` standard errors in its
-    direction. The mean of Φ(shift - t·s) over the sample's standard deviation s, in units of the true one.
+    """Returns the probability that a t test at `level` detects an effect of `shift` standard errors, in its direction.
+
+    This is P(T' > t) for the noncentral t distribution, computed as the mean of Φ(shift - t·s) over the distribution of
+    the sample's standard deviation s, in units of the true one.
 
     >>> round(power(2.802, 10_000, 0.95), 2)
     0.8
     """
+    # s has a standard deviation of about 1/√(2ν), so the grid spans 9 of them on each side.
     t, width = quantile(level, freedom), 9 / math.sqrt(2 * freedom)
     s = np.linspace(max(0.0, 1 - width), 1 + width, 401)[1:]
     weight = (freedom - 1) * np.log(s) - freedom * s * s / 2
-    weight = np.exp(weight - weight.max())
+    weight = np.exp(weight - weight.max())  # the largest weight is 1, so nothing underflows
     passed = np.array([math.erfc((t * x - shift) / math.sqrt(2)) / 2 for x in s])
     return float(weight @ passed / weight.sum())
 
 
-# Intervals over seeds by the bootstrap, for what is no mean of differences.
+# Bootstrap intervals over seeds, for statistics other than a mean of differences.
 
 RESAMPLES = 10_000
 
@@ -95,17 +103,19 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Returns the interval of a statistic over seeds: percentiles over samples drawn with replacement, the same bits
-    for the same values.
+    """Returns a bootstrap interval of a statistic over seeds; the same values always give the same bits.
 
-    The percentiles are the expanded ones, Φ(±t·√(n / (n - 1))) with Student's t in place of the normal: plain ones are
-    too narrow for few seeds. For 3 seeds and less the interval is all that resampling can give.
+    Percentiles are expanded to Φ(±t·√(n / (n - 1))), with Student's t in place of the normal quantile, because plain
+    percentiles are too narrow for few seeds. With 3 seeds or fewer the interval spans all that resampling can produce.
 
     Args:
-        values: one number per seed, infinity allowed. statistic: reduces [samples n] along `axis`, like numpy.mean or
-            numpy.min. level: between 0 and 1. seed: of the samples.
+        values: one number per seed; infinity is allowed.
+        statistic: reduces [samples n] along `axis`, like numpy.mean or numpy.min.
+        level: coverage, between 0 and 1.
+        seed: seed of the resampling.
 
-    Raises: InvalidValueError for fewer than 2 values or NaN.
+    Raises:
+        InvalidValueError: there are fewer than 2 values, or one is NaN.
 
     Source: Efron 1979; Hesterberg 2015, What Teachers Should Know About the Bootstrap.
 
@@ -123,24 +133,26 @@ def bootstrap_interval(
     return float(drawn[at]), float(drawn[RESAMPLES - 1 - at])
 
 
-# Exact intervals for few seeds, and corrections for looks at growing data and for pages of many rows.
+# Exact intervals for few seeds, and corrections for repeated looks at growing data and for many rows on a page.
 
-_ALL = 18  # differences of which all subsets are taken: 262,143 means
-_DRAWN = 1 << 18  # subsets of more
-_NODES = 96  # of the integral between the bounds of a look
+_ALL = 18  # up to this many differences, all subsets are enumerated: 262,143 means
+_DRAWN = 1 << 18  # number of random subsets beyond that
+_NODES = 96  # quadrature nodes between the boundaries of one look
 
 
 def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> tuple[float, float]:
-    """Returns the interval of the centre of a symmetric distribution that differences are drawn from.
+    """Returns an interval for the centre of a symmetric distribution, given differences drawn from it.
 
-    The means of all 2ⁿ - 1 subsets, sorted, cut the line into 2ⁿ parts, each of which holds the centre with the same
-    probability. The interval from the k-th to the k-th last of them therefore has a coverage of 1 - 2k / 2ⁿ, whatever
-    the distribution; it is what a permutation test by signs does not reject. k is the largest that reaches `level`.
-    Where none does, as 8 differences reach no level above 0.992, both ends are infinite. Equal differences count as
-    drawn from a continuous distribution. Of more than 18 differences as many subsets are drawn as 18 have.
+    The means of all 2ⁿ - 1 non-empty subsets, sorted, cut the line into 2ⁿ parts, and each part contains the centre
+    with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with
+    probability 1 - 2k / 2ⁿ, whatever the distribution; it contains the values that a sign permutation test does not
+    reject. k is the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends
+    are infinite. Ties count as if drawn from a continuous distribution. With more than 18 differences, random subsets
+    are used.
 
     Args:
-        differences: one finite number a seed. level: coverage that is asked for, between 0 and 1.
+        differences: one finite number per seed.
+        level: the required coverage, between 0 and 1.
 
     Raises:
         InvalidValueError: a difference is not finite, or the level is not between 0 and 1.
@@ -163,7 +175,7 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
 
 @functools.lru_cache(maxsize=512)  # a page asks for the same rows at many levels
 def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
-    """The means of all subsets but the empty one, or of many drawn at random from all of them, sorted."""
+    """Returns the sorted means of all non-empty subsets, or of many random ones if there are too many."""
     values = np.array(differences)
     if len(values) <= _ALL:
         sums, counts = np.zeros(1), np.zeros(1)
@@ -177,12 +189,12 @@ def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def nominal(error: float, looks: int) -> float:
-    """Returns the two-sided error of each of several looks, at equal steps of the data, that together err so often.
+    """Returns the two-sided error per look so that several looks at equally growing data together err with `error`.
 
-    Pocock's constant boundary c: |Z_k| ≥ c at some k ≤ looks with probability `error`, where Z_k are standardised sums
-    of k independent normal steps. The density of sums that stayed inside is carried from look to look on a grid.
+    Pocock's constant boundary c satisfies P(|Z_k| ≥ c for some k ≤ looks) = error, where Z_k is the standardised sum of
+    k independent normal steps. The density of the sums that stayed inside is carried from look to look on a grid.
 
-    Source: Pocock 1977, Group sequential methods; Armitage, McPherson & Rowe 1969, the recursion.
+    Source: Pocock 1977, Group sequential methods; the recursion: Armitage, McPherson & Rowe 1969.
 
     >>> round(nominal(0.05, 5), 4), round(nominal(0.05, 1), 4)
     (0.0158, 0.05)
@@ -196,36 +208,45 @@ def nominal(error: float, looks: int) -> float:
 
 
 def _crossing(each: float, looks: int) -> float:
-    """The probability that some look passes the boundary of which one look has this two-sided error."""
-    bound = quantile(1 - each, 10**9)
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    """Returns the probability that some look crosses the boundary whose two-sided error in one look is `each`."""
+    bound = -statistics.NormalDist().inv_cdf(each / 2)
+    nodes, weights = _rule()
     kept, grid, mass = 1.0, np.zeros(1), np.ones(1)
     for k in range(1, looks + 1):
         edge = bound * math.sqrt(k)
         new = edge * nodes
         step = np.exp(-((new[:, None] - grid[None]) ** 2) / 2) / math.sqrt(2 * math.pi)
-        mass = (step @ mass) * weights * edge  # of each node, its weight in the integral included
+        mass = (step @ mass) * weights * edge  # per node, multiplied by its quadrature weight
         grid, kept = new, float(mass.sum())
     return 1 - kept
 
 
-def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
-    """Returns the one level of all intervals of a page of which, in the mean, a share `error` of verdicts is wrong.
+@functools.cache
+def _rule() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights of Gauss and Legendre between -1 and 1."""
+    return np.polynomial.legendre.leggauss(_NODES)
 
-    With R of the rows decided by intervals at the level 1 - nominal(error · R / rows, looks), R as large as can be, the
-    expected share of decided rows whose interval misses the truth is at most `error`. Where none is decided the level
-    is that of R = 1.
+
+def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
+    """Returns one level for all intervals of a page that controls the expected share of wrong verdicts.
+
+    Let R rows be decided by intervals at level 1 - nominal(error · R / rows, looks), with the largest possible R. Then
+    the expected share of decided rows whose interval misses the truth is at most `error`. If no row is decided, the
+    level is that for R = 1.
 
     Args:
-        decided: how many rows intervals at a level decide. rows: how many there are. error: between 0 and 1. looks: how
-            often rows are looked at, at most, while seeds are added.
+        decided: maps a level to the number of rows that intervals at this level decide.
+        rows: number of rows.
+        error: allowed share of wrong verdicts, between 0 and 1.
+        looks: how often, at most, the rows are inspected while seeds are added.
 
     Raises:
-        InvalidValueError: a number is outside of its range.
+        InvalidValueError: a number is out of range.
 
-    Source: Benjamini & Hochberg 1995; for intervals Benjamini & Yekutieli 2005, False coverage rate.
+    Source: Benjamini & Hochberg 1995; for intervals: Benjamini & Yekutieli 2005, False coverage rate.
     """
     check(rows >= 1, "at least 1 row", rows)
+    # From the most permissive level down: the first that is consistent with its own number of decisions.
     for r in range(rows, 0, -1):
         level = 1 - nominal(error * r / rows, looks)
         if decided(level) >= r:
@@ -233,38 +254,31 @@ def common_level(decided: Callable[[float], int], rows: int, error: float, looks
     return 1 - nominal(error / rows, looks)
 
 
-# The statistical judgement of paired differences: interval, test, what could have been seen, and a verdict.
+# Paired differences: interval, test, detectable effect and verdict.
 
 Verdict = Literal["better", "worse", "equal", "undecided"]
-POWER = 0.8  # the probability with which an effect is to be seen, where the number of seeds is asked for
-_MOST = 100_000  # seeds; more are no answer
-_SAME = 1e-9  # a spread below this share of the mean is rounding: the differences are one number
+POWER = 0.8  # probability of detecting the effect, for which numbers of seeds are computed
+_MOST = 100_000  # a larger number of seeds is not a useful answer
+_SAME = 1e-9  # a spread below this share of the mean is rounding: the differences are all the same number
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairedEffect:
-    """The mean of paired differences with its interval and what follows from it; positive is better."""
+    """The mean of paired differences with its interval and verdict; positive means better."""
 
-    mean: float  #: of the differences
-    spread: float
-    """Standard deviation of the differences, n - 1 in the denominator."""
-    low: float
-    """Lower end of the interval of the mean."""
-    high: float
-    """Upper end of it."""
-    p: float
-    """Two-sided p value of the hypothesis that the mean is 0; not corrected for other tests."""
-    n: int
-    """Number of differences, one per seed."""
-    level: float
-    """Coverage of the interval, and 1 minus the share of false verdicts where nothing differs."""
-    margin: float | None
-    """The largest difference that counts as none."""
+    mean: float  #: mean of the differences
+    spread: float  #: standard deviation of the differences, with n - 1 in the denominator
+    low: float  #: lower end of the interval of the mean
+    high: float  #: upper end of the interval of the mean
+    p: float  #: two-sided p-value of the hypothesis that the mean is 0, not corrected for other tests
+    n: int  #: number of differences, one per seed
+    level: float  #: coverage of the interval; 1 - level is the rate of false verdicts when nothing differs
+    margin: float | None  #: the largest difference that counts as none
 
     @property
     def verdict(self) -> Verdict:
-        """Better or worse: the interval leaves 0. Equal: it lies inside ±margin. Else undecided."""
+        """ "better" or "worse" if the interval excludes 0, "equal" if it lies inside ±margin, otherwise "undecided"."""
         if self.low > 0 or self.high < 0:
             return "better" if self.low > 0 else "worse"
         inside = self.margin is not None and -self.margin < self.low and self.high < self.margin
@@ -272,13 +286,15 @@ class PairedEffect:
 
     @property
     def detectable(self) -> float:
-        """The smallest true mean that n seeds of this spread tell from 0 in 80 % of studies."""
+        """The smallest true mean that a study with this n and spread distinguishes from 0 in 80 % of cases."""
         return math.inf if math.isinf(self.high) else _shift(self.n, self.level) * self.spread / math.sqrt(self.n)
 
     @property
     def seeds(self) -> int | None:
-        """The number of seeds that decide in 80 % of studies if mean and spread are as seen: n where it is decided,
-        None where 100,000 do not suffice."""
+        """The number of seeds that decide in 80 % of studies, if mean and spread are as observed.
+
+        It is n if the verdict is already decided, and None if 100,000 seeds are not enough.
+        """
         if self.verdict != "undecided":
             return self.n
         if math.isinf(self.high):
@@ -289,21 +305,25 @@ class PairedEffect:
 def paired_effect(
     differences: Sequence[float] | np.ndarray, margin: float | None = None, level: float = 0.95
 ) -> PairedEffect:
-    """Judges differences of pairs, one per seed, positive where the first is better: by Student's t.
+    """Judges paired differences, one per seed and positive where the first run is better, by Student's t.
 
-    The interval is mean ± t · s / √n with n - 1 degrees of freedom. It covers the true mean, and a verdict of better or
-    worse errs where nothing differs, at the stated level for normal differences at every n from 2 on; symmetric heavy
-    tails err less often, a uniform distribution in up to 8 % at n ≤ 5 instead of 5 %. What leaves 0 is not equal,
-    however small it is. A test of equality at `level` is two one-sided tests, each at half of what level leaves.
+    The interval is mean ± t · s / √n with n - 1 degrees of freedom. For normal differences it has the stated coverage,
+    and a verdict of better or worse has the stated error when nothing differs, for every n from 2 on. Symmetric heavy
+    tails err less often; a uniform distribution errs in up to 8 % instead of 5 % for n ≤ 5. A difference whose interval
+    excludes 0 is never called equal, however small it is. The test of equality at `level` consists of two one-sided
+    tests, each at half of 1 - level.
 
-    Differences that are all 0 are of runs that are the same: the interval is [0, 0]. Differences that are all one other
-    number are no sample of a continuous quantity: their signs alone decide, which takes 6 seeds at level 0.95.
+    If all differences are 0, the runs are identical and the interval is [0, 0]. If all are the same other number, they
+    are not a sample of a continuous quantity: only their signs count, and a verdict takes 6 seeds at level 0.95.
 
     Args:
-        differences: at least 2 finite numbers. margin: the largest difference that counts as none, above 0; without one
-            nothing is called equal. level: between 0 and 1.
+        differences: at least 2 finite numbers.
+        margin: the largest difference that counts as none, above 0; without one, nothing is called equal.
+        level: coverage, between 0 and 1.
 
-    Raises: InvalidTypeError or InvalidValueError for anything else.
+    Raises:
+        InvalidTypeError: the differences are not a list of numbers.
+        InvalidValueError: a number is out of range, or there are fewer than 2 differences.
 
     Source: Student 1908; equality: Schuirmann 1987, two one-sided tests.
 
@@ -314,23 +334,27 @@ def paired_effect(
     values = _checked(differences, margin, level)
     n, mean, spread = len(values), float(values.mean()), float(values.std(ddof=1))
     if spread > _SAME * abs(mean):
-        error = spread / math.sqrt(n)
+        error = spread / math.sqrt(n)  # standard error of the mean
         half, p = quantile(level, n - 1) * error, two_sided(mean / error, n - 1)
         low, high = mean - half, mean + half
     else:
+        # Equal differences: a two-sided sign test, whose p-value is 2 · 2⁻ⁿ.
         spread, p = 0.0, 2.0 ** (1 - n) if mean else 1.0
         low, high = (mean, mean) if not mean or p <= 1 - level else (-math.inf, math.inf)
     return PairedEffect(mean=mean, spread=spread, low=low, high=high, p=p, n=n, level=level, margin=margin)
 
 
 def planned_power(expected: float, spread: float, n: int, level: float = 0.95) -> float:
-    """The probability that n pairs show a difference: that the interval of `paired_effect` leaves 0 on its side.
+    """Returns the probability that n pairs show a difference, i.e. that the interval of `paired_effect` excludes 0.
 
     Args:
-        expected: the true mean of the differences. spread: their standard deviation, above 0. n: pairs, at least 2.
-        level: of the interval.
+        expected: true mean of the differences.
+        spread: standard deviation of the differences, above 0.
+        n: number of pairs, at least 2.
+        level: coverage of the interval.
 
-    Raises: InvalidValueError for anything else.
+    Raises:
+        InvalidValueError: an argument is out of range.
 
     Source: the noncentral t distribution, as in Cohen 1988, Statistical Power Analysis, chapter 2.
 
@@ -346,10 +370,10 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95) -
 def paired_effects(
     several: Sequence[Sequence[float]] | np.ndarray, margin: float | None = None, level: float = 0.95
 ) -> list[PairedEffect]:
-    """Judges many comparisons at once: with probability `level` none is called better or worse where nothing differs.
+    """Judges several comparisons together; with probability `level` none is falsely called better or worse.
 
-    Holm's procedure: the i-th smallest of m p values is tested at (1 - level) / (m - i), up to the first that fails.
-    Each interval stands at the level of its own test, so that it leaves 0 exactly where the verdict says so.
+    Holm's procedure tests the i-th smallest of m p-values at (1 - level) / (m - i) and stops at the first failure. Each
+    interval has the level of its own test, so it excludes 0 exactly if the verdict says so.
 
     Source: Holm 1979, A simple sequentially rejective multiple test procedure.
 
@@ -360,7 +384,7 @@ def paired_effects(
     levels, test = [level] * len(p), 1 - (1 - level) / max(1, len(p))
     failed = False
     for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        if not failed:
+        if not failed:  # after the first failure all larger p-values fail too, at the level of the first
             test = 1 - (1 - level) / (len(p) - rank)
             failed = p[i] > 1 - test
         levels[i] = test
@@ -386,7 +410,7 @@ def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, le
 
 @functools.lru_cache(maxsize=4096)
 def _shift(n: int, level: float) -> float:
-    """The true mean, in standard errors, that a test of n differences sees with probability POWER."""
+    """Returns the true mean, in standard errors, that a test of n differences detects with probability POWER."""
     low, high = 0.0, 4 * quantile(level, n - 1)
     for _ in range(40):
         middle = (low + high) / 2
@@ -395,18 +419,18 @@ def _shift(n: int, level: float) -> float:
 
 
 def _needed(effect: PairedEffect) -> int | None:
-    """The number of differences that decide, in either direction or that there is none."""
+    """Returns the number of differences after which the verdict is decided: better, worse or equal."""
     size, level = abs(effect.mean) / effect.spread, effect.level
     found = [_first(effect.n, lambda m: power(size * math.sqrt(m), m - 1, level) >= POWER)]
     room = -1.0 if effect.margin is None else effect.margin / effect.spread - size
     if room > 0:
-        # Both sides must hold: each with half of what POWER leaves.
+        # Both one-sided tests must succeed, so each may fail with half of 1 - POWER.
         found.append(_first(effect.n, lambda m: power(room * math.sqrt(m), m - 1, level) >= (1 + POWER) / 2))
     return min((m for m in found if m is not None), default=None)
 
 
 def _first(above: int, holds: Callable[[int], bool]) -> int | None:
-    """The smallest number above this one for which it holds, where it holds for all that are larger."""
+    """Returns the smallest number above `above` for which the monotone predicate `holds`; None beyond _MOST."""
     low, high = above, 2 * above
     while not holds(high):
         low, high = high, 2 * high

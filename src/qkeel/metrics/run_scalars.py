@@ -1,4 +1,4 @@
-"""Numbers of whole runs: sensitivity to the learning rate, collapse, health, errors of logits, Lyapunov exponents."""
+"""Scalars of whole runs: learning-rate sensitivity, collapse, health, errors of logits, Lyapunov exponents."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from qkeel.errors import InvalidValueError, check_known
 
-# Errors of a logit that follow from the number format: of its factors, and of its own storage.
+# Rounding errors of a logit that follow from the number format of q and k, or of the stored logit itself.
 
-# Bits behind the binary point of a number in [1, 2).
+# Number of fraction bits of each format.
 FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}  # fp8: e4m3
 # RMS relative error of rounding to p such bits is 2^-p · √(1/12) · √(3/(8 ln 2)): the absolute error is uniform over a
 # spacing of 2^-p for m in [1, 2), and mantissas are spread evenly on a logarithmic scale (Benford).
@@ -25,16 +25,17 @@ _RELATIVE = math.sqrt(3 / (96 * math.log(2)))
 def fused_logit_error(
     query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
 ) -> float:
-    """Returns the standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
+    """Returns the standard deviation, in nats, of a logit with rounded q and k: scale · √2 · r · ‖q‖ ‖k‖ / √d.
 
-    This is the error of fused kernels: they sum in float32, but read q and k in `dtype` with relative RMS error r
-    each; the d products' errors are independent, and q, k spread over the dimensions.
+    This is the error of fused kernels: they accumulate in float32 but read q and k in `dtype`, each with a relative RMS
+    error r. The errors of the d products are assumed independent, and q and k spread over all dimensions.
 
     Args:
-        query_norm, key_norm: ‖q‖ and ‖k‖ as they enter the product.
+        query_norm: ‖q‖ as it enters the product.
+        key_norm: ‖k‖ as it enters the product.
         head_dim: d.
         dtype: one of FRACTION_BITS.
-        scale: the factor of q·k; 1/√d if not given.
+        scale: factor of q·k; 1/√d by default.
 
     >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
     0.1833
@@ -46,7 +47,7 @@ def fused_logit_error(
 def stored_logit_error(logit: float, dtype: str) -> float:
     """Returns the standard deviation, in nats, of a logit stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
 
-    This is the error of eager attention, which writes scores to memory. Logits closer than the spacing become equal.
+    This is the error of eager attention, which writes logits to memory. Logits closer than the spacing become equal.
 
     >>> round(stored_logit_error(100.0, "bf16"), 4), round(stored_logit_error(1000.0, "bf16"), 4)
     (0.1443, 1.1547)
@@ -62,13 +63,12 @@ def _fraction_bits(dtype: str) -> int:
     return FRACTION_BITS[dtype]
 
 
-# Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences.
+# Scalars of recorded runs: LR sensitivity, collapse, spikes, alarms, paired differences.
 
-Row = Mapping[str, Any]  # a record or a line of a table: numbers, text, booleans and null by name
-ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
-HARMFUL_LOGIT = (
-    1000.0  # nats; with transplanted logits of 1e3 the loss degrades (Wortsman et al. 2023, arXiv 2309.14322)
-)
+Row = Mapping[str, Any]  # a record or a table row: numbers, text, booleans and null by name
+ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534), and a reliable early sign in tiny models
+# nats; with transplanted logits of 1e3 the loss degrades (Wortsman et al. 2023, arXiv 2309.14322)
+HARMFUL_LOGIT = 1000.0
 COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
 
 
@@ -78,10 +78,10 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
     With `init_loss` = infinity (the default) losses are not clipped, so every loss must be finite.
     NaN counts as `init_loss`.
 
-    Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1 (they clip at the loss of initialisation).
+    Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1 (they clip at the loss at initialisation).
 
     Raises:
-        InvalidValueError: there is no loss.
+        InvalidValueError: `losses` is empty.
 
     >>> round(lr_sensitivity([3.5, 3.3, 3.2, 3.25, 3.6, 9.0, math.inf], math.log(32101)), 6)
     1.975235
@@ -96,7 +96,7 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
 
 
 def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
-    """Returns whether attention has collapsed: mean entropy under 0.1 nats, or a loss that is NaN or did not improve.
+    """Returns whether attention has collapsed: mean entropy below 0.1 nats, or a loss that is NaN or did not improve.
 
     Tiny models rarely diverge to NaN; they freeze with one-hot attention, whose entropy is 0.
 
@@ -120,9 +120,9 @@ def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> in
 
 
 def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
-    """Returns the p of values ~ steps^p, by least squares of ln value on ln step over the positive records.
+    """Fits values ~ steps^p and returns p, by least squares of ln value on ln step over the positive records.
 
-    NaN with fewer than `least` records that can be used: through few points a power law fits anything.
+    Returns NaN with fewer than `least` usable records, since a power law fits anything through few points.
 
     >>> round(growth_exponent(range(1, 9), [2.0 * step**0.5 for step in range(1, 9)]), 6)
     0.5
@@ -135,7 +135,7 @@ def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int 
 
 
 def drift(values: Sequence[float] | np.ndarray) -> float:
-    """Returns the last measured value over the first one; NaN with fewer than two.
+    """Returns the last measured value divided by the first; NaN with fewer than two.
 
     >>> drift([math.nan, 1.0, 1.2, 1.5])
     1.5
@@ -146,7 +146,7 @@ def drift(values: Sequence[float] | np.ndarray) -> float:
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the slope of the line through points [n], by least squares; NaN where all x are the same.
+    """Returns the least-squares slope through points [n]; NaN if all x are equal.
 
     >>> slope(np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0, 5.0]))
     2.0
@@ -157,12 +157,12 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:
-    """Returns the share of losses more than `deviations` standard deviations above the mean of the window before.
+    """Returns the share of losses more than `deviations` standard deviations above the mean of the preceding window.
 
     Losses are those of consecutive logged steps; the first `window` are never spikes. NaN is a spike.
 
-    Source: OLMo 2 report (arXiv 2501.00656), section 3, who use windows of 1,000 steps and 7 deviations;
-    a short run has fewer points, hence the smaller window here.
+    Source: OLMo 2 report (arXiv 2501.00656), section 3, with windows of 1,000 steps and 7 deviations; short runs have
+    fewer points, hence the smaller window here.
 
     >>> spike_score([1.0, 1.1] * 10 + [9.0] + [1.0] * 4)
     0.04
@@ -180,7 +180,7 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
 
 
 def largest_stable_lr(rows: Sequence[Row]) -> float | None:
-    """Returns the largest learning rate below which (it included) no run of `rows` collapsed, or None.
+    """Returns the largest learning rate up to which no run of `rows` collapsed, or None.
 
     >>> largest_stable_lr([{"lr": 0.1, "collapsed": False}, {"lr": 0.3, "collapsed": True}])
     0.1
@@ -196,12 +196,12 @@ def largest_stable_lr(rows: Sequence[Row]) -> float | None:
 def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
     """Returns val_loss(baseline) - val_loss(remedy) for each seed that both have at `lr`; positive: the remedy wins.
 
-    Same seed means same weights and same batches, so the pairing takes the seed spread out.
+    The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
 
     Args:
-        rows: lines of a study's table.
-        remedy: the remedy whose gain it is.
-        baseline: the remedy that it is compared with.
+        rows: rows of a study's table.
+        remedy: the remedy to judge.
+        baseline: the remedy to compare it with.
         lr: the learning rate of both.
 
     >>> rows = [{"remedy": r, "lr": 0.1, "seed": 0, "val_loss": v} for r, v in (("qk_norm", 2.0), ("none", 2.5))]
@@ -213,14 +213,14 @@ def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> l
     return [loss[baseline, s] - loss[remedy, s] for s in seeds]
 
 
-# The rate at which two runs part that differ by rounding: a finite-time Lyapunov exponent.
+# How fast two runs diverge that differ only by rounding: a finite-time Lyapunov exponent.
 
-SATURATED = 0.1  # share of the size of what is compared: beyond it a distance cannot grow as it did
-_LEAST = 3  # points of a line
+SATURATED = 0.1  # beyond this distance, relative to the size of the compared values, exponential growth saturates
+_LEAST = 3  # points needed to fit a line
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns the root mean square difference of two courses [steps ...] at each step [steps].
+    """Returns the root mean square difference of two trajectories [steps ...] at each step [steps].
 
     >>> distance(np.zeros((2, 2)), np.array([[3.0, 3.0], [0.0, 0.0]]))
     array([3., 0.])
@@ -230,11 +230,11 @@ def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def divergence_rate(steps: Sequence[float], distances: np.ndarray, sizes: np.ndarray) -> float:
-    """Returns the slope of ln distance against steps, per step, from the first distance above 0 until one passes a
-    tenth of the size of what is compared; NaN with fewer than 3 such steps.
+    """Returns the slope of ln distance against steps, per step; NaN with fewer than 3 usable steps.
 
-    Positive: the runs part exponentially, which is what chaos means. Its inverse is the number of steps in which the
-    distance grows e-fold.
+    The fit uses the steps from the first distance above 0 until a distance exceeds a tenth of the size of the compared
+    values. A positive slope means that the runs diverge exponentially (chaos); its inverse is the number of steps in
+    which the distance grows e-fold.
 
     Source: Wolf et al. 1985, Determining Lyapunov exponents from a time series, for the quantity.
 
@@ -253,13 +253,13 @@ def divergence_rate(steps: Sequence[float], distances: np.ndarray, sizes: np.nda
     return slope(line[:, 0], line[:, 1])
 
 
-# Whether attention is healthy, in one sentence with its number and its threshold.
+# Verdicts on the health of attention, each a sentence with its number and threshold.
 
-LAYER_ENTROPY = COLLAPSE_ENTROPY / 2  # of a layer; half of what counts as collapsed for a whole model
+LAYER_ENTROPY = COLLAPSE_ENTROPY / 2  # nats, for one layer; half the threshold for a whole model
 
 
 class Status(StrEnum):
-    """What a look at attention found."""
+    """The verdict of a health check."""
 
     HEALTHY = "healthy"
     NOT_HEALTHY = "not healthy"
@@ -269,10 +269,11 @@ class Status(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """A verdict, the sentence that gives its number and its threshold, and the rows of a table: layer by layer.
+    """A verdict, the sentence that explains it, and a table with one row per layer.
 
-    `status` is the verdict as a word, and `columns` are the titles of the table.
-    `largest` is the largest attention logit (nats) that was seen, or that weights allow; NaN where neither is known.
+    `status` is the verdict as a word. `largest` is the largest attention logit (nats) that was measured, or that the
+    weights allow, NaN if neither is known; `threshold` is the logit above which attention counts as not healthy.
+    `columns` and `rows` are the table.
     """
 
     status: Status
@@ -287,7 +288,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """Returns whether nothing is wrong, as far as that is known."""
+        """Whether nothing is wrong, as far as known."""
         return self.status is Status.HEALTHY
 
     def table(self) -> str:
@@ -308,12 +309,14 @@ def judged(
     broken: Sequence[str] = (),
     threshold: float = HARMFUL_LOGIT,
 ) -> tuple[Status, str]:
-    """Returns the verdict on what was measured, and its sentence.
+    """Returns the verdict on measured logits and entropies, and the sentence that explains it.
 
     Args:
-        largest: the largest attention logit, in nats. where: its layer and head.
-        entropy: the mean attention entropy of the layer that has the lowest, in nats. lowest: that layer.
-        broken: where logits are NaN or infinite.
+        largest: the largest attention logit, in nats.
+        where: layer and head of that logit.
+        entropy: the lowest mean attention entropy of a layer, in nats.
+        lowest: name of that layer.
+        broken: the layers with NaN or infinite logits.
         threshold: the logit above which attention counts as not healthy.
 
     >>> print(*judged(7.0, "h.1.attn head 0"), sep=" | ")

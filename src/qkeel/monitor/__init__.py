@@ -26,6 +26,7 @@ from qkeel.monitor.rules import (
     Growth,
     NonFinite,
     Outlook,
+    Over,
     Rule,
     Severity,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "LoggingSink",
     "NonFinite",
     "Outlook",
+    "Over",
     "PlannedRates",
     "Recording",
     "Resolution",

@@ -410,8 +410,10 @@ class Recording:
         self._kept = n + 1
         for key, column in self._columns.items():
             if n == len(column):
-                self._columns[key] = np.resize(column, (min(2 * n, self._most + 1), *column.shape[1:]))
-            self._columns[key][n] = np.nan
+                column = np.empty((min(2 * n, self._most + 1), *column.shape[1:]), column.dtype)
+                column[:n] = self._columns[key]
+                self._columns[key] = column
+            column[n] = np.nan
         return n
 
     def _thin(self) -> None:
@@ -446,12 +448,13 @@ class AlarmLog:
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)
+        self._names = [rule.name for rule in self.rules]
         self.alarms: list[Alarm] = []
 
     def update(self, history: History) -> list[Alarm]:
         """The alarms that the last record raises for the first time, the gravest first."""
         said = {alarm.rule for alarm in self.alarms}
-        fresh = [rule for rule in self.rules if rule.name not in said] if len(history) else []
+        fresh = [rule for rule, name in zip(self.rules, self._names) if name not in said] if len(history) else []
         new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
         new.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
         self.alarms += new
@@ -469,5 +472,5 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     for n in range(len(history)):
         values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
         recording.append(values, {name: v[n] for name, v in history.heads.items()})
-        log.update(recording.history)
+        log.update(dataclasses.replace(recording.history, types=history.types))
     return log.alarms

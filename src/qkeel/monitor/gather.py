@@ -65,6 +65,7 @@ class SentRow:
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
         weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
+        how: those of several processes make one, see PartialValue.
     """
 
     name: str
@@ -72,12 +73,17 @@ class SentRow:
     counts: tuple[int, ...]
     values: Tensor
     weight: int | None = None
+    how: Reduction = "mean"
 
     def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
         """The numbers of each site."""
-        parts = self.values.split(self.counts) if self.counts else self.values.unbind()
+        parts = self.values.split_with_sizes(self.counts) if self.counts else self.values.unbind()
         for site, x in zip(self.sites, parts, strict=True):
-            known = x if self.weight is None else PartialValue(value=x, weight=torch.full_like(x, self.weight))
+            known = (
+                x
+                if self.weight is None
+                else PartialValue(value=x, weight=torch.full_like(x, self.weight), how=self.how)
+            )
             yield (site, self.name), known
 
 
@@ -228,8 +234,23 @@ class Measurement:
         found: dict[NumberKey, Tensor | PartialValue] = {
             key: combined(shares[key].how, [x], [weights[key]]) if key in shares else x for key, x in zip(single, known)
         }
-        kept = [dataclasses.replace(row, values=x) for row, x in zip(rows, values)]
+        kept = [
+            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=None)
+            for row, x in zip(rows, values)
+        ]
         return Measurement(stats=stats, numbers=SiteNumbers(kept, found))
+
+    def parts(self) -> list[Tensor]:
+        """All tensors, in the order in which `each` gets them."""
+        found: list[Tensor] = []
+        for block in SiteStats.of(self.stats).blocks:
+            if block.joint.classes is not None:
+                found += block.joint.classes.tensors().values()
+            found += block.joint.tensors().values()
+        numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
+        found += [row.values for row in numbers.rows]
+        found += [x.value if isinstance(x, PartialValue) else x for x in numbers.single.values()]
+        return found + [x.weight for x in numbers.single.values() if isinstance(x, PartialValue)]
 
     def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
         """By dtype: where dtypes differ, a GPU joins tensors one by one."""
@@ -299,13 +320,7 @@ class AsyncGather:
     @classmethod
     def alone(cls, measured: Measurement) -> AsyncGather:
         """The transfer of what this process measured, to its host."""
-        given: list[Tensor] = []
-
-        def note(tensors: list[Tensor]) -> list[Tensor]:
-            given.extend(tensors)
-            return tensors
-
-        measured.each(note)
+        given = measured.parts()
         device = _device(measured)
         dtype = widest(device)  # exact for counts under 2^53
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -315,12 +330,12 @@ class AsyncGather:
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for of in by_dtype.values():
             own = [given[i].detach() for i in of]
-            flat = [x.reshape(-1) if x.device == device else _on(device, dtype, x) for x in own]
+            flat = [(x if x.ndim == 1 else x.reshape(-1)) if x.device == device else _on(device, dtype, x) for x in own]
             parts.append(torch.cat(flat).to(dtype))
         sizes = [1, *[given[i].numel() for i in order]]
 
         def merge(row: Tensor) -> Measurement:
-            _, *values = row.split(sizes)
+            _, *values = row.split_with_sizes(sizes)
             each = dict(zip(order, values))
             at = itertools.count()
 
@@ -394,7 +409,7 @@ def _size(form: GatherForm) -> int:
 def _unpacked(form: GatherForm, row: Tensor) -> Sent:
     found, parts, numbers = {}, {}, {}
     sizes = [1, *(math.prod(shape) for _, _, shape, _ in form)]
-    _, *values = row[: sum(sizes)].split(sizes)
+    _, *values = row[: sum(sizes)].split_with_sizes(sizes)
     for (site, name, shape, how), value in zip(form, values):
         value = value if len(shape) == 1 else value.view(shape)
         if how == "alike":
@@ -445,8 +460,8 @@ def _counted(field: str, value: Tensor) -> Tensor:
 
 
 def _device(measured: Measurement) -> torch.device:
-    for stats in measured.stats.values():
-        return stats.max_logit.device
+    for block in SiteStats.of(measured.stats).blocks:
+        return block.joint.max_logit.device
     values = (x.value if isinstance(x, PartialValue) else x for x in measured.numbers.values())
     return next((x.device for x in values), torch.device("cpu"))
 

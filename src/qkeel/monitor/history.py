@@ -6,15 +6,25 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, Self, final, get_args
 
 import numpy as np
 
 from qkeel.errors import InvalidValueError, ShapeError, unknown
-from qkeel.frames import Foreign, Frame, heads_frame, steps_frame, tables
+from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame, tables
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY, slope
 from qkeel.options import lookup
-from qkeel.records import Heads, RunDirectory, field_unit, fold_heads, measured_field
+from qkeel.records import (
+    HEAD_FIELDS,
+    LAYER_FIELDS,
+    Heads,
+    RunDirectory,
+    field_unit,
+    fold_heads,
+    layer_types,
+    measured_field,
+    of_layers,
+)
 
 # The thresholds of alarms, each with where it comes from. Logits and entropies in nats.
 
@@ -250,6 +260,7 @@ class PlannedRates:
 # The records so far, as arrays that rules read: the same live, from a run directory, or made up in a test.
 
 # What `History.plot` draws -> the field that it shows by default.
+Rows = Literal["heads", "layers", "steps"]
 FIGURES = {"drift": "max_logit", "entropy": "entropy", "heads": "max_logit", "forecast": "max_logit"}
 
 
@@ -271,6 +282,7 @@ class History:
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
     tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
+    types: layer -> its type (capture.visible_sets), where it is known.
     phase: whether the records are of training, or, where a model was never seen training, of evaluation.
     """
 
@@ -282,6 +294,7 @@ class History:
     tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     planned: PlannedRates | None = None
     phase: Literal["train", "eval"] = "train"
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -294,6 +307,7 @@ class History:
         layers: Sequence[str] = (),
         *,
         planned: PlannedRates | None = None,
+        types: Mapping[str, str] | None = None,
     ) -> Self:
         """From what RunDirectory.metrics() and .heads() give; steps that only one of both has are left out."""
         if heads is not None:
@@ -311,27 +325,54 @@ class History:
         rates = values.get("lr")
         if rates is not None and not np.isfinite(rates).all():
             rates = None
-        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), planned=planned)
+        return cls(
+            steps=steps,
+            rates=rates,
+            values=values,
+            heads=per_head,
+            layers=tuple(layers),
+            planned=planned,
+            types=types or {},
+        )
 
     @classmethod
     def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
         """A recorded run."""
         heads = run.heads() if (run.path / "heads.json").exists() else None
-        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned)
+        described = (run.path / "config.json").exists()
+        types = layer_types(run.config(), run.events()) if described else {}
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned, types=types)
 
-    def frame(self, rows: Literal["heads", "steps"] = "heads") -> Frame:
-        """The records as a table: one row per step, layer and head, or one row per step."""
+    def frame(self, rows: Rows = "heads") -> Frame:
+        """The records as a table: one row per step, layer and head; one per step and layer, with numbers of heads
+        folded; or one per step."""
         if rows == "heads":
             return heads_frame(self.steps, self.layers, self.heads)
+        if rows == "layers":
+            return layers_frame(self.steps, *self._layers())
         if rows != "steps":
-            raise unknown("rows of a frame", rows, ("heads", "steps"))
+            raise unknown("rows of a frame", rows, get_args(Rows))
         return steps_frame(self.steps, self.values)
 
-    def to_pandas(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
+    def _layers(self) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
+        """The names of the layers, blocks without attention included, and the numbers of each, [n layers]."""
+        own = [name.partition("/") for name in self.values]
+        fields = dict.fromkeys(field for field, _, layer in own if layer and of_layers(field))
+        more = tuple(dict.fromkeys(x for field, _, x in own if of_layers(field) and x and x not in self.layers))
+        whole = dataclasses.replace(self, layers=(*self.layers, *more))
+        heads = [name for name in HEAD_FIELDS if name in self.heads]
+        found = {}
+        for name in (*heads, *(n for n, field in LAYER_FIELDS.items() if field.of in self.heads), *fields):
+            values = whole.by_layer(name)
+            assert values is not None
+            found[name] = np.pad(values, ((0, 0), (0, len(whole.layers) - values.shape[1])), constant_values=np.nan)
+        return whole.layers, found
+
+    def to_pandas(self, rows: Rows = "heads") -> Foreign:
         """The same as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
-    def to_polars(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
+    def to_polars(self, rows: Rows = "heads") -> Foreign:
         """The same as a polars.DataFrame."""
         return self.frame(rows).to_polars()
 
@@ -347,16 +388,17 @@ class History:
         """
         name = field or lookup("figure", FIGURES, what)
         measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
-        values = lookup("recorded field", measured, measured_field(name))
+        lines = self.by_layer(name) if of_layers(name) else None
+        values = lookup("recorded field", measured, measured_field(name)) if lines is None else lines
         label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
         layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
         ax = tables.axes(ax)
-        if what == "heads" and measured_field(name) == name:
+        if what == "heads" and measured_field(name) == name and lines is None:
             tables.draw_heads(ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}")
         elif what == "forecast":
             self._plot_forecast(ax, name, label)
         else:
-            tables.draw_lines(ax, self.steps, fold_heads(name, values), layers, label)
+            tables.draw_lines(ax, self.steps, fold_heads(name, values) if lines is None else lines, layers, label)
         return ax
 
     def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
@@ -397,6 +439,15 @@ class History:
             tops={name: v[:n] for name, v in self.tops.items()},
         )
 
+    def of_type(self, layer_type: str) -> History:
+        """The same with nothing of the layers of other types: their numbers are NaN."""
+        others = [i for i, layer in enumerate(self.layers) if self.types.get(layer) != layer_type]
+        heads = {name: np.array(values) for name, values in self.heads.items()}
+        for values in heads.values():
+            values[:, others] = np.nan
+        values = {name: x for name, x in self.values.items() if name not in heads}
+        return dataclasses.replace(self, values=values, heads=heads, tops={})
+
     def series(self, name: str) -> np.ndarray | None:
         """[n layers heads] of a name: per head if recorded so, else the whole run as one layer of one head."""
         if name in self.heads:
@@ -404,7 +455,13 @@ class History:
         return self.values[name][:, None, None] if name in self.values else None
 
     def by_layer(self, name: str) -> np.ndarray | None:
-        """[n layers]: a head field folded over heads, or a number of records.LAYER_FIELDS; None if not recorded."""
+        """[n layers]: a head field folded over heads, or a number of records.LAYER_FIELDS or BLOCK_FIELDS; None if not
+        recorded."""
+        if of_layers(name):
+            known = [self.values.get(f"{name}/{layer}") for layer in self.layers]
+            empty = np.full(len(self), np.nan)
+            some = any(x is not None for x in known)
+            return np.stack([empty if x is None else x for x in known], axis=1) if some else None
         heads = self.heads.get(measured_field(name))
         return None if heads is None else fold_heads(name, heads)
 
@@ -412,8 +469,8 @@ class History:
         """[n]: the largest of all heads at each record; NaN where none was measured."""
         if name in self.tops:
             return self.tops[name]
-        of_layers = None if measured_field(name) == name else self.by_layer(name)
-        series = self.series(name) if of_layers is None else of_layers[..., None]
+        layers = self.by_layer(name) if name not in self.heads and name not in self.values else None
+        series = self.series(name) if layers is None else layers[..., None]
         return None if series is None else envelope(series)
 
     def where(self, place: RecordPlace) -> tuple[str | None, int | None]:

@@ -25,7 +25,7 @@ from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
-from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
+from qkeel.records import HEAD_FIELDS, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
 from qkeel.sites.tap import Phase
 
 # The record of measurements: as samples, split by token classes where there are some, for the rules, to the sinks.
@@ -46,7 +46,9 @@ class Recorder:
         rules: Callable[[], Sequence[Rule]],
         planned: PlannedRates | None,
         about: Callable[[], Mapping[str, object]],
+        types: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        """Takes the types of this process's layers too, which may change when longer sequences come."""
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
         self._rules = rules
@@ -57,6 +59,8 @@ class Recorder:
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
+        self._types, self._local = types, dict[str, str]()
+        self._described: Mapping[str, str] = {}  # types of all layers, by the description of the run
         self._width = 0
         self._late: set[str] = set()  # sites of which it was said that they came too late
         self.dropped = 0  # sinks that failed
@@ -76,19 +80,36 @@ class Recorder:
             self.log = AlarmLog(self._rules())
             self._take_up()
             self._each(lambda sink: sink.open(about))
+            self._local, self._described = dict(self._types()), layer_types(about)
+        self._tell_types(step)
         sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
         if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
             self._last_evaluated = sample.step
-            self._evaluated.append(sample.values, sample.heads)
+            self._evaluated.append(sample.numbers, sample.heads)
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
-            self.recording.append(sample.values, sample.heads)
-            for alarm in self.log.update(self.recording.history):
+            self.recording.append(sample.numbers, sample.heads)
+            for alarm in self.log.update(dataclasses.replace(self.recording.history, types=sample.types)):
                 if dist.rank() == 0:
                     known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
                     caution(alarm.line if known else str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def _tell_types(self, step: int) -> None:
+        """Says to the sinks which layers are of another type than they were described with."""
+        types = self._types()
+        changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
+        self._local |= types
+        if changed:
+            words = ", ".join(f"{site} is {of}" for site, of in changed.items())
+            self.event({"step": step, "event": TYPES_EVENT, "types": changed, "text": f"a longer batch shows: {words}"})
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each layer that is recorded, where it is known."""
+        known = {**self._described, **self._local}
+        return {site: known[site] for site in self.sites if site in known}
 
     def _tell_late(self, step: int, measured: Measurement) -> None:
         """Say once for each site that it is not recorded, as the first measured step did not have it."""
@@ -105,7 +126,8 @@ class Recorder:
     def history(self) -> History:
         """The history of training; of a model that was only seen in evaluation mode, that of its passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
-        return one.history if one is self.recording else dataclasses.replace(one.history, phase="eval")
+        history = dataclasses.replace(one.history, types=self.types)
+        return history if one is self.recording else dataclasses.replace(history, phase="eval")
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
@@ -187,6 +209,7 @@ class Recorder:
             heads=heads,
             phase=phase,
             monitor=measured.monitor,
+            types=self.types,
         )
 
 
@@ -198,17 +221,18 @@ class HeadRows:
         self.heads: dict[str, np.ndarray] = {}
         self.classes = False  # whether some statistics are split by class
         self._width = width
+        self._nothing = np.full((len(sites), width), np.nan)
         self._known: set[str] = set()
         self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
 
     def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
         """Takes the numbers of the heads of some sites, one after the other."""
         to, of = self._at(sites, counts)
-        if not len(to):
-            return
-        if name not in self.heads:
-            self.heads[name] = np.full((len(self.place), self._width), np.nan)
-        self.heads[name].reshape(-1)[to] = values[of]
+        if len(to):
+            table = self.heads.get(name)
+            if table is None:
+                table = self.heads[name] = self._nothing.copy()
+            table.reshape(-1)[to] = values[of]
 
     def add_statistics(self, block: ScoreBlock) -> None:
         """Takes the statistics of a block of sites."""
@@ -221,24 +245,33 @@ class HeadRows:
             None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
         )
         with_maxima = own["max_logit"] != -np.inf
-        for name, field in HEAD_FIELDS.items():
-            x = own.get(name)
-            if x is None:
-                if name not in statistics.RECORDED:  # no call of Python's for each number of the weights
-                    continue
-                value = stats.value(name)
-                if value is None:
-                    continue
-                x = value.double().numpy()
-            count = own[field.count] > 0
+        found = {name: own[name] if name in own else stats.value(name) for name in _COUNTS}
+        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
+        counts = {count: own[count] > 0 for count in _COUNTS.values()}
+        for name in values if group is not None else ():
+            if len(values[name]) == sum(kv_heads):  # of key heads
+                values[name] = values[name][group]
+        for count in counts if group is not None else ():
+            if len(counts[count]) == sum(kv_heads):
+                counts[count] = counts[count][group]
+        # All names as one table: there are some twenty in every measured step.
+        table = np.array([*values.values()], dtype=np.float64)
+        known = np.array([counts[_COUNTS[name]] for name in values])
+        for i, name in enumerate(values):
             if name in _OF_MAXIMA:  # where maxima alone were looked for
-                count = count | with_maxima if name != "capped_max_logit" else count | (x != -np.inf)
-            if count.any():
-                self._known.add(name)
-            x = np.where(count, x, np.nan)
-            if group is not None and len(x) == sum(kv_heads):
-                x = x[group]
-            self.put(name, names, heads, x)
+                known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
+        table[~known] = np.nan
+        some = np.logical_or.reduce(known, axis=1).tolist()
+        self._known.update([name for name, any_head in zip(values, some) if any_head])
+        to, of = self._at(names, heads)
+        if not len(to):
+            return
+        new = [name for name in values if name not in self.heads]
+        blank = np.empty((len(new), *self._nothing.shape))
+        blank.fill(np.nan)
+        self.heads |= zip(new, blank)
+        for name, row in zip(values, table if len(of) == table.shape[1] else table[:, of]):
+            self.heads[name].reshape(-1)[to] = row
 
     def measured(self, name: str) -> bool:
         """Returns whether some head's number was."""
@@ -257,6 +290,8 @@ class HeadRows:
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
+# Of each recorded number of a call's logits, the count of those it was made of.
+_COUNTS = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima, scores_change
+from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima, scores_change, statistics
 from qkeel.capture.example import Arguments, tensors
+from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import KernelRows, row_moments, sink_gate
+from qkeel.functional.statistics import KernelRows, LogitStats, merge, row_moments, sink_gate
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Kind, NormGain, Sites, share
 from qkeel.kernels.contract import row_statistics
@@ -35,14 +36,16 @@ from qkeel.kernels.statistics import (
 from qkeel.kernels.triton import available
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, SentRow, SiteNumbers, Stats, merged
+from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, Reduction, SentRow, SiteNumbers, Stats, merged
 from qkeel.monitor.processes import ProcessGroup
+from qkeel.monitor.residual_stream import ResidualStream, joined
 from qkeel.monitor.token_classes import HiddenNorms, PassTokens
 from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.sites.find import all_sites, find_sites, within
 from qkeel.sites.tap import Phase, Tap, Visitor
+from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall, Sink
 
 # The statistics of the attention calls in a Monitor, and their common setting: number format, kernel, size, scale.
@@ -53,7 +56,7 @@ Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32
 
 
 # What is measured besides, where it is asked for by name.
-Extra = Literal["gates", "updates"]
+Extra = Literal["gates", "updates", "residual"]
 
 
 def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
@@ -102,15 +105,17 @@ class RowSums:
         self._count((site, "lse"), lse, over)
         sink = self._sink(call)
         if sink is not None:
-            self._sinks[site] = sink
-            self._count((site, "gate"), sink_gate(lse, sink[:, None]), over)
+            self._sinks[site] = sink.mean((0, 2)).expand(lse.shape[1])
+            self._count((site, "gate"), sink_gate(lse, sink), over)
 
     def _sink(self, call: Seen) -> Tensor | None:
-        """The logit [h] of each head's learned sink; None where there is none."""
-        normalizer = call.spec.normalizer if isinstance(call, AttentionCall) else None
-        if not isinstance(call, AttentionCall) or not isinstance(normalizer, Sink) or not normalizer.learned:
+        """The logit of each head's learned sink, which broadcasts to [b h t]; None where there is none."""
+        if isinstance(call, ScoresCall):
+            return None if call.sink is None else call.sink.to(widest(call.sink.device))
+        normalizer = call.spec.normalizer
+        if not isinstance(normalizer, Sink) or not normalizer.learned:
             return None
-        return call.params["sink"].detach().flatten().to(widest(call.q.device)).expand(call.q.shape[1])
+        return call.params["sink"].detach().flatten().to(widest(call.q.device))[None, :, None]
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         new = row_moments(x, over)
@@ -126,6 +131,43 @@ class RowSums:
             found[site, "sink_logit"] = PartialValue(value=sink, weight=torch.ones_like(sink), own=True)
         self._sinks = {}
         return SiteNumbers((), found)
+
+
+@final
+class IndexSums:
+    """Collects, by layer, what an indexer's scores of a step are, as if a softmax took them: index_max_logit,
+    index_mean_logit, index_entropy [h]."""
+
+    def __init__(self, tokens: PassTokens) -> None:
+        self._tokens = tokens
+        self._found: dict[str, LogitStats] = {}
+        self._before: dict[str, LogitStats] = {}
+
+    def begin(self) -> None:
+        """A pass begins, whose calls `drop` takes back."""
+        self._before = dict(self._found)
+
+    def drop(self) -> None:
+        """The pass failed."""
+        self._found = self._before
+
+    @torch.no_grad()
+    def add(self, layer: str, call: ScoresCall) -> None:
+        """The scores of one more call."""
+        new, known = statistics(self._tokens.on(call)), self._found.get(layer)
+        same = known is not None and known.max_logit.shape == new.max_logit.shape
+        self._found[layer] = merge(known, new) if same and known is not None else new
+
+    def read(self) -> SiteNumbers:
+        """The numbers since the last read, once."""
+        taken, self._found = self._found, {}
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        for layer, x in taken.items():
+            n = x.n_queries.to(x.entropy.dtype)
+            numbers[layer, "index_max_logit"] = PartialValue(value=x.max_logit, weight=n, how="max")
+            numbers[layer, "index_mean_logit"] = PartialValue(value=x.mean_logit, weight=x.n_pairs.to(n.dtype))
+            numbers[layer, "index_entropy"] = PartialValue(value=x.entropy, weight=n)
+        return SiteNumbers((), numbers)
 
 
 @final
@@ -305,8 +347,11 @@ class WatchedSites:
         self._given = given is not None
         if given is not None:
             self.all += given
-            self.all.missed = given.missed
+            self.all.missed, self.all.indexers = given.missed, given.indexers
             self.weighed = self.all
+        self.types: Mapping[str, LayerType] = {}  # of the sites that were seen; another object once one has changed
+        self._sets: dict[str, VisibleSets] = {}  # of the call with the most queries so far
+        self._fresh = False  # sets of which `types` does not know yet
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
         self.errors = 0  # searches that failed
@@ -331,7 +376,7 @@ class WatchedSites:
             found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
-        self.all.missed = found.missed
+        self.all.missed, self.all.indexers = found.missed, found.indexers
         if found.missed:
             others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
@@ -345,6 +390,30 @@ class WatchedSites:
         self.all += [site for site in found if site.name not in described]
         self.weighed = self.all
         return True
+
+    @property
+    def unaccompanied(self) -> bool:
+        """True where a pass of the model is one of all processes, and not all of them watch."""
+        return spread(self.model) and not self._group.several
+
+    def see(self, name: str, call: Seen) -> None:
+        """A call of a site. Its visible sets are looked at if it has more queries than any before: a window that is
+        longer than the sequence hides nothing."""
+        known = self._sets.get(name)
+        if known is None or call.query_shape[1] > known.queries:
+            origin: KeyOrigin = next((site.origin for site in self.all if site.name == name), "tokens")
+            self._sets[name], self._fresh = visible_sets(call, origin), True
+
+    def pass_over(self) -> None:
+        """Gives sites that showed other visible sets than so far another type."""
+        if not self._fresh:
+            return
+        self._fresh, seen = False, told_apart(self._sets)
+        for i, site in enumerate(self.all):
+            if seen.get(site.name, site.visible) != site.visible:
+                self.all[i] = dataclasses.replace(site, visible=seen[site.name])
+        unknown: dict[str, LayerType] = {name: layer_type(visible, "tokens") for name, visible in seen.items()}
+        self.types = unknown | {site.name: site.layer_type for site in self.all}
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
@@ -402,8 +471,10 @@ class StepNumbers(Visitor):
     ) -> None:
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
         self._rows = RowSums() if "gates" in extras else None
+        self._indexes = IndexSums(tokens)
         self._spectra: StepSpectra | None = None  # made when the sites are known
-        self._updates = "updates" in extras
+        self._updates, self._residual = "updates" in extras, "residual" in extras
+        self._stream: ResidualStream | None = None  # made when the sites are known
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
         self._means, self._tree = Means(), ModuleTree(sites.model)
@@ -413,6 +484,7 @@ class StepNumbers(Visitor):
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         self._means.begin()
+        self._indexes.begin()
         if self._rows is not None:
             self._rows.begin()
         self._tokens.begin(args, kwargs)
@@ -422,20 +494,54 @@ class StepNumbers(Visitor):
                 self._hidden = None
                 return False
             self._hidden = self._norms([site.name for site in self._sites.weighed])
+        if self._residual:
+            self._look_for_blocks(args, kwargs)
         return True
+
+    def _look_for_blocks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Finds the blocks, by a pass of its own; in the first measured pass, and in later ones while it is unsure."""
+        if self._stream is None:
+            if self._sites.unaccompanied:
+                self._residual = False
+                caution(
+                    "the residual stream is not measured: the weights are split over processes, not all of which "
+                    "watch the model, and the search for its blocks is a forward pass of all of them"
+                )
+                return
+            names = [site.name for site in self._sites.all]
+            self._stream = ResidualStream(self._sites.model, names, self._means.add, self._guard, self._tree)
+        if not self._stream.complete:
+            self._stream.look(self, args, kwargs)
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
         return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
 
     def looking(self, phase: Phase) -> Handle | None:
-        return None if self._hidden is None or phase == "eval" else self._hidden.attach()
+        if self._hidden is None or phase == "eval":
+            return None
+        norms = self._hidden.attach()
+        if self._stream is None:
+            return norms
+        stream = self._stream.attach()
+
+        def detach() -> None:
+            norms.remove()
+            stream.remove()
+
+        return Handle(detach)
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
+        self._sites.see(name, call)
         if self._rows is not None and phase == "train":
             self._rows.add(name, self._tokens.on(call))
 
+    def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
+        if phase == "train":
+            self._indexes.add(layer, call)
+
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         self._tokens.end()
+        self._sites.pass_over()
         self._sites.report(seen)
         if phase == "train":
             losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
@@ -444,8 +550,14 @@ class StepNumbers(Visitor):
         if self.pass_over is not None:
             self.pass_over(phase)
 
+    @property
+    def types(self) -> Mapping[str, LayerType]:
+        """The types of the layers that were seen."""
+        return self._sites.types
+
     def failed(self) -> None:
         self._means.drop()
+        self._indexes.drop()
         if self._rows is not None:
             self._rows.drop()
         if self._sites.pass_failed():
@@ -501,7 +613,7 @@ class StepNumbers(Visitor):
     def take(self) -> SiteNumbers:
         """All numbers of the step, once."""
         read, self._read = self._read, SiteNumbers()
-        read = read | self._means.read()
+        read = read | self._means.read() | self._indexes.read()
         return read if self._rows is None else read | self._rows.read()
 
 
@@ -515,6 +627,7 @@ class Means:
     def __init__(self) -> None:
         self._means: dict[_Of, tuple[Tensor, int]] = {}
         self._before: dict[_Of, tuple[Tensor, int]] = {}
+        self._hows: dict[_Of, Reduction] = {}
 
     def begin(self) -> None:
         """A pass begins, whose values `drop` takes back."""
@@ -524,9 +637,13 @@ class Means:
         """The pass failed."""
         self._means = self._before
 
-    def add(self, of: _Of, mean: Tensor, n: int) -> None:
-        """One more mean, over n values; of a site, or of several, as one tensor."""
+    def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
+        """One more mean, over n values; of a site, or of several, as one tensor. how: several make one."""
         known, before = self._means.get(of, (mean, 0))
+        if how != "mean":
+            self._hows[of] = how
+            self._means[of] = mean if not before else joined(how, known, mean, n / (before + n)), before + n
+            return
         self._means[of] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
 
     def read(self) -> SiteNumbers:
@@ -536,7 +653,8 @@ class Means:
         single: dict[NumberKey, Tensor | PartialValue] = {}
         for (sites, name), (x, n) in means.items():
             if n and isinstance(sites, tuple):
-                rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n))
+                how = self._hows.get((sites, name), "mean")
+                rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n, how=how))
             elif n:
                 assert isinstance(sites, str)
                 single[sites, name] = PartialValue(value=x, weight=torch.full_like(x, n))
@@ -595,7 +713,7 @@ class WatchedModels:
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics to read."""
-        return any(tap.has(phase) for tap in self.taps)
+        return any([tap.has(phase) for tap in self._taps.values()])  # noqa: C419
 
     def read(self, phase: Phase) -> Stats:
         """The statistics of all sites since the last read."""
@@ -604,6 +722,13 @@ class WatchedModels:
             return tap.read(phase) if not name else tap.read(phase).renamed(functools.partial(within, name))
         found = [self._taps[name].read(phase).renamed(functools.partial(within, name)) for name in self._order()]
         return merged(found)
+
+    @property
+    def types(self) -> Mapping[str, LayerType]:
+        """The types of the layers of all models that were seen."""
+        if len(self._numbers) == 1 and "" in self._numbers:
+            return self._numbers[""].types
+        return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics show, by records.MONITOR_FIELDS; calls are counted from the start."""

@@ -200,7 +200,7 @@ class TrainingEnd:
         self.hooks: StepHooks | None = None
         if optimizer is not None and dist.world() == 1:
             note = functools.partial(guard, self._note)
-            self.hooks = hooks = StepHooks(lambda _: hooks.come_last(), note, optimizer)
+            self.hooks = StepHooks(None, note, optimizer)
 
     def _note(self, optimizer: Optimizer) -> None:
         self._norm = _norm(optimizer)
@@ -319,6 +319,7 @@ class Monitor(Handle):
             lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
+            lambda: self._models.types,
         )
         self._arrivals = PendingResults(self._group, self._journal)
         self._step_end = StepEnd(
@@ -352,7 +353,7 @@ class Monitor(Handle):
         if optimizer is None:
             self._group.records_alone = True
         else:
-            before, after = (functools.partial(self._guard, f) for f in (self._step_end.before, self._after_step))
+            before, after = (functools.partial(self._guard, f) for f in (self._before_step, self._after_step))
             self._hooks = StepHooks(before, after, optimizer)
             if early:
                 self._hooks.come_first()
@@ -585,6 +586,11 @@ class Monitor(Handle):
             self._guard(self._leave)
         self._guard(self._look_for_others)
         self._guard(self._journal.close, self._guard.error is None)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self._end.hooks is not None:
+            self._end.hooks.come_last()
+        self._step_end.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)

@@ -502,6 +502,8 @@ class ProcessGroup:
 
     def all_watch(self) -> bool:
         """Returns whether all processes watch the model; waits at most 8 seconds for them, once."""
+        if dist.world() == 1:
+            return False
         if self._unmet():
             self._hear("watches", PATIENCE)
         return self.several
@@ -553,7 +555,7 @@ class ProcessGroup:
         if not alone and self.all_watch() and self.members is None:
             self._meet(measured)
         members = self.members
-        if alone or not self.several or members is None:
+        if alone or members is None or not self.several:
             return None if measured is None else AsyncGather.alone(measured)
         if measured is None:
             return self._gather(word(Flag.NOTHING, self._form), members)

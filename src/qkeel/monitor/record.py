@@ -21,6 +21,7 @@ from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
 from qkeel.records import (
+    BLOCK_FIELDS,
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
@@ -28,6 +29,7 @@ from qkeel.records import (
     fold_heads,
     layer_fields,
     measured_field,
+    of_layers,
 )
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
@@ -51,6 +53,7 @@ class Sample:
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of itself, by records.MONITOR_FIELDS
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)  #: of the layers, see capture.visible_sets
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):
@@ -65,12 +68,23 @@ class Sample:
         return f"<Sample of {self.phase} step {self.step:,}: {size}>"
 
     def by_layer(self, name: str) -> np.ndarray:
-        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, or a number of records.LAYER_FIELDS;
-        NaN where nothing was measured."""
+        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says, a number of records.LAYER_FIELDS or of
+        BLOCK_FIELDS; NaN where nothing was measured."""
+        if of_layers(name):
+            return np.array([self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers], dtype=np.float64)
         return fold_heads(name, self.heads[measured_field(name)])
 
+    def of_type(self, layer_type: str, name: str) -> float:
+        """A head or layer field folded over the layers of one type; NaN where nothing was measured."""
+        rows = [self.types.get(layer) == layer_type for layer in self.layers]
+        heads = self.heads[measured_field(name)][rows]
+        return float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
+
     def overall(self, name: str) -> float:
-        """A head or layer field folded over the whole model, else the value of that name, else NaN."""
+        """A head, layer or block field folded over the whole model, else the value of that name, else NaN."""
+        if name in BLOCK_FIELDS:
+            every = [value for of, value in self.values.items() if of.partition("/")[0] == name]
+            return float(fold_heads(name, np.array([every], dtype=np.float64))[0])
         if (heads := self.heads.get(measured_field(name))) is not None:
             return float(fold_heads(name, heads.reshape(1, -1))[0])
         return float(self.values.get(name, math.nan))
@@ -97,7 +111,8 @@ class Sample:
         return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
-        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
+        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. Of a model
+        whose layers are of several types, attn/window/max_logit is that of all layers of a type.
 
         per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
             say so.
@@ -110,15 +125,19 @@ class Sample:
         names = [*self.heads, *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads)]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         found = {f"attn/{name}": self.overall(name) for name in names}
+        types = list(dict.fromkeys(self.types.values()))
         for name in per_layer:
             if measured_field(name) in self.heads:
+                found |= {f"attn/{of}/{name}": self.of_type(of, name) for of in types if len(types) > 1}
                 for i, value in enumerate(self.by_layer(name)):
                     found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
         for name, value in self.values.items():
             field, _, layer = name.partition("/")
-            if field in VALUE_FIELDS:
-                place = f"layer_{self.layers.index(layer):0{digits}d}/" if layer in self.layers else ""
-                found[f"hidden/{place}{field}"] = float(value)
+            if field in VALUE_FIELDS or (field in BLOCK_FIELDS and field in per_layer):
+                place = f"layer_{self.layers.index(layer):0{digits}d}" if layer in self.layers else layer
+                found["/".join(filter(None, ("hidden", place, field)))] = float(value)
+        blocks = dict.fromkeys(name.partition("/")[0] for name in self.values)
+        found |= {f"hidden/{name}": self.overall(name) for name in blocks if name in BLOCK_FIELDS}
         found |= {f"monitor/{name}": float(value) for name, value in self.monitor.items()}
         prefix = "eval/" if self.phase == "eval" else ""
         return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
@@ -254,21 +273,22 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
 
 def _columns() -> dict[str, str]:
     """The headings of the fields that the table shows."""
-    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **CLASS_FIELDS}
+    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
     return {name: field.column for name, field in fields.items() if field.column}
 
 
 def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     columns = _columns()
-    known = {name: sample.heads.get(measured_field(name)) for name in columns}
-    shown = [name for name, heads in known.items() if heads is not None and not np.isnan(heads).all()]
-    folded = {name: sample.by_layer(name) for name in shown}
-    head = ["layer"]
+    known = [name for name in columns if of_layers(name) or measured_field(name) in sample.heads]
+    folded = {name: values for name in known if not np.isnan(values := sample.by_layer(name)).all()}
+    shown = list(folded)
+    typed = any(of != "full" for of in sample.types.values())
+    head = ["layer", "type"] if typed else ["layer"]
     for name in shown:
         head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
     rows = []
     for i, layer in enumerate(sample.layers if shown else ()):
-        row = [site_label(layer, root)]
+        row = [site_label(layer, root), sample.types.get(layer, "-")] if typed else [site_label(layer, root)]
         for name in shown:
             row.append(_number(float(folded[name][i])))
             if name == "max_logit":
@@ -334,13 +354,14 @@ def about(
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
-    """Name, geometry, and whether the weights are known, of each site."""
+    """Name, geometry, type, and whether the weights are known, of each site."""
     return [
         {
             "name": site.name,
             "n_heads": site.n_heads,
             "n_kv_heads": site.n_kv_heads,
             "head_dim": site.head_dim,
+            "type": site.layer_type,
             "weights": _weights(site),
         }
         for site in sites

@@ -20,7 +20,7 @@ from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.gather import NumberKey
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded
+from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded, without_gradients
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -126,8 +126,9 @@ def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
 class HiddenNorms:
     """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
 
-    A block is the innermost element of an nn.ModuleList or nn.Sequential that holds a site. The final hidden state is
-    what the first module after the last block gives in the same shape (a final norm), else the last block's output.
+    A block is the innermost element that holds a site of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict.
+    The final hidden state is what the first module after the last block gives in the same shape (a final norm), else
+    the last block's output.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class HiddenNorms:
         """Takes add, which gets every mean norm and over how many tokens it is, and guard, which calls what the hooks
         do."""
         self.model, self._take_norm, self._guard = model, add, guard
-        self.blocks = _blocks(model, sites)
+        self.blocks = blocks_of(model, sites)
         self._sites = {
             block: tuple(s for s, of in self.blocks.items() if of == block) for block in self.blocks.values()
         }
@@ -195,7 +196,7 @@ class HiddenNorms:
             self._final = True
             self._found.append(((), _norms(state.detach())))
 
-    @torch.no_grad()
+    @without_gradients
     def _over(self) -> None:
         """The pass is over: the means of all blocks at once, where they are alike."""
         found, self._found, last, self._last = self._found, [], self._last, None
@@ -224,14 +225,19 @@ def _norms(state: Tensor) -> Tensor:
     return torch.linalg.vector_norm(state, dim=-1, dtype=wide(state.dtype))
 
 
-def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
-    """For each site the name of its block; sites in none are left out."""
+def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
+    """For each site the name of its block, the innermost element of a list that holds it; sites in none are left out.
+
+    Args:
+        model: the model. sites: their names.
+    """
     found = {}
     for site in sites:
         parts = site.partition("#")[0].split(".")
         for i in (*range(len(parts) - 1, 0, -1), len(parts)):  # last of all, the site itself
             holder = model.get_submodule(".".join(parts[: i - 1]))
-            if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+            numbered = isinstance(holder, nn.ModuleDict) and all(map(str.isdigit, holder))
+            if numbered or isinstance(holder, (nn.ModuleList, nn.Sequential)):
                 found[site] = ".".join(parts[:i])
                 break
     return found

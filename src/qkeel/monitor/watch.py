@@ -70,7 +70,9 @@ def watch(
             and, of learned sinks, the sink's logit and the gate σ(logsumexp - sink logit), by a further pass over
             the logits of each measured training call. `updates` are the spectra of what each measured step adds to
             W_QᵀW_K, and the ratio of step to weight, by a copy of the q and k weights and small QR and singular value
-            decompositions in float64.
+            decompositions in float64. `residual` are the numbers of records.BLOCK_FIELDS of each measured training
+            pass: size and largest channel of what enters and leaves each block, and the share that attention and MLP
+            add; the first measured pass is preceded by one more, which shows what modules add to the stream.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.

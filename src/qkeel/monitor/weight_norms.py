@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.dist.sharding import counted, local, shard
-from qkeel.functional.bounds import interaction_norm, step_spectra
+from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels.triton import available
 from qkeel.monitor.gather import NumberKey, PartialValue, SentRow, SiteNumbers
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.modes import without_gradients
 from qkeel.spec.slot import ParameterSizes, Params
 
 # The heads of many weights in few operations: those of one shape are one tensor.
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
 _K = TypeVar("_K", bound=Hashable)
+TOGETHER = 1 << 16  # numbers of small weights that are read together on the host: they stay in a core's cache
 UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
 
 
@@ -40,13 +42,13 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
     """
     norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
     if all([x.device.type in UNSTACKED for x in heads]):  # noqa: C419
-        kinds: dict[torch.dtype, torch.dtype] = {}
-        for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
-            kind = kinds.get(x.dtype) or kinds.setdefault(x.dtype, wide(x.dtype))
-            norms.append(([i], torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
-            if i < squared:
+        for own in _small_together(heads, squared):
+            x = heads[own[0]] if len(own) == 1 else torch.cat([heads[i] for i in own])
+            kind = wide(x.dtype)
+            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
+            if own[0] < squared:
                 rows = x if x.dtype == kind else x.to(kind)
-                grams.append(([i], rows @ rows.mT))
+                grams.append((own, rows @ rows.mT))
         return norms, grams
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
         own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
@@ -67,6 +69,25 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
             rows = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
             grams.append((some, rows @ rows.mT))
     return norms, grams
+
+
+def _small_together(heads: Sequence[Tensor], squared: int) -> Iterator[list[int]]:
+    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype, of which
+    products are wanted or not. What an operation costs is more than a copy of them."""
+    waiting: dict[object, list[int]] = {}
+    for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
+        n = x.numel()
+        if n > TOGETHER:
+            yield [i]
+            continue
+        kind = x.shape, x.dtype, i < squared
+        own = waiting.get(kind)
+        if own is None:
+            own = waiting[kind] = []
+        own.append(i)
+        if len(own) * n > TOGETHER:
+            yield waiting.pop(kind)
+    yield from waiting.values()
 
 
 def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -167,11 +188,13 @@ class Places:
             found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
         found = found if self._factors is None else found * self._factors
         alone, pairs = found.tensor_split([self._n_alone])
-        rows = [row.of(part) for row, part in zip(self._alone, alone.split([row.total for row in self._alone]))]
+        parts = [*alone.split_with_sizes([row.total for row in self._alone])] if self._alone else []
         if self._pairs:
-            parts = made(*pairs.chunk(2)).split([row.total for row in self._pairs])
-            rows += [row.of(part) for row, part in zip(self._pairs, parts)]
-        return rows
+            parts += made(*pairs.chunk(2)).split_with_sizes([row.total for row in self._pairs])
+        return [
+            SentRow(name=row.name, sites=row.sites, counts=row.counts, values=part)
+            for row, part in zip((*self._alone, *self._pairs), parts)
+        ]
 
 
 @final
@@ -183,9 +206,6 @@ class _Row:
     sites: tuple[str, ...]
     counts: tuple[int, ...]
     total: int
-
-    def of(self, values: Tensor) -> SentRow:
-        return SentRow(name=self.name, sites=self.sites, counts=self.counts, values=values)
 
 
 def _by_name(counts: Mapping[NumberKey, int]) -> tuple[list[_Row], list[NumberKey]]:
@@ -402,7 +422,7 @@ class GainBounds:
         self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._places: Places | None = None
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> SiteNumbers:
         """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
         and key of which this one knows its part.
@@ -575,7 +595,7 @@ class WeightNorms:
         """The sites whose q and k weights are here whole and are matrices that multiply one another."""
         return self._squared
 
-    @torch.no_grad()
+    @without_gradients
     def read(self) -> SiteNumbers:
         """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
         split: dict[NumberKey, Tensor | PartialValue] = {}
@@ -691,12 +711,16 @@ class WeightNorms:
         return p.numel() // _lines(part, p)
 
 
+_ENTRIES = 1 << 27  # of the small matrices whose spectra are found at once: 1 GiB
+
+
 @final
 class StepSpectra:
     """Compares the q and k weights of some sites before and after a step, per query head [h].
 
-    delta2_*, delta3_*: see `functional.bounds.step_spectra`, of the products of all weights on the way of q and of k,
-        as in WeightNorms: rotations and the gains of a q/k norm are left out.
+    delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the way of q and of k,
+        as in WeightNorms: rotations are left out. The gains of a q/k norm over the rows of the head's weight multiply
+        these rows, before and after the step; what such a norm divides by is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between the two it holds a copy of these weights.
@@ -705,7 +729,9 @@ class StepSpectra:
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self._parameters = dict(model.named_parameters())
         self._sites = sites
-        self._names = list(dict.fromkeys(part.parameter for site in sites for part in (*site.query, *site.key)))
+        weights = [part.parameter for site in sites for part in (*site.query, *site.key)]
+        gains = [norm.parameter for site in sites for norm in (*site.query_gains, *site.key_gains)]
+        self._names = list(dict.fromkeys([*weights, *(name for name in gains if name is not None)]))
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -718,19 +744,51 @@ class StepSpectra:
         """The step is done: what it added; nothing where `before` was not called."""
         kept, self._kept = self._kept, {}
         found: dict[NumberKey, Tensor | PartialValue] = {}
+        products: dict[tuple[int, ...], list[tuple[str, str, Tensor]]] = {}  # by shape: those of many sites at once
         for site in self._sites if kept else ():
             factors: list[Tensor] = []
             for side, chains in _sides(site):
                 now = matrix(chains, lambda part: _rows(part, self._parameters[part.parameter]))
                 old = matrix(chains, lambda part: _rows(part, kept[part.parameter]))
+                norms = site.query_gains if side == "query" else site.key_gains
+                own_heads = site.n_heads if side == "query" else site.n_kv_heads
+                if len(site.terms) == 1 and norms:
+                    old, now = (_gained(x, norms, own_heads, of) for x, of in ((old, kept), (now, self._parameters)))
                 factors += [site.per_query_head(x) for x in (old, now - old)]
                 own = own_rows(chains)
                 news, olds = ([_rows(part, of[part.parameter]) for part in own] for of in (self._parameters, kept))
                 moved = _length([new - was for new, was in zip(news, olds)], site)
                 found[site.name, f"{side}_update_ratio"] = moved / _length(olds, site)
-            for name, spectrum in zip(("delta2", "delta3"), step_spectra(*factors)):
-                found |= {(site.name, f"{name}_{of}"): x for of, x in spectrum._asdict().items()}
+            for name, product in zip(("delta2", "delta3"), step_products(*factors)):
+                products.setdefault(tuple(product.shape[1:]), []).append((site.name, name, product))
+        for alike in products.values():
+            most = max(1, _ENTRIES // max(1, alike[0][2].numel()))
+            for some in (alike[i : i + most] for i in range(0, len(alike), most)):
+                spectra = spectrum(torch.cat([product for _, _, product in some]))
+                counts = [len(product) for _, _, product in some]
+                for of, values in spectra._asdict().items():
+                    for (site_name, name, _), x in zip(some, values.split(counts)):
+                        found[site_name, f"{name}_{of}"] = x
         return found
+
+
+def _gained(x: Tensor, norms: tuple[NormGain, ...], heads: int, of: Mapping[str, Tensor]) -> Tensor:
+    """The products of weights [n r m] with the gains of the norm behind them on their rows, as diagonal matrices.
+
+    A norm whose gains are not of these rows leaves them as they are.
+    """
+    gains = torch.ones(heads, x.shape[1], dtype=x.dtype, device=x.device)
+    for norm in norms:
+        if norm.parameter is None or norm.index is None or norm.index.shape[1] not in (1, x.shape[1]):
+            return x
+        p = of[norm.parameter].detach()
+        if dist.is_split(p):
+            return x
+        own = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
+        gains[list(norm.heads)] = norm.factor * own.expand(len(norm.heads), x.shape[1])
+    if heads % len(x):
+        return x
+    return x.repeat_interleave(heads // len(x), 0) * gains[..., None]
 
 
 def _rows(part: HeadSlice, x: Tensor) -> Tensor:

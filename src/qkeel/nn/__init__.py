@@ -1,4 +1,4 @@
-"""Modules with parameters: attention, latent attention, gated attention units, cache, blocks, models made of them."""
+"""Modules with parameters: attention, latent attention, gated attention units, caches, blocks, and models of them."""
 
 from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, KVCache, LatentCache
 from qkeel.nn.decoder import MLP, Block, Decoder, DecoderConfig, EncoderDecoder, FusedEmbedding, ViT

@@ -1,4 +1,7 @@
-"""Attention with projections and a cache, by a spec: MHA, GQA and MQA, and what modules of a spec share."""
+"""Attention modules with projections and a cache, defined by a spec: MHA, GQA, MQA, GAU, and their base class.
+
+Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d numbers per head, m width of the model.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,20 @@ from qkeel.spec.presets import attention_spec, scale_advice
 from qkeel.spec.rope import counted
 from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Keys, Params, PosK, PosQ, Queries, Tokens, Values
 
-# Caches of what attention needs of earlier tokens, one per attention module.
+# Caches: what attention needs of earlier tokens, one cache per attention module.
 
 Latent = Float[Tensor, "b one t l"]
 Inverse = Float[Tensor, "b #h t"]
 
 
 class Cache:
-    """Tensors of the tokens so far, tokens in the third place; `max_length` of them at once, or grown by doubling.
+    """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles.
 
-    Under a position that needs the pair (ReRope, a bias) or the length (DynamicNTK) keys and values are raw ones.
+    Under a position that depends on the pair (ReRope, a bias) or on the length (DynamicNTK) it holds raw keys and
+    values.
 
-    `pos` [b|1 length] are the keys' positions where the caller gave some (left padding), else None: 0, 1, 2 …
-    For inference: appending writes in place, so no gradient flows through earlier tokens.
+    `pos` [b|1 length] are the keys' positions if the caller gave some (left padding), else None for 0, 1, 2 …
+    For inference only: appending writes in place, so no gradient flows through earlier tokens.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
@@ -50,11 +54,12 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes that one more token of one sequence takes; 0 before the first."""
+        """Bytes that one more token of one sequence takes; 0 before the first token."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
     def next_positions(self, like: HeadTensor, pos: GivenPosQ | None = None) -> PosQ:
-        """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after the last ones."""
+        """Returns positions [b|1 t] for the next tokens, shaped like [b h t d]: `pos`, validated, or the following
+        ones."""
         b, t = like.shape[0], like.shape[2]
         if pos is None:
             if self.pos is None:
@@ -66,16 +71,16 @@ class Cache:
         return rows
 
     def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
-        """Raise where own positions come without the mask that they need."""
+        """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
             raise InvalidValueError("given positions with a cache need a mask that hides the padding, [b 1 1 keys]")
 
     def reset(self) -> None:
-        """Forget everything, keep the memory."""
+        """Forgets all tokens but keeps the memory."""
         self.length, self.pos = 0, None
 
     def _append(self, new: Sequence[Tensor], pos: Tensor | None) -> list[Tensor]:
-        """Add tensors [b g t …] and return all of each so far."""
+        """Appends tensors [b g t …] and returns each one's tokens so far."""
         length = self.length + new[0].shape[2]
         if self.max_length is not None and length > self.max_length:
             raise InvalidValueError(
@@ -117,36 +122,37 @@ class Cache:
 
 @final
 class KVCache(Cache):
-    """Keys as they enter the dot product (normed, rotated) and values: g · (d + d') numbers a token.
+    """Keys as they enter the dot product (normed, rotated) and values: g · (d + e) numbers per token.
 
-    `max_length`: see `Cache`.
+    For `max_length` see `Cache`.
     """
 
     def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Keys, Values]:
-        """Add k [b g t d] and v [b g t d'], at positions pos [b|1 t], and return all keys and values so far."""
+        """Appends k [b g t d] and v [b g t e] at positions pos [b|1 t]; returns all keys and values so far."""
         k, v = self._append([k, v], pos)
         return k, v
 
 
 @final
 class LatentCache(Cache):
-    """Of multi-head latent attention: one kv latent and one rotated key for all heads, and what a key norm needs.
+    """Cache of multi-head latent attention: one kv latent and one rotated key for all heads, plus key norms.
 
-    A token takes l + r numbers (latent, rotated key) in the module's dtype and, under a norm on the keys, one inverse
-    size per head in float32 or wider: the norm divides key k_h by its size, and 1/size is all of it that is kept.
-    `max_length`: see `Cache`.
+    A token takes l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also takes one
+    inverse size per head in float32 or wider, which is all that is needed to divide key k_h by its size.
+    For `max_length` see `Cache`.
     """
 
     def append(
         self, latent: Latent, rotated: Latent, inverse: Inverse | None = None, *, pos: PosK | None = None
     ) -> tuple[Latent, Inverse | None]:
-        """Add latent [b 1 t l], rotated [b 1 t r] and inverse [b h|1 t]; all [b 1 s l+r] and [b h|1 s] so far."""
+        """Appends latent [b 1 t l], rotated [b 1 t r], inverse [b h|1 t]; returns all so far, [b 1 s l+r] and [b h|1
+        s]."""
         token = torch.cat([latent, rotated], dim=-1)
         held = self._append([token] if inverse is None else [token, inverse], pos)
         return held[0], held[1] if inverse is not None else None
 
 
-# The base of every attention module: a spec, its parameters under plain names, and the observers of its calls.
+# The base of every attention module: a spec, its parameters by plain names, and observers of its calls.
 
 Observer = Callable[[AttentionCall], None]
 QKV = tuple[Queries, Keys, Values]
@@ -154,32 +160,32 @@ QKV = tuple[Queries, Keys, Values]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowObserver:
-    """An observer that takes what the kernel finds of each row, and the call itself where the kernel finds nothing."""
+    """An observer that also accepts row statistics from the kernel, where the kernel computes them in its pass."""
 
     see: Observer
-    """Gets a call on its way into attention, of whose logits nothing is known."""
+    """Called with a call before it is computed, if the kernel returns no row statistics."""
     read: Callable[[AttentionCall, KernelRows], None]
-    """Gets a call that was computed, and what was found meanwhile."""
+    """Called with a computed call and its row statistics."""
 
     def __call__(self, call: AttentionCall) -> None:
         self.see(call)
 
 
-@functools.cache  # a model has many layers, and a study many models
+@functools.cache  # warns once per process, not once per layer
 def _advise(advice: str) -> None:
     caution(advice)
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise unless it is a probability under 1."""
+    """Raises InvalidValueError unless dropout is in [0, 1)."""
     check(0 <= dropout < 1, "dropout in [0, 1)", dropout)
 
 
 class SpecModule(nn.Module):
     """A module that attends under `spec`. The spec's parameters are its own (`q_norm`, `logit_scale`, …).
 
-    `observers` are called with every AttentionCall on its way into attention; they must not change it. A Reader among
-    them is given the largest logits and entropies of rows, where the kernel finds them in its pass.
+    `observers` are called with every AttentionCall before it is computed and must not change it. A RowObserver also
+    gets the largest logit and entropy of each row if the kernel computes them in its pass.
     """
 
     n_heads: int
@@ -203,13 +209,13 @@ class SpecModule(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def spec_params(self) -> Params:
-        """The spec's parameters that live on this module, by name."""
+        """Returns the spec's parameters on this module, by name."""
         return dict(self.named_parameters(recurse=False, remove_duplicate=False))
 
     def attend(
         self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
     ) -> Hidden:
-        """Make the call, show it to the observers, run it: [b h t d] -> [b t h·d']."""
+        """Builds the call, shows it to the observers and computes it: [b h t d] -> [b t h·e]."""
         call = seen.call(spec, q, k, v, params, self.dropout if self.training else 0.0)
         kernel = choose(call, self.impl)
         read = None
@@ -223,13 +229,13 @@ class SpecModule(nn.Module):
         return (kernel(call) if read is None else read[0]).transpose(1, 2).flatten(2)
 
     def new_cache(self, max_length: int | None = None) -> Cache:
-        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
+        """Returns an empty cache for one batch; reserves `max_length` tokens at once, or doubles when full."""
         return KVCache(max_length)
 
     def attend_self(
         self, cache: KVCache | None, qkv: QKV, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
     ) -> Hidden:
-        """Attend to the same tokens' keys and values [b g t d], with a cache to all before them: -> [b t h·d']."""
+        """Attends to the same tokens' keys and values [b g t d], and with a cache to all before them: -> [b t h·e]."""
         q, k, v = qkv
         if cache is None:
             seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
@@ -239,7 +245,7 @@ class SpecModule(nn.Module):
         cache.check_positions(pos, mask)
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()
-        if spec.position.keeps:  # encode each token once; else the whole spec runs on raw keys every time
+        if spec.position.keeps:  # encode each token once; otherwise the full spec runs on raw keys in every step
             q, k = encoded(spec, q, k, at, at, params)
             v = spec.values(v, params)
             spec, params = spec.core(params)
@@ -249,13 +255,13 @@ class SpecModule(nn.Module):
         return self.attend(q, k, v, spec=spec, params=params, seen=seen)
 
     def extra_repr(self) -> str:
-        """Heads and the formula's norm, in print(model)."""
+        """Shows heads, norm and position in print(model)."""
         heads = f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"
 
 
 def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:
-    """Raise unless x is [b t m], of floating point, and of the dtype and on the device of the `layer` that takes it."""
+    """Raises unless x is a floating-point [b t m] with the dtype and device of the `layer` that reads it."""
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
     if not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -267,7 +273,7 @@ def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: s
     weight = layer.weight if type(layer) is nn.Linear else None
     if weight is None or (x.device == weight.device and x.dtype == weight.dtype):
         return
-    # Layers with hooks may convert what comes, or fetch their weights first.
+    # Hooks on a layer may convert its input or fetch its weights first.
     if layer is None or hooks_before(layer) or "forward" in layer.__dict__:
         return
     if x.device != weight.device:
@@ -285,18 +291,23 @@ def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: s
 
 @final
 class Attention(SpecModule):
-    """The q, k, v projections, attention under `spec`, output projection.
+    """Projections of q, k and v, attention under `spec`, and an output projection.
 
     Args:
-        d_model: width of the input. n_heads: query heads. n_kv_heads: key and value heads (default n_heads;
-        1 is multi-query). head_dim: default d_model / n_heads. spec: what attention computes: a spec, or the name of a
-        preset with its options ("qwen3", "gemma2:cap=30"), default "baseline". bias: biases on the q, k, v projections.
-        dropout: on the weights, in training. impl: a kernel's name or "auto".
+        d_model: width of the input.
+        n_heads: query heads.
+        n_kv_heads: key and value heads (default n_heads; 1 is multi-query).
+        head_dim: default d_model / n_heads.
+        spec: a spec, or the name of a preset with its options ("qwen3", "gemma2:cap=30"); default "baseline".
+        bias: biases on the q, k, v projections.
+        dropout: on the attention weights, in training.
+        impl: a kernel's name or "auto".
 
-    >>> import torch
-    >>> out, stats = Attention(64, 4, spec="qwen3")(torch.randn(1, 10, 64), stats=True)
-    >>> stats.max_logit.shape
-    torch.Size([4])
+    Example:
+        >>> import torch
+        >>> out, stats = Attention(64, 4, spec="qwen3")(torch.randn(1, 10, 64), stats=True)
+        >>> stats.max_logit.shape
+        torch.Size([4])
     """
 
     def __init__(
@@ -361,8 +372,15 @@ class Attention(SpecModule):
     ) -> Hidden | tuple[Hidden, LogitStats]:
         """Maps x [b t m] to [b t m]; with `stats` also returns the statistics of the logits, per head.
 
-        cache: earlier keys and values; x are the tokens after them. context [b s m]: attend to it instead of x
-        (cross-attention; not causal unless asked). pos [b t]: positions of x. mask: see `qkeel.attention`.
+        Args:
+            x: hidden states.
+            cache: keys and values of the tokens before x.
+            context: [b s m], attended to instead of x (cross-attention).
+            causal: default True, or False with a context.
+            mask: see `qkeel.attention`.
+            pos: positions [b t] of x.
+            pos_context: positions of the context.
+            stats: whether to return LogitStats as well.
         """
         if stats:
             found: list[LogitStats] = []
@@ -398,9 +416,11 @@ class Attention(SpecModule):
 
 
 def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
-    """Returns the spec that is given as itself or by the name of a preset; the baseline for None.
+    """Returns a spec as it is, the spec of a preset's name, or the baseline for None.
 
-    Raises: UnknownNameError for a name that is none, InvalidTypeError for anything else.
+    Raises:
+        UnknownNameError: no preset has this name.
+        InvalidTypeError: `given` is something else.
     """
     if isinstance(given, AttentionSpec):
         return given
@@ -411,7 +431,7 @@ def as_spec(given: AttentionSpec | str | None) -> AttentionSpec:
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """Returns n_kv_heads and head_dim with defaults filled in, or the error that says what does not divide."""
+    """Returns n_kv_heads and head_dim with defaults filled in; raises InvalidValueError if heads do not divide."""
     groups = n_heads if n_kv_heads is None else n_kv_heads
     positive = d_model >= 1 and (head_dim is None or head_dim >= 1)
     check(positive, "sizes of at least 1", f"d_model={d_model}, head_dim={head_dim}")
@@ -426,21 +446,25 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
     return groups, head_dim or d_model // n_heads
 
 
-# The gated attention unit: one wide head of attention and a gated MLP in one layer, under any AttentionSpec.
+# The gated attention unit: one wide attention head and a gated MLP in one layer, under any AttentionSpec.
 
 
 @final
 class GAU(SpecModule):
     """The layer out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
 
-    A are the weights of one head of `size` numbers under `spec`; u and v have `hidden`. Two such layers take the place
-    of one of attention and one of MLP. With SquaredReLU as normalizer A = relu(z)²/n, n the visible keys, as in
-    bert4keras; the paper's own code divides by n before it squares. No T5 bias, no linear attention between chunks.
+    A are the attention weights of one head of `size` numbers under `spec`; u and v have `hidden` numbers. Two such
+    layers replace one attention and one MLP. With SquaredReLU as normalizer A = relu(z)²/n for n visible keys, as in
+    bert4keras; the paper's own code divides by n before squaring. No T5 bias, no linear attention between chunks.
 
     Args:
-        d_model: width of the input. hidden: of u and v, default 2·d_model. size: of q and k. spec: what attention
-        computes, default preset("baseline"). bias: β_q and β_k. dropout: on the weights, in training. impl: a kernel's
-        name or "auto".
+        d_model: width of the input.
+        hidden: width of u and v, default 2·d_model.
+        size: width of q and k.
+        spec: default preset("baseline").
+        bias: whether q and k have offsets β.
+        dropout: on the attention weights, in training.
+        impl: a kernel's name or "auto".
 
     Source: Hua et al. 2022, arXiv 2202.10447, section 3.2; γ = 1, β = 0 at the start and no biases: GAU-α (bert4keras).
     """
@@ -476,7 +500,7 @@ class GAU(SpecModule):
         mask: GivenMask | None = None,
         pos: Tokens | None = None,
     ) -> Hidden:
-        """Maps x [b t m] to [b t m]. cache: keys and values of earlier tokens; x are those after them. pos [b t]."""
+        """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds keys and values of the tokens before x."""
         check_input(x, self.d_model, self.uv_proj)
         if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
             raise RefusedError(
@@ -491,7 +515,7 @@ class GAU(SpecModule):
 
 @final
 class OffsetScale(nn.Module):
-    """Returns q and k [b t s] of x [b t m]: z = silu(x W_z), each with a gain (and an offset) per number of its own."""
+    """Maps x [b t m] to q and k [b t s] from z = silu(x W_z), each with its own gain (and offset) per dimension."""
 
     def __init__(self, d_model: int, size: int, bias: bool) -> None:
         super().__init__()
@@ -501,7 +525,7 @@ class OffsetScale(nn.Module):
         self.k_bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, x: Hidden) -> tuple[Hidden, Hidden]:
-        """Maps x [b t m] to q, k [b t s]."""
+        """Maps x [b t m] to q and k [b t s]."""
         z = F.silu(self.z_proj(x))
         q, k = z * self.q_gain, z * self.k_gain
         if self.q_bias is not None and self.k_bias is not None:
@@ -513,10 +537,11 @@ class OffsetScale(nn.Module):
 class GAUBlock(nn.Module):
     """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
 
-    F is `gau`, N RMS norm, with a gain before the branch, without one behind it (`norm_order`); `alpha` is α > 0.
+    F is `gau`. N is an RMS norm, placed by `norm_order`, with a gain if it precedes the branch. `alpha` is α > 0, for
+    "post".
 
-    Source: pre-norm: arXiv 2202.10447, there LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
-    `functional.scaling.deepnorm`.
+    Source: pre-norm: arXiv 2202.10447, with LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
+    `functional.logits.deepnorm`.
     """
 
     def __init__(self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0) -> None:

@@ -1,4 +1,7 @@
-"""Blocks and the small models of the lab that are made of them: decoders, encoder-decoders, image patches."""
+"""Transformer blocks and the lab's small models built from them: decoders, encoder-decoders, vision transformers.
+
+Shapes: b batch, t tokens, s context tokens, m width of the model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.spec import AttentionSpec, preset
 from qkeel.spec.slot import GivenMask, GivenPosQ, Hidden
 
-# Transformer blocks: attention and MLP with the norm before, after, or on the branch.
+# Transformer blocks: attention and MLP branches with norms in different places.
 
 NormOrder = Literal["pre", "post", "swin", "peri", "none"]
 NORM_ORDERS: dict[str, str] = {
@@ -33,9 +36,16 @@ NORM_ORDERS: dict[str, str] = {
 
 @final
 class MLP(nn.Module):
-    """The MLP of a block, [b t d_model] to the same shape: W₂ gelu(W₁ x), or with swiglu W₂ (silu(W_g x) ∘ W₁ x).
+    """The MLP of a block, W₂ gelu(W₁ x), or with swiglu W₂ (silu(W_g x) ∘ W₁ x); no biases.
 
-    No biases; W₁ and W_g make `hidden` numbers. Raises: UnknownNameError for another kind.
+    Args:
+        d_model: width of input and output.
+        hidden: width of W₁ x and W_g x.
+        kind: "gelu" or "swiglu".
+
+    Raises:
+        UnknownNameError: another kind.
+
     Source: Shazeer 2020, arXiv 2002.05202 (SwiGLU).
     """
 
@@ -57,12 +67,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One attention and one MLP branch on the residual stream [b t d_model], with norms in one of NORM_ORDERS.
 
-    With norm_order="pre": x ← x + attention(N₁ x), then x ← x + mlp(N₂ x). With `cross_attention` there is a branch
-    between them that attends to a context.
+    With norm_order="pre": x ← x + attention(N₁ x), then x ← x + mlp(N₂ x). A `cross_attention` adds a branch between
+    the two.
 
     Args:
-        attention, mlp: the branches. d_model: width of the stream. norm_order: of every branch. cross_attention: to the
-            `context` of a call.
+        attention: the first branch.
+        mlp: the last branch.
+        d_model: width of the stream.
+        norm_order: place of the norms in every branch.
+        cross_attention: attends to the `context` of a call.
     """
 
     def __init__(
@@ -98,7 +111,7 @@ class Block(nn.Module):
         causal: bool = True,
         context: Float[Tensor, "b s m"] | None = None,
     ) -> Hidden:
-        """Maps x [b t m] to [b t m]; `context` [b s m] is for cross-attention, and only for that."""
+        """Maps x [b t m] to [b t m]. A `context` [b s m] is required for cross-attention and not allowed without."""
         if (context is None) != (self.cross_attention is None):
             raise InvalidValueError("expected a context for a block with cross-attention, and for no other")
         branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
@@ -118,22 +131,27 @@ def _rms(d_model: int, wanted: bool) -> nn.Module:
     return nn.RMSNorm(d_model, eps=1e-6) if wanted else nn.Identity()
 
 
-# A decoder language model made of qkeel's blocks.
+# A decoder language model.
+
+
+def _check_integers(tokens: Tensor) -> None:
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and choices of a Decoder. `spec` is one for all layers, or one for each (`qkeel.spec.layer_specs`).
+    """Sizes and options of a Decoder. `spec` is one for all layers, or a tuple with one per layer (`layer_specs`).
 
-    With a `base_width` the outputs follow µP: the head starts as in a model of that width, and its logits are times
-    base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). The rates of µP are the optimizer's.
+    With `base_width` the outputs follow µP: the head is initialised as at that width, and its logits are multiplied by
+    base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). µP's learning rates are left to the optimizer.
     """
 
     vocab_size: int  #: tokens of the vocabulary
     d_model: int = 64  #: width of the residual stream
-    n_layers: int = 2  #: blocks
-    n_heads: int = 4  #: query heads of a block; 1 for gau
-    n_kv_heads: int | None = None  #: key heads, which divide the query heads; None: as many
+    n_layers: int = 2  #: number of blocks
+    n_heads: int = 4  #: query heads per block; 1 for gau
+    n_kv_heads: int | None = None  #: key heads, a divisor of n_heads; None: n_heads
     head_dim: int | None = None  #: numbers of one head's query; None: d_model / n_heads
     spec: AttentionSpec | tuple[AttentionSpec, ...] = dataclasses.field(default_factory=lambda: preset("baseline"))
     attention: Literal["mha", "mla", "gau"] = "mha"  #: Attention, MLA or GAU
@@ -141,10 +159,10 @@ class DecoderConfig:
     latent_norm: bool = False  #: RMS norm on the latents of MLA
     mlp: Literal["gelu", "swiglu"] = "gelu"  #: activation; a GAU has no MLP
     mlp_ratio: float = 4.0  #: width of the MLP over d_model
-    norm_order: NormOrder = "pre"  #: places of a block's norms
-    deepnorm: bool = False  #: α and β of DeepNorm, for gau with post
-    tied: bool = False  #: whether the head is the embedding
-    dropout: float = 0.0  #: of the attention weights, in training
+    norm_order: NormOrder = "pre"  #: place of a block's norms
+    deepnorm: bool = False  #: DeepNorm's α and β; needs gau with post-norm
+    tied: bool = False  #: whether the head shares the embedding's weight
+    dropout: float = 0.0  #: on the attention weights, in training
     base_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +187,7 @@ class DecoderConfig:
 
     @property
     def output_scale(self) -> float:
-        """The factor on what the head is given: 1, or under µP base_width / d_model."""
+        """The factor on the head's input: 1, or under µP base_width / d_model."""
         return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     @property
@@ -179,13 +197,13 @@ class DecoderConfig:
 
     @property
     def sublayers(self) -> int:
-        """The number of branches that write to the residual stream: a GAU is attention and MLP in one."""
+        """The number of branches on the residual stream. A GAU combines attention and MLP in one."""
         return self.n_layers if self.attention == "gau" else 2 * self.n_layers
 
 
 @final
 class Decoder(nn.Module):
-    """Embedding, blocks, final RMS norm, head (tied or not), in the sizes of `config`."""
+    """A language model: embedding, blocks, final RMS norm and head (tied or not), as `config` says."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -208,8 +226,7 @@ class Decoder(nn.Module):
         """Maps tokens [b t] (int64) to logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:
             raise ShapeError(f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}")
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+        _check_integers(tokens)
         if caches is not None and len(caches) != len(self.blocks):
             raise InvalidValueError(f"expected one cache per layer, {len(self.blocks)}, got {len(caches)}")
         x = self.embedding(tokens)
@@ -219,13 +236,14 @@ class Decoder(nn.Module):
         return self.head(x if self.config.output_scale == 1 else x * self.config.output_scale)
 
     def new_caches(self, max_length: int | None = None) -> list[Cache]:
-        """An empty cache per layer, of the kind its attention takes: keys and values, or latents (MLA)."""
+        """Returns an empty cache per layer, of the kind that its attention uses."""
         return [block.attention.new_cache(max_length) for block in self.blocks]  # type: ignore[union-attr, operator]
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Embedding std 1, matrices std 1/√fan_in, those that write to the residual stream a further /√(sublayers).
-        Under DeepNorm those have its β instead.
+        """Initialises the embedding with std 1 and matrices with std 1/√fan_in.
+
+        Matrices that write to the residual stream are divided by √(sublayers), or multiplied by DeepNorm's β.
         """
         init_tokens(self, self.config, self.embedding.weight, generator)
 
@@ -234,10 +252,10 @@ class Decoder(nn.Module):
 def init_tokens(
     model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
-    """Weights of a model from tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
+    """Initialises a model from tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
     init_linears(model, config, table, generator)
     table.normal_(0.0, 1.0, generator=generator)
-    if config.tied:  # a head of std 1 would start with a loss of tens of nats
+    if config.tied:  # a head with std 1 would start at a loss of tens of nats
         table.mul_((config.base_width or config.d_model) ** -0.5)
 
 
@@ -245,9 +263,9 @@ def init_tokens(
 def init_linears(
     model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
-    """Matrices std 1/√fan_in, those that write to the residual stream less (see `Decoder.init_weights`).
+    """Initialises linear layers, see `Decoder.init_weights`.
 
-    `table` is left alone: a head that shares its weight with the embedding.
+    `table` is skipped: it is the embedding's weight, which a tied head shares.
     """
     n = config.sublayers
     residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
@@ -262,10 +280,10 @@ def init_linears(
 
 
 def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None) -> Block | GAUBlock:
-    """One layer of a model of these sizes and choices, with this cross-attention, if any."""
+    """Builds one layer of a model, with this cross-attention if any."""
     width, heads, dropout = config.d_model, config.n_heads, config.dropout
     if config.attention == "gau":
-        bias = config.norm_order == "pre"  # the paper's unit; post-norm is GAU-α's, without
+        bias = config.norm_order == "pre"  # as in the paper; post-norm follows GAU-α, which has none
         gau = GAU(width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout)
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
@@ -279,16 +297,16 @@ def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | N
     return Block(attention, mlp, width, config.norm_order, cross)
 
 
-# Images on their way into a transformer: patches next to tokens of text, and a vision transformer.
+# Image input: patches next to text tokens, and a vision transformer.
 
 
 @final
 class FusedEmbedding(nn.Embedding):
-    """Embeddings of text from a table, of image patches from their pixels: x_t = W z_t where token t is a patch.
+    """Embeds text tokens from a table and image patches from their pixels: x_t = W z_t if token t is a patch.
 
     Args:
-        embedding: the table of all tokens, whose weight stays the same object; its rows of patches are not used.
-        pixels: [codes p], standardised pixels of each patch code, the last tokens of the vocabulary.
+        embedding: the table of all tokens. Its weight object is shared; its rows for patches are not used.
+        pixels: [codes p], standardised pixels of each patch code; patch codes are the last tokens of the vocabulary.
     """
 
     def __init__(self, embedding: nn.Embedding, pixels: Float[Tensor, "codes p"]) -> None:
@@ -299,7 +317,7 @@ class FusedEmbedding(nn.Embedding):
         self.register_buffer("pixels", pixels, persistent=False)
 
     def forward(self, input: Int[Tensor, "b t"]) -> Float[Tensor, "b t m"]:
-        """Maps tokens [b t] to [b t m]."""
+        """Maps tokens [b t] to embeddings [b t m]."""
         code = input - self.first
         seen = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
         return torch.where((code >= 0)[..., None], seen, super().forward(input))
@@ -307,11 +325,12 @@ class FusedEmbedding(nn.Embedding):
 
 @final
 class ViT(nn.Module):
-    """Patches by a linear map plus learned positions, blocks without causal mask, mean over patches, head.
+    """A vision transformer: linear patch embedding, learned positions, non-causal blocks, mean over patches, head.
 
     Args:
         config: sizes of the blocks; `vocab_size` is the number of classes.
-        patches: patches of an image. width: numbers in a patch.
+        patches: patches per image.
+        width: numbers per patch.
 
     Source: Dosovitskiy et al. 2020, arXiv 2010.11929; mean over patches in place of a class token: Beyer et al. 2022,
     arXiv 2205.01580.
@@ -340,32 +359,34 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """As `Decoder.init_weights`, positions of std 1."""
+        """Initialises weights as `Decoder.init_weights` does, and positions with std 1."""
         init_linears(self, self.config, self.position.weight, generator)
         self.position.weight.normal_(0.0, 1.0, generator=generator)
 
 
-# An encoder–decoder of qkeel's blocks: self-attention on both sides, and cross-attention from one to the other.
+# An encoder-decoder: self-attention on both sides, and cross-attention from the decoder to the encoder.
 
 
 @final
 class EncoderDecoder(nn.Module):
-    """A source and what follows from it, in one sequence: its first `source` tokens are encoded, the others predicted.
+    """An encoder-decoder over one sequence: its first `source` tokens are encoded, the others predicted.
 
-    `config.n_layers` blocks without causal mask encode; as many causal ones decode, each with cross-attention to what
-    the last block of the encoder gives, normed. Both sides share the embedding.
+    `config.n_layers` non-causal blocks encode; as many causal blocks decode, each with cross-attention to the normed
+    output of the encoder. Both sides share the embedding.
 
     Args:
-        config: sizes of both sides; multi-head attention.
-        source: tokens of a source, at least 1.
+        config: sizes of both sides; attention must be multi-head.
+        source: number of source tokens, at least 1.
 
-    Raises: InvalidValueError for other attention, or no source.
+    Raises:
+        InvalidValueError: another attention, or no source.
 
-    Source: Vaswani et al. 2017, arXiv 1706.03762; a norm before each branch and after the last block of each side.
+    Source: Vaswani et al. 2017, arXiv 1706.03762, with a norm before each branch and after the last block of each side.
 
-    >>> model = EncoderDecoder(DecoderConfig(vocab_size=11, d_model=8, n_heads=2), source=3)
-    >>> model(torch.zeros(1, 8, dtype=torch.int64)).shape
-    torch.Size([1, 5, 11])
+    Example:
+        >>> model = EncoderDecoder(DecoderConfig(vocab_size=11, d_model=8, n_heads=2), source=3)
+        >>> model(torch.zeros(1, 8, dtype=torch.int64)).shape
+        torch.Size([1, 5, 11])
     """
 
     def __init__(self, config: DecoderConfig, *, source: int) -> None:
@@ -385,11 +406,11 @@ class EncoderDecoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Int[Tensor, "b st"]) -> Float[Tensor, "b t vocab"]:
-        """Maps a source and its target in a row [b source+t] (int64) to logits of each target token's successor."""
+        """Maps source and target in one sequence [b source+t] (int64) to logits [b t vocab] of each next target
+        token."""
         if tokens.ndim != 2 or tokens.shape[1] <= self.source:
             raise ShapeError(f"expected tokens of shape [batch more than {self.source}], got {tuple(tokens.shape)}")
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+        _check_integers(tokens)
         memory, x = self.embedding(tokens).split([self.source, tokens.shape[1] - self.source], dim=1)
         for block in self.encoder:
             memory = block(memory, causal=False)
@@ -401,11 +422,11 @@ class EncoderDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """As `Decoder.init_weights`."""
+        """Initialises weights as `Decoder.init_weights` does."""
         init_tokens(self, self.config, self.embedding.weight, generator)
 
 
 def _cross(config: DecoderConfig, layer: int) -> Attention:
-    """The cross-attention of a layer, under the layer's spec."""
+    """Builds a layer's cross-attention, under the layer's spec."""
     sizes = (config.d_model, config.n_heads, config.n_kv_heads, config.head_dim)
     return Attention(*sizes, spec=config.specs[layer], dropout=config.dropout)

@@ -1,4 +1,7 @@
-"""Multi-head latent attention: as it trains, and with its projections absorbed for decoding."""
+"""Multi-head latent attention (MLA), in training and with absorbed projections for decoding.
+
+Shapes: b batch, t queries, s keys, h heads, d numbers per head, r rotated numbers of a head, l latent width.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ from qkeel.spec.call import AttentionCall, Visibility
 from qkeel.spec.norm import Norm
 from qkeel.spec.slot import GivenMask, GivenPosQ, HeadTensor, Hidden, Params, PosQ, Queries, Tokens
 
-# Attention over a latent cache: no key or value of a head is made; the up-projections go to the query and the
-# output.
+# Attention over a latent cache. It forms no key or value of a head; the up-projections are applied to the query and to
+# the output instead.
 #
 # q_h·k_h,s = (W_uk^hᵀ q_h)·c_s + q_r,h·k_r,s and Σ_s p_s v_h,s = W_uv^h Σ_s p_s c_s, so a cached token is c_s and
-# k_r,s. A norm on the keys keeps that form if all it does is divide k_h by a size and multiply by a gain that heads
-# share: (g∘k_h)/size = the gain of the plain part put on q_h, that of the rotated part on k_r before it is cached,
-# and 1/size on the logit.
+# k_r,s. A norm on the keys keeps this form if it only divides k_h by a size and multiplies by a gain that heads share:
+# for (g∘k_h)/size, the gain of the unrotated part is applied to q_h, that of the rotated part to k_r before caching,
+# and 1/size to the logit.
 
 PerKey = Float[Tensor, "b g n"]
 SharedKey = Float[Tensor, "b 1 t r"]
 GainTensor = Float[Tensor, "*gain"]
-BLOCK = 1 << 21  # logits held at once
+BLOCK = 1 << 21  # largest number of logits computed at once
 _WAY_OUT = (
     "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache this norm works as "
     "it is, from recomputed keys and values"
@@ -41,14 +44,14 @@ _WAY_OUT = (
 
 
 def key_norm(spec: AttentionSpec) -> Norm | None:
-    """The norm that a cached key needs its inverse size for, if any."""
+    """Returns the spec's norm if it divides each key by a size, which a cache must then store; else None."""
     norm = spec.norm
     return norm if norm.kind in ("rms", "l2") and "k" in norm.sides else None
 
 
 @functools.cache
 def refuse_latents(spec: AttentionSpec) -> Refusal | None:
-    """The reason why this spec's attention cannot be computed from cached latents, or None."""
+    """Returns the reason why attention under this spec cannot use cached latents, or None."""
     norm = spec.norm
     if not spec.position.keeps:
         return Refusal(
@@ -59,13 +62,13 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     if norm.sides in ("", "q"):
         return None
     if norm.kind == "other":
-        return Refusal(f"nothing is known of the norm {norm.formula()} that would divide it out of a key", _WAY_OUT)
+        return Refusal(f"the norm {norm.formula()} is unknown, so its factor on a key can't be cached", _WAY_OUT)
     if "v" in norm.sides:
         return Refusal("a norm on the values needs the value of every head and token", _WAY_OUT)
     if norm.kind == "layer":
         return Refusal(
             "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
-            "root mean square, and one that does not reach the key the heads share",
+            "root mean square, and that mean can't be subtracted from the key the heads share",
             _WAY_OUT,
         )
     if norm.bias:
@@ -79,20 +82,20 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
 
 
 def check_latents(spec: AttentionSpec) -> None:
-    """Raise RefusedError unless attention under this spec can be computed from cached latents."""
+    """Raises RefusedError unless attention under this spec can use cached latents."""
     refusal = refuse_latents(spec)
     if refusal is not None:
         raise RefusedError(f"MLA cannot attend to cached latents: {refusal}")
 
 
 def key_gain(spec: AttentionSpec, params: Params) -> GainTensor | None:
-    """The factor on normed keys, [d] or [], None for nothing."""
+    """Returns the gain on normed keys, [d] or []; None without one."""
     norm = key_norm(spec)
     return None if norm is None else norm.weight("k", params)
 
 
 def encode(spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params: Params) -> tuple[Queries, SharedKey]:
-    """The encoded q [b h t d], and the shared key's part [b 1 t r] times its gain and rotated."""
+    """Returns encoded q [b h t d], and the shared key part [b 1 t r] with its gain and rotation."""
     gain = key_gain(spec, params)
     if gain is not None and gain.ndim:
         gain = gain[: rotated.shape[-1]]
@@ -105,12 +108,12 @@ def encode(spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params
 
 @functools.cache
 def _query_alone(spec: AttentionSpec) -> AttentionSpec:
-    """The spec that does nothing to keys besides rotating them."""
+    """Returns the spec without its norm of the keys."""
     return spec.replace(norm=spec.norm.without_keys())
 
 
 def inverse_size(norm: Norm, k: HeadTensor) -> PerKey:
-    """The factor of the norm on each raw key [b h t d]: [b h t], or [b 1 t] where it is over all heads at once."""
+    """Returns the norm's factor on each raw key [b h t d]: [b h t], or [b 1 t] for a norm over all heads."""
     if norm.over == "layer":
         k = k.transpose(1, 2).flatten(2)[:, None]
     return norm.inverse(k)[..., 0]
@@ -119,7 +122,7 @@ def inverse_size(norm: Norm, k: HeadTensor) -> PerKey:
 def absorb(
     q: Queries, up: Float[Tensor, "h n l"], gain: GainTensor | None, rope_dim: int
 ) -> Float[Tensor, "b h t latent"]:
-    """[b h t l+r]: the plain part of encoded queries through W_uk^h, rows of `up` [h n l], then the rotated part."""
+    """Returns [b h t l+r]: the unrotated part of q multiplied by W_uk^h (`up` [h n l]), then the rotated part."""
     rotated, plain = q[..., :rope_dim], q[..., rope_dim:]
     if gain is not None:
         plain = plain * (gain[rope_dim:] if gain.ndim else gain)
@@ -127,10 +130,12 @@ def absorb(
 
 
 def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -> Float[Tensor, "b h t l"]:
-    """Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r], cached k [b 1 s l+r] and c, its first l numbers, as v.
+    """Returns Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r] and cached keys [b 1 s l+r]; c is their first
+    part.
 
-    In float32 or wider, O(T) memory. `inverse` [b h|1 s] multiplies the logits before mask and cap; `head_dim` is
-    that of the formula, which the scale goes by. The compiled kernel takes the calls that it can, without a gradient.
+    Computed in float32 or wider with O(T) memory. `inverse` [b h|1 s] multiplies the logits before mask and cap.
+    `head_dim` is the head size of the formula, which determines the scale. The compiled kernel takes supported calls
+    without gradient.
     """
     kind = wide(call.q.dtype)
     with torch.autocast(call.q.device.type, enabled=False):
@@ -156,7 +161,7 @@ def _block(call: AttentionCall, q: Tensor, k: Tensor, inverse: Tensor | None, ro
     return average(F.dropout(weights, call.dropout) if call.dropout else weights, k[..., : call.v.shape[-1]])
 
 
-# Multi-head latent attention: q and k come from small latents, a part of each rotated; a cache holds the latents.
+# The module: q and k come from small latents, part of each is rotated, and a cache holds the latents.
 
 NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
 
@@ -165,30 +170,36 @@ NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
 class LatentSizes:
     """Sizes of multi-head latent attention, each at least 1."""
 
-    q_latent: int | None = 32  #: numbers of the queries' latent; None: straight from the input (DeepSeek-V2-Lite)
-    kv_latent: int = 24  #: numbers of the latent of keys and values
+    q_latent: int | None = 32  #: width of the queries' latent; None: q comes straight from the input (DeepSeek-V2-Lite)
+    kv_latent: int = 24  #: width of the latent of keys and values
     rope_dim: int = 8  #: r, rotated numbers of a head
-    nope_dim: int = 8  #: numbers of a head that are not rotated
+    nope_dim: int = 8  #: unrotated numbers of a head
     value_dim: int = 16  #: numbers of one head's value
 
 
 @final
 class MLA(SpecModule):
-    """Latents: q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h c_kv, c = W_d x.
+    """Multi-head latent attention: q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h
+    c_kv.
 
-    The rotated key is one for all heads. `latent_norm` puts an RMS norm on the latents (DeepSeek-V2/V3); then the
-    down-projections no longer scale the logits. The order inside a head is [rotated, plain], so the spec's RoPE (base
-    10,000 if it has no position) rotates just the first part; only its share is set here.
+    Latents are c = W_d x. The rotated key is shared by all heads. `latent_norm` puts an RMS norm on the latents
+    (DeepSeek-V2/V3), after which the down-projections no longer scale the logits. A head is ordered [rotated,
+    unrotated], so the spec's RoPE (base 10,000 if it has no position) rotates the first part; the module sets only its
+    share.
 
-    Without a cache keys and values of every head are made. With one (`new_cache()`) a token leaves c_kv and R W_kr x
-    behind, and later tokens attend to those as they are: see `qkeel.nn.mla`, also for the norms that allow it.
-
-    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    Without a cache, keys and values of every head are computed. With a cache (`new_cache()`), a token stores c_kv and
+    R W_kr x, and later tokens attend to these directly: see `qkeel.nn.mla`, also for the norms that allow it.
 
     Args:
-        d_model: the width m of the input. n_heads: heads of q, k and v. sizes: default `LatentSizes()`. spec: what
-            attention computes, default `AttentionSpec()`. latent_norm: whether latents are normed. dropout: on the
-            weights, in training. impl: a kernel's name or "auto".
+        d_model: width m of the input.
+        n_heads: heads of q, k and v.
+        sizes: default `LatentSizes()`.
+        spec: default `AttentionSpec()`.
+        latent_norm: whether latents are normed.
+        dropout: on the attention weights, in training.
+        impl: a kernel's name or "auto".
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
     def __init__(
@@ -230,7 +241,7 @@ class MLA(SpecModule):
         mask: GivenMask | None = None,
         pos: Tokens | None = None,
     ) -> Hidden:
-        """Maps x [b t m] to [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
+        """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds the latents of the tokens before x."""
         check_input(x, self.d_model, self.kv_down)
         q_latent, latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
         q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
@@ -242,29 +253,30 @@ class MLA(SpecModule):
         return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
-        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling.
+        """Returns an empty cache for one batch; reserves `max_length` tokens at once, or doubles when full.
 
-        Raises: RefusedError where the norm needs more of a key than a cache of latents has.
+        Raises:
+            RefusedError: the norm needs more of a key than a latent cache stores.
         """
         check_latents(self.spec)
         return LatentCache(max_length)
 
     def _keys(self, latent: Tensor, shared: Tensor) -> Tensor:
-        """Keys of every head [b h s d] of latents [b s l] and the shared part [b 1 s r]."""
+        """Returns the keys of every head [b h s d] from latents [b s l] and the shared part [b 1 s r]."""
         return torch.cat([shared.expand(-1, self.n_heads, -1, -1), self._heads(self.k_up(latent))], dim=-1)
 
     def _cached(
         self, cache: LatentCache, new: NewTokens, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
     ) -> Tensor:
-        """Attention of new queries, latents and shared keys to all tokens so far: [b t h·d']."""
+        """Attends from new queries to all tokens so far: [b t h·e]."""
         self._check(cache, mask, pos)
         first, (core, left) = not cache.length, self.spec.core(self.spec_params())
         q, held, inverse, at = self._remember(cache, *new, pos)
-        # A single query at the end sees every key, so there is no mask to make.
+        # A single query at the end sees every key, so it needs no causal mask.
         causal = causal and (at is not None or q.shape[2] > 1)
         seen = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
         if first and q.shape[2] > 1:
-            # Among the first tokens a pair costs less with keys of d numbers than with latents.
+            # Among the first tokens, a product with d numbers per key costs less than one with latents.
             return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, seen=seen)
         if self.observers:
             observed = seen.call(core, q, *self._materialised(held, inverse), left)
@@ -280,7 +292,7 @@ class MLA(SpecModule):
     def _remember(
         self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: GivenPosQ | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Put new tokens into the cache: encoded q, all that is held, inverse sizes, own positions of q."""
+        """Caches new tokens; returns encoded q, all cached tokens, inverse sizes, and the positions of q if given."""
         norm, at = key_norm(self.spec), cache.next_positions(q, pos)
         inverse = None if norm is None else inverse_size(norm, self._keys(latent, shared))
         encoded, rotated = encode(self.spec, q, shared, at, self.spec_params())
@@ -289,17 +301,17 @@ class MLA(SpecModule):
         return encoded.to(q.dtype), held, inverse, None if cache.pos is None else at
 
     def _materialised(self, held: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Encoded keys [b h s d] and values [b h s d'] of cached tokens, as they would be without the cache."""
+        """Returns encoded keys [b h s d] and values [b h s e] of cached tokens, as without a cache."""
         latent, rotated = held[:, 0].split([self.sizes.kv_latent, self.sizes.rope_dim], dim=-1)
         k, gain = self._keys(latent, rotated[:, None]), key_gain(self.spec, self.spec_params())
         if gain is not None:
             plain = gain[self.sizes.rope_dim :] if gain.ndim else gain
-            k[..., self.sizes.rope_dim :] *= plain.to(k.dtype)  # that of the rotated part is in the cache
+            k[..., self.sizes.rope_dim :] *= plain.to(k.dtype)  # the cache already has the gain of the rotated part
         v = self._heads(self.v_up(latent))
         return k if inverse is None else (k * inverse[..., None]).to(k.dtype), v
 
     def _up(self, name: str) -> Tensor:
-        """An up-projection's weight as [heads rows latent]."""
+        """Returns an up-projection's weight as [heads rows latent]."""
         layer = self.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         return layer.weight.unflatten(0, (self.n_heads, -1))
@@ -324,7 +336,7 @@ class MLA(SpecModule):
 
 
 def _rotating(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
-    """The spec with a RoPE that rotates the first part of each head."""
+    """Returns the spec with a RoPE that rotates the first part of each head."""
     rope = Rope() if spec.position.kind == "none" else spec.position.rope
     if rope is None:
         taken = spec.position.formula()

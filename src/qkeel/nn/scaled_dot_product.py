@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention with qkeel's kernels under it: the same arguments, shapes and errors."""
+"""F.scaled_dot_product_attention on qkeel's kernels, with the same arguments, shapes and errors."""
 
 from __future__ import annotations
 
@@ -34,33 +34,39 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "*batch t e"]:
-    """Returns softmax(scale · q kᵀ + mask) v, as torch's function of this name; `qkeel.nn.functional_attention`.
+    """Returns softmax(scale · q kᵀ + mask) v, a drop-in for torch's function; public as
+    `qkeel.nn.functional_attention`.
 
-    On a CPU it is the compiled attention where that takes the call, from which a watched model's largest logits and
-    entropies come for nothing; everything else (dropout, autocast, float64, subclasses, torch.func, torch.compile, a
-    GPU) goes to torch's function. It is seen, bounded, clipped and changed by remedies as that is.
-
-    >>> q = torch.ones(1, 2, 3, 8)
-    >>> torch.equal(scaled_dot_product_attention(q, q, q, is_causal=True), q)
-    True
+    On a CPU, supported calls use qkeel's compiled attention, which gives a watched model's largest logits and entropies
+    at no extra cost. All other calls (dropout, autocast, float64, subclasses, torch.func, torch.compile, a GPU) go to
+    torch's function. Watching, bounds, clipping and remedies treat both alike.
 
     Args:
-        query: [... t d]. key, value: [... s d], [... s e].
+        query: [... t d].
+        key: [... s d].
+        value: [... s e].
         attn_mask: boolean (True = may attend) or added to the logits, broadcast to [... t s].
         dropout_p: probability of dropping a weight.
-        is_causal: query i sees the keys up to i, however many there are; not together with a mask.
-        scale: of the logits, 1/√d by default.
-        enable_gqa: the query heads are a multiple of the key heads.
+        is_causal: query i sees the keys up to i, however many keys there are; excludes a mask.
+        scale: factor on the logits, 1/√d by default.
+        enable_gqa: allows more query heads than key heads, by a whole factor.
 
-    Returns: [... t e], laid out in memory as torch's function does: as the query, if that leaves no gaps.
+    Returns:
+        [... t e], with torch's memory layout: the query's, if that leaves no gaps.
 
-    Raises: what torch's function raises.
+    Raises:
+        Exception: whatever torch's function raises.
+
+    Example:
+        >>> q = torch.ones(1, 2, 3, 8)
+        >>> torch.equal(scaled_dot_product_attention(q, q, q, is_causal=True), q)
+        True
     """
     given = (query, key, value)
     how: Kwargs = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
-    # A mode sees this function. Subclasses know torch's alone, nested tensors above all.
+    # Function modes should see this function. Tensor subclasses, above all nested tensors, only know torch's.
     if has_torch_function_variadic(*given) and all(map(is_plain, given)):
         return handle_torch_function(scaled_dot_product_attention, given, *given, **how)
     kernel, call = _own({"query": query, "key": key, "value": value, **how})
@@ -70,7 +76,8 @@ def scaled_dot_product_attention(
 
 
 def attention_with_rows(given: Kwargs) -> tuple[Outputs, KernelRows | None]:
-    """The same of all arguments by name, and what the compiled attention found of each row; None of other kernels."""
+    """Computes attention from all arguments by name; also returns row statistics if the compiled kernel ran, else
+    None."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
         out, rows = kernel.with_rows(call)
@@ -79,7 +86,7 @@ def attention_with_rows(given: Kwargs) -> tuple[Outputs, KernelRows | None]:
 
 
 def attention_with_logsumexp(given: Kwargs) -> tuple[Outputs, PerRow | None]:
-    """The same of all arguments by name, and the logsumexp of each row [b h t]; None of other kernels."""
+    """Computes attention from all arguments by name; also returns row logsumexps [b h t] if the compiled kernel ran."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
         out, lse = kernel.with_logsumexp(call)
@@ -88,7 +95,7 @@ def attention_with_logsumexp(given: Kwargs) -> tuple[Outputs, PerRow | None]:
 
 
 def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
-    """The compiled kernel for a call and the call; None where torch's own function is the one to compute it."""
+    """Returns the compiled kernel and its call, or None and None if torch's function must compute it."""
     q, k, v, mask, causal = (given[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
     if torch.compiler.is_compiling() or not (is_plain(q) and q.is_cpu and _fit(q, k, v, mask, given["enable_gqa"])):
         return None, None
@@ -97,7 +104,7 @@ def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, Atten
     t, s, scale = q.shape[2], k.shape[2], given["scale"]
     if (causal and s < t) or not (q.numel() and v.numel()) or not (scale is None or math.isfinite(scale)):
         return None, None
-    if causal and s > t:  # torch aligns the first query to the first key
+    if causal and s > t:  # torch aligns the first query with the first key
         k, v = k[:, :, :t], v[:, :, :t]
     spec = _spec(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
@@ -107,16 +114,16 @@ def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, Atten
 
 
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
-    """The output [b h t e] with its dimensions in memory in the order of the query's, copied where they are not."""
+    """Arranges the dimensions of out [b h t e] in memory in the order of the query's."""
     if out.shape[-1] != query.shape[-1]:
-        return out.contiguous()  # torch writes such attention out, as a product of matrices
+        return out.contiguous()  # torch computes such attention as plain matrix products
     order = sorted(range(4), key=lambda i: (-query.stride(i), i))
     back = sorted(range(4), key=order.__getitem__)
     return out.permute(order).contiguous().permute(back)
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
-    """Returns whether the shapes and dtypes are those of attention over one batch of heads, and torch takes them."""
+    """True if shapes and dtypes are those of attention over one batch of heads that torch accepts too."""
     if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         return False
     if not (q.device == k.device == v.device and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]):

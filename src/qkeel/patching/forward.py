@@ -1,4 +1,4 @@
-"""How a module's forward is entered, exchanged and given back."""
+"""Replaces and hooks forward passes: functions by their code, one module's forward, a model's outermost calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from qkeel.patching.modes import (
     compiler_loaded,
     hooks_before,
     inferring_shapes,
-    is_compiled,
     recomputing,
     run_uncompiled,
     running_frames,
@@ -36,31 +35,32 @@ from qkeel.patching.modes import (
     unguarded,
 )
 
-# A Python function whose code object is exchanged, so that calls through every alias of it are seen.
+# Replaces the code object of a Python function, so that calls through every alias of it are seen.
 #
 # A function is imported by name into other modules and kept in attributes, closures, partials and `torch.compile`
-# wrappers: replacing one attribute would miss most callers. Here the function object stays what it is. What runs in
-# the end is the same code object as before, so what was compiled for it is used again.
+# wrappers, so replacing one attribute would miss most callers. Here the function object stays the same, and the
+# original code object still runs in the end, so code compiled for it is reused.
 
-# A global of the function's module as long as its code is exchanged: what the new code calls.
+# Name of a global in the function's module that the new code calls.
 _NAME = "_qkeel_exchanged_"
 _LOCK = threading.Lock()
 
 CallArguments = tuple[list[Any], dict[str, Any]]  # by position and by name
-# Arguments, what is to be closed when the call is over, what gets the result when it has returned, and what makes of
-# that what the caller asked for, where it is something else.
+# Arguments; a stack to close when the call ends; a function that receives the result; and one that converts the result
+# for the caller, if needed.
 Begun = tuple[CallArguments, ExitStack, Callable[[object], None], Callable[[object], object] | None]
-# Gets the function and the arguments of a call.
+# Receives the function and the arguments of a call.
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | None]
 
-# Per thread: what calls `begin` and the ends; None where nobody looks.
+# Per thread: the guard that calls `begin` and the callbacks; None if nobody observes.
 GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("qkeel_guard_of_calls", default=None)
 
 
 @final
 class ExchangedCode:
-    """A function with other code: where there is a GUARD that calls `begin`, then its own code, then what `begin`
-    has returned. Torch's compiler takes no part in what the guard calls.
+    """A function whose code is replaced: with a GUARD, calls run `begin`, the original code, and `begin`'s callbacks.
+
+    torch.compile does not trace what the guard calls.
     """
 
     def __init__(self, function: types.FunctionType, begin: Begin) -> None:
@@ -74,7 +74,7 @@ class ExchangedCode:
         uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
         forward, enter = _forwarding(self.code, name), self._entrance(begin, uncompiled)
         if compiler_loaded():
-            # Called by a compiled wrapper, the compiler is to take up the function itself, not what stands before it.
+            # If a compiled wrapper calls it, the compiler should trace the original function, not this entrance.
             run_uncompiled(forward, enter.__code__)
         function.__globals__[name] = enter
         vars(function)[_NAME] = self
@@ -99,7 +99,7 @@ class ExchangedCode:
         return enter  # type: ignore[return-value]
 
     def release(self) -> None:
-        """One holder less; without any the function is as it was."""
+        """Drops one user; restores the function after the last one."""
         with _LOCK:
             self._holders -= 1
             if self._holders == 0:
@@ -107,20 +107,20 @@ class ExchangedCode:
                 del self.function.__globals__[_NAME + self.function.__name__], vars(self.function)[_NAME]
 
     def hold(self) -> ExchangedCode:
-        """One holder more."""
+        """Adds one user."""
         self._holders += 1
         return self
 
 
 def exchange(function: types.FunctionType, begin: Begin) -> ExchangedCode:
-    """The function with its code exchanged; what it has already, if it is. To be given back by `release()`.
+    """Replaces a function's code, or joins an existing replacement; undo with `release()`.
 
     Args:
-        function: whose code is to be exchanged.
-        begin: gets its calls, unless an earlier one still does.
+        function: the function to observe.
+        begin: receives its calls, unless an earlier replacement is still installed.
 
     Raises:
-        SyntaxError, TypeError, ValueError: its code has a form that is not foreseen.
+        SyntaxError, TypeError, ValueError: the function's signature is not supported.
     """
     with _LOCK:
         held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(function, begin)
@@ -129,7 +129,7 @@ def exchange(function: types.FunctionType, begin: Begin) -> ExchangedCode:
 
 @functools.lru_cache(maxsize=32)
 def _forwarding(code: types.CodeType, name: str) -> types.CodeType:
-    """Code that takes the arguments that `code` takes and gives them to `name`, as a list and a dict."""
+    """Compiles code with the same parameters as `code` that passes them to `name` as a list and a dict."""
     n = code.co_argcount + code.co_kwonlyargcount
     first, named = code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount : n]
     rest = list(code.co_varnames[n:])
@@ -142,16 +142,16 @@ def _forwarding(code: types.CodeType, name: str) -> types.CodeType:
     return made.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
 
 
-# A replacement of one module's forward, kept as an attribute of the instance: torch.compile sees it come and go.
+# Replaces one module's forward by an attribute of the instance.
 #
-# Not a forward hook: code compiled before a hook was registered, or while it was there, does not notice that it came
-# or went; an instance's own `forward` is guarded.
+# Forward hooks would not do: compiled code does not notice that a hook was added or removed, but it has a guard on the
+# instance's own `forward`.
 
 _FORWARD = "forward"
 
 
 class InstanceForward(abc.ABC):
-    """A callable in place of the forward of `module`. Copied and pickled with its module."""
+    """A callable in place of the forward of `module`; copied and pickled with the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -159,25 +159,25 @@ class InstanceForward(abc.ABC):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that it replaces: inspect.signature shows that one's parameters."""
+        """The replaced forward, so that inspect.signature shows its parameters."""
         return types.MethodType(type(self.module).forward, self.module) if self.before is None else self.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
 
     def replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the forward that it replaces."""
+        """Calls the replaced forward."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @abc.abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of the module's forward."""
+        """Runs one call of the module's forward."""
 
 
 def forwards_of(module: nn.Module) -> Iterator[InstanceForward]:
-    """The replacements of a module's forward, the outermost first."""
+    """Yields the replacements of a module's forward, outermost first."""
     at = module.__dict__.get(_FORWARD)
     while isinstance(at, InstanceForward):
         yield at
@@ -185,13 +185,13 @@ def forwards_of(module: nn.Module) -> Iterator[InstanceForward]:
 
 
 def put_in_place(new: InstanceForward) -> Handle:
-    """Lets its module's calls go to it; the handle takes it out."""
+    """Installs a replacement; the handle removes it."""
     new.module.__dict__[_FORWARD] = new
     return Handle(lambda: take_out(new))
 
 
 def take_out(old: InstanceForward) -> None:
-    """Lets its module's forward be what it was before, from inside others if need be."""
+    """Removes a replacement, also from below others."""
     module = old.module
     outer = next((f for f in forwards_of(module) if f.before is old), None)
     if outer is not None:
@@ -202,7 +202,7 @@ def take_out(old: InstanceForward) -> None:
         del module.__dict__[_FORWARD]
 
 
-# Hooks around the outermost call of a model, eager or compiled, that its copies and pickles leave behind.
+# Hooks around a model's outermost call, eager or compiled. Copies and pickles of the model do not include them.
 
 _OVERLAP = (
     "several threads call {} at once: of passes that overlap, the one that began first is measured and the others are "
@@ -215,18 +215,18 @@ Kwargs = Mapping[str, Any]
 class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
-    Not around those that gradient checkpointing repeats in the backward pass, nor those by which a pipeline finds out
-    shapes, nor those that overlap with one of another thread (a warning says so), nor those of a forked process, nor
-    where a larger compiled function calls the model. What `before` and `after` raise never reaches the model's caller.
+    Skipped are calls that gradient checkpointing repeats in the backward pass, calls by which a pipeline infers shapes,
+    calls that overlap with one in another thread (with a warning), calls in a forked process, and calls inside a larger
+    compiled function. Exceptions of `before` and `after` never reach the model's caller.
 
     Args:
-        model: the user's own, or what torch.compile or DistributedDataParallel made of it.
-        before: `compiled` says that the pass runs compiled code, which nothing may be put around: a mode would
-            recompile it and change its numbers.
-        after: `failed` says that the pass ended in an exception; after an interrupt that becomes known when the next
+        model: the user's model, or its wrapper by torch.compile or DistributedDataParallel.
+        before: `compiled` is True if the pass runs compiled code. No mode may be entered then, since it would recompile
+            the code and change its numbers.
+        after: `failed` is True if the pass raised an exception. After an interrupt this becomes known when the next
             pass begins, or at `remove()`.
         guard: calls them.
-        owner: on whose behalf; see `owners`.
+        owner: the object on whose behalf the hooks act; see `owners`.
     """
 
     def __init__(
@@ -243,12 +243,12 @@ class ForwardPasses(Handle):
         self._tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
-        self._lock, self._warned = threading.Lock(), False  # of the two
+        self._lock, self._warned = threading.Lock(), False  # the lock guards _depth and _pass
         self._pass: _Running | None = None
-        self.around = ExitStack()  # closed at the end of the pass that is under way, whatever fails
-        # The hook runs as it is instead of being compiled away, and nothing that it calls is compiled.
+        self.around = ExitStack()  # closed at the end of the current pass, even if it fails
+        # Keeps the compiler from inlining the hooks and from compiling what they call.
         run_uncompiled(_DormantHook.__call__.__code__)
-        enter, leave = (_DormantHook(torch.compiler.disable(f), owner) for f in (self._enter, self._leave))
+        enter, leave = (_DormantHook(f, owner) for f in (self._enter, self._leave))
         self._hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
@@ -258,7 +258,7 @@ class ForwardPasses(Handle):
 
     @property
     def busy(self) -> bool:
-        """True if a pass of the model, or an extra one, is under way."""
+        """True if a pass of the model, or an extra pass, is running."""
         return self._depth > 0 or bool(_EXTRA.get())
 
     def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs, compiled: bool) -> None:
@@ -276,11 +276,11 @@ class ForwardPasses(Handle):
         if elsewhere:
             self._tell_overlap()
         elif self._depth == 1:
-            compiled = compiled or self._tree.any_compiled() or any(map(is_compiled, self._wrappers()))
+            compiled = compiled or self._tree.any_compiled()
             self._guard(self._before, args, kwargs, compiled)
 
     def _in_another_thread(self) -> bool:
-        """True if the pass that is under way is one of another thread."""
+        """True if the running pass belongs to another thread."""
         return self._pass is not None and self._pass.thread != threading.get_ident()
 
     def _tell_overlap(self) -> None:
@@ -300,27 +300,23 @@ class ForwardPasses(Handle):
         try:
             self._guard(self.around.close)
             self._guard(self._after, output, failed)
-        finally:  # an interrupt in one of them ends the pass as well
+        finally:  # also after an interrupt in one of them
             with self._lock:
                 self._depth, self._pass = 0, None
-        # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.
+        # After a failure torch iterates over the hooks themselves, not a copy, so they stay for now, disabled.
         if not self.active and not failed:
             self._unhook()
 
     def _end_abandoned(self) -> None:
-        """An interrupt leaves a pass without calling its hooks."""
+        """Ends a pass that an interrupt left without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
             self._end(None, failed=True)
-
-    def _wrappers(self) -> list[nn.Module]:
-        """The modules of the model that torch.compile returned."""
-        return [m for _, m in self._tree.of_kind(torch._dynamo.OptimizedModule)] if compiler_loaded() else []
 
     def _here(self) -> bool:
         return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()
 
     def _unhook(self) -> None:
-        # In the middle of a forward pass its end must still be seen; the hooks go then.
+        # A running pass still needs its end hook, which then removes the hooks.
         self._end_abandoned()
         if not self._depth:
             for hook in self._hooks:
@@ -330,7 +326,8 @@ class ForwardPasses(Handle):
 
 @contextmanager
 def extra_pass(owner: object) -> Iterator[None]:
-    """While it lasts no pass is seen by anyone: it is an extra one, which `owner` makes to observe a model."""
+    """Hides passes in this context from all ForwardPasses: they are extra passes, which `owner` makes to observe a
+    model."""
     token = _EXTRA.set((*_EXTRA.get(), owner))
     try:
         yield
@@ -339,30 +336,34 @@ def extra_pass(owner: object) -> Iterator[None]:
 
 
 def extra_of_another(owner: object) -> bool:
-    """True if what runs now is an extra pass that somebody else makes."""
+    """True if the current pass is an extra pass of another owner."""
     return bool(_EXTRA.get()) and _EXTRA.get()[-1] is not owner
 
 
-# Per thread: whose extra passes are under way.
+# Per thread: the owners of the extra passes that are running.
 _EXTRA: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("qkeel_extra_passes", default=())
 
 
 class _Running:
-    """The call of a model that is under way: whether it still is, and whether it is being left by an exception."""
+    """The running call of a model."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.error = sys.exception()  # one that is being handled around the call
-        self.frame = next((f for f in running_frames() if f.f_code.co_filename == calls.__file__), None)
+        self.error = sys.exception()  # an exception that was already being handled before the call
+        # The innermost running call of a module, found without a Python call per frame.
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != calls.__file__:
+            frame = frame.f_back
+        self.frame = frame
 
     @property
     def failing(self) -> bool:
-        """True if an exception is on its way out of it."""
+        """True if an exception is leaving the call."""
         return sys.exception() not in (None, self.error)
 
     @property
     def abandoned(self) -> bool:
-        """True if it is over, though nothing reported it."""
+        """True if the call has ended without its end hook."""
         return (
             self.frame is not None
             and self.thread == threading.get_ident()
@@ -371,17 +372,21 @@ class _Running:
 
 
 class _DormantHook:
-    """A hook that does nothing inside compiled code, and that copies and pickles of a model leave behind."""
+    """A hook that does nothing inside compiled code, and that copies and pickles of a model drop."""
 
     def __init__(self, act: Any, owner: object) -> None:
         self.act, self.owner = act, owner
+        self.uncompiled = torch.compiler.disable(act)
 
     def __call__(self, module: nn.Module, args: object, last: object) -> None:
         if torch.compiler.is_compiling():
             return
-        # Read here and not in a function, whose frame torch's compiler would compile: whether it stands ready to.
+        # Inlined, since torch.compile would compile a function's frame: is the compiler about to compile this call?
         ready = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore[reportAttributeAccessIssue]
-        self.act(module, args, last, ready is not None and ready is not False)
+        if ready is None or ready is False:
+            self.act(module, args, last, False)
+        else:
+            self.uncompiled(module, args, last, True)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle
@@ -391,18 +396,19 @@ class _DormantHook:
 
 
 def idle(*_: object) -> None:
-    """A hook that does nothing: what copies and pickles of a model have in the place of qkeel's."""
+    """A hook that does nothing; it replaces qkeel's in copies and pickles of a model."""
 
 
 def get_idle() -> Callable[..., None]:
-    """Returns `idle`; a pickle refers to this function by its name."""
+    """Returns `idle`; pickles refer to this function by name."""
     return idle
 
 
 @contextmanager
 def joining(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
-    """ForwardPasses that are put on a model in here, where a pass of it begins, see this pass too: torch has made its
-    list of hooks before."""
+    """Lets ForwardPasses that are installed inside this context, while a pass of the model begins, see that pass too.
+
+    torch has already made its list of hooks by then."""
     known = set(hooks_before(model))
     yield
     for number, hook in list(hooks_before(model).items()):
@@ -411,13 +417,13 @@ def joining(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
 
 
 def owners(model: nn.Module) -> list[object]:
-    """The owners of the ForwardPasses of this model, through a wrapper or not."""
+    """Returns the owners of a model's ForwardPasses, wrapped or not."""
     hooks = [h for m in {model, unwrapped(model)} for h in hooks_before(m).values()]
     return [h.owner for h in hooks if isinstance(h, _DormantHook)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile's, DistributedDataParallel's and DataParallel's wrappers."""
+    """Returns the user's module inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
     while True:
         model = uncompiled(model)
         if not isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):

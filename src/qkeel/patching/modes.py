@@ -1,12 +1,11 @@
-"""Modes of torch, the state of its compiler, its private operators, wrappers of parallel training, and the guard that
-keeps
-a fault of the watcher from the run.
-"""
+"""Modes of torch, tables of modules, private operators, compiler and process state, and guards against faults."""
 
 from __future__ import annotations
 
 import abc
+import contextvars
 import functools
+import inspect
 import re
 import sys
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor, distributed, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.algorithms.join import Joinable
+from torch.nn import functional as F
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-# The guard around everything that is called while somebody trains: what fails in it reaches nobody.
+# Guards around everything that qkeel calls during training, so that its faults do not reach the training.
 
 T = TypeVar("T")
 Guarded = Callable[..., Any]  # called as guard(function, *arguments)
@@ -47,22 +47,22 @@ Guarded = Callable[..., Any]  # called as guard(function, *arguments)
 
 @final
 class FaultGuard:
-    """Calls functions so that no exception of theirs reaches the caller.
+    """Calls functions so that none of their exceptions reaches the caller.
 
-    The first is kept in `error`, one warning reports it, and each function of `off` is called, to switch off what
-    failed. Later ones are dropped: the warning has reported that nothing more is measured. Interrupts
-    (KeyboardInterrupt, SystemExit) are not faults and pass.
+    The first exception is kept in `error`, reported in one warning, and followed by a call of each function in `off`,
+    which switch off what failed. Later exceptions are dropped. Interrupts (KeyboardInterrupt, SystemExit) pass through.
 
-    >>> guard = FaultGuard("the watcher is off: {}")
-    >>> guard(int, "7")
-    7
+    Example:
+        >>> guard = FaultGuard("the watcher is off: {}")
+        >>> guard(int, "7")
+        7
     """
 
     def __init__(self, words: str, *off: Callable[[], None]) -> None:
-        """`words`: of the warning, with {} in place of what went wrong."""
+        """Takes the text of the warning, with {} for the fault, and the functions that switch things off."""
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
-        self.seconds = 0.0  # of the host's time in the functions that were called, nested ones counted once
+        self.seconds = 0.0  # host time spent in guarded functions, nested calls counted once
         self._inside = False
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
@@ -83,7 +83,7 @@ class FaultGuard:
         try:
             text = str(error) if isinstance(error, QkeelError) else f"{type(error).__name__}: {error}"
             caution(self.words.format(text))
-        except Exception:  # the stack or the memory is still full: the next fault is reported
+        except Exception:  # the stack or the memory is still exhausted; the next fault will be reported
             return
         self.error = error
         for act in self.off:
@@ -92,8 +92,8 @@ class FaultGuard:
 
 @final
 class DeferredError:
-    """A guard that keeps the first exception for `settle`: what it is raised in continues as if nothing had been asked,
-    since other processes wait for it."""
+    """A guard that keeps the first exception until `settle`, so that the caller continues: other processes wait for
+    it."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -106,29 +106,45 @@ class DeferredError:
             return None
 
     def settle(self) -> None:
-        """Raises what was kept."""
+        """Raises the kept exception, if any."""
         if self.error is not None:
             raise self.error
 
 
 def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
-    """The function in the thread that runs now; in any other nothing. For hooks of a pass on modules that other threads
-    may call meanwhile."""
+    """Restricts a function to the current thread; elsewhere it does nothing. For hooks on modules that other threads
+    may call at the same time."""
     own = threading.get_ident()
     return lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None
 
 
+def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
+    """Returns the function with gradients turned off. torch.no_grad() as a decorator takes ten Python calls for each
+    call, too many for what every step calls."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
+
+
 def unguarded(act: Callable[..., T], *args: object) -> T:
-    """Calls a function; what it raises reaches the caller, who asked for the answer."""
+    """Calls a function without a guard: exceptions reach the caller."""
     return act(*args)
 
 
-# The tables in which an nn.Module keeps its own parameters, submodules, buffers and hooks, to be read and changed.
+# The tables in which nn.Module keeps parameters, submodules, buffers and hooks.
 #
-# nn.Module's public methods list them, or set one at a time; they neither keep the order of what is put back nor
+# nn.Module's public methods list entries or set one at a time; they neither preserve the order of restored entries nor
 # identify hooks.
 
-# Under which names activation checkpointing and torch.compile keep a module that they wrap.
+# Attribute names of the wrapped module in activation checkpointing and torch.compile.
 WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod")
 TABLES = ("_parameters", "_modules", "_buffers")
 _STATE = "__getstate__"
@@ -139,53 +155,53 @@ _HOOKS = (
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters by name; what is written to it is the module's."""
+    """Returns the module's own table of parameters; writes change the module."""
     return module._parameters
 
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's own submodules by name; what is written to it is the module's."""
+    """Returns the module's own table of submodules; writes change the module."""
     return module._modules
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by name; what is written to it is the module's."""
+    """Returns the module's own table of buffers; writes change the module."""
     return module._buffers
 
 
 def is_made(module: nn.Module) -> bool:
-    """True if nn.Module.__init__ ran: one that is still being made, or only looks like one, has no tables."""
+    """True if nn.Module.__init__ has run, so that the tables exist."""
     return TABLES[1] in vars(module)
 
 
 def names_in_use(module: nn.Module) -> set[str]:
-    """The names of everything that the module itself holds."""
+    """Returns the names of all attributes, parameters, submodules and buffers of the module."""
     return {*vars(module), *module._parameters, *module._modules, *module._buffers}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A copy of the module's attributes but for those three tables."""
+    """Returns a copy of the module's attributes without the three tables."""
     return {name: value for name, value in vars(module).items() if name not in TABLES}
 
 
 def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The hooks that run before the module's forward, in their order."""
+    """Returns the module's forward pre-hooks in order."""
     return module._forward_pre_hooks
 
 
 def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The hooks that run after the module's forward, in their order."""
+    """Returns the module's forward hooks in order."""
     return module._forward_hooks
 
 
 def put_hooks(
     module: nn.Module, key: object, before: Callable[..., None] | None, after: Callable[..., None]
 ) -> list[dict[Any, Any]]:
-    """Puts a hook before and one after the module's forward, under a key of the caller's own; returns the tables that
-    hold the key now, to be taken out of. For many modules a step: torch's own registration takes ten times as long.
+    """Installs hooks before and after the module's forward, under the caller's key; returns the tables to remove it
+    from.
 
-    before(module, args, kwargs) comes before all other hooks; with it after(module, args, output) is called after an
-    exception too.
+    Made for many modules per step: torch's own registration takes ten times as long. before(module, args, kwargs) runs
+    before all other hooks; if it is given, after(module, args, output) also runs after an exception.
     """
     tables: list[Any] = [module._forward_hooks]
     module._forward_hooks[key] = after  # type: ignore[index]
@@ -203,16 +219,16 @@ def put_hooks(
 
 
 def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
-    """Removes the hooks after the module's forward but for those whose numbers are `kept`."""
+    """Removes the module's forward hooks except those numbered `kept`."""
     for number in [number for number in module._forward_hooks if number not in kept]:
         for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
             table.pop(number, None)
 
 
 class ModuleTree:
-    """The modules of a model with their names, walked again only where something in the tree is another than before.
+    """The modules of a model by name, listed again only if the tree has changed.
 
-    To compare the tree takes no call of Python for a module, to walk it ten.
+    Comparing the tree needs no Python call per module, listing it ten.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -223,39 +239,52 @@ class ModuleTree:
         self._of_kind: dict[object, list[tuple[str, nn.Module]]] = {}
 
     def named(self) -> list[tuple[str, nn.Module]]:
-        """Every module once, with its name, as `named_modules()` gives them."""
+        """Returns every module once with its name, like `named_modules()`."""
         if not self._held or [*map(tuple, map(dict.items, self._tables))] != self._held:
             self._named = [*self._model.named_modules()]
             tables = [module._modules for _, module in self._named]
             self._of_kind.clear()
-            if all(isinstance(table, dict) for table in tables):  # those of scripted modules are not
+            if all(isinstance(table, dict) for table in tables):  # scripted modules have other tables
                 self._tables, self._held = tables, [*map(tuple, map(dict.items, tables))]
             else:
                 self._tables, self._held = [], []
         return self._named
 
     def of_kind(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-        """Those that are of one of these classes."""
-        named = self.named()
+        """Returns the modules that are instances of these classes."""
+        self.named()
+        return self._kind(kinds)
+
+    def _kind(self, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
         if kinds not in self._of_kind:
-            self._of_kind[kinds] = [(name, module) for name, module in named if isinstance(module, kinds)]
+            self._of_kind[kinds] = [(name, module) for name, module in self._named if isinstance(module, kinds)]
         return self._of_kind[kinds]
 
+    def first_parameter(self) -> nn.Parameter | None:
+        """The first parameter of the modules as they were when somebody last asked for them; None without any."""
+        for _, module in self._named or self.named():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    return parameter
+        return None
+
     def any_compiled(self) -> bool:
-        """Returns whether the `compile()` of one of the modules was called."""
-        return any([module._compiled_call_impl is not None for _, module in self.named()])  # noqa: C419
+        """True if calls of one of the modules run compiled code."""
+        if any([module._compiled_call_impl is not None for _, module in self.named()]):  # noqa: C419
+            return True
+        return compiler_loaded() and bool(self._kind((torch._dynamo.OptimizedModule,)))
 
 
 @final
 class _StoredState:
-    """A module's state without some of its hooks; it stands in the module's own `__dict__`, and leaves itself out."""
+    """A module's `__getstate__` without some of its hooks. It is stored in the module's `__dict__` and omits itself."""
 
     def __init__(self, module: nn.Module, own: type) -> None:
         self.module, self.own = module, own
 
     def __call__(self) -> object:
         found = type(self.module).__getstate__(self.module)
-        if type(found) is not dict:  # the class has a state of its own making
+        if type(found) is not dict:  # the class defines its own state
             return found
         left = {name: value for name, value in found.items() if value is not self}
         gone = {n for table in _HOOKS[:2] for n, hook in left.get(table, {}).items() if isinstance(hook, self.own)}
@@ -266,16 +295,16 @@ class _StoredState:
 
 
 def store_without(module: nn.Module, own: type) -> None:
-    """Has copies and pickles of a module leave out its forward hooks of the class `own`, as if nobody had put them on.
+    """Makes copies and pickles of a module omit its forward hooks of the class `own`.
 
-    A module is asked for its state as an instance, so an entry in its `__dict__` answers before its class does.
+    An entry `__getstate__` in the instance's `__dict__` takes precedence over the class's.
     """
     if _STATE not in vars(module) and not isinstance(module, torch.jit.ScriptModule):
         vars(module)[_STATE] = _StoredState(module, own)
 
 
 def store_whole(module: nn.Module) -> None:
-    """Takes back `store_without`, once none of its hooks is left."""
+    """Undoes `store_without` once none of its hooks is left."""
     found = vars(module).get(_STATE)
     if isinstance(found, _StoredState) and not any(
         isinstance(hook, found.own) for table in _HOOKS[:2] for hook in vars(module)[table].values()
@@ -284,33 +313,33 @@ def store_whole(module: nn.Module) -> None:
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Makes this the first of the module's own parameters, in a table that no copy of the module shares."""
+    """Makes this the module's first parameter, in a new table that no copy of the module shares."""
     module._parameters = {name: parameter, **module._parameters}
 
 
 def state_without(module: nn.Module, submodule: str) -> dict[str, Any]:
-    """A copy of all that the module holds, but for one submodule."""
+    """Returns a copy of the module's `__dict__` without one submodule."""
     kept = {name: part for name, part in module._modules.items() if name != submodule}
     return {**vars(module), TABLES[1]: kept}
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Makes the module one of another class, such as the one that it had before torch parametrized it."""
+    """Changes the class of a module, for instance back to the one before torch parametrized it."""
     module.__class__ = cls
 
 
 def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, ...]]) -> None:
-    """Has a module that torch parametrized copied and pickled as `reduced(module, protocol)` says. The class is one
-    that torch made for this module alone, and which it does not let pickle."""
+    """Makes a parametrized module copy and pickle by `reduced(module, protocol)`.
+
+    torch gives each such module its own class and forbids pickling it."""
     type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]
 
 
-# Operators of torch without a public function: attention kernels that return their logsumexp, steps of many tensors.
-# Each is torch's own, under the name that says what it does.
+# Operators of torch without a public function: attention kernels that return their logsumexp, and operators over lists.
 
 Operator = torch._ops.OpOverloadPacket
 
-# Attention kernels: (output, row logsumexps, ...) where F.scaled_dot_product_attention returns the output alone.
+# Attention kernels: (output, row logsumexps, ...), where F.scaled_dot_product_attention returns only the output.
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -318,10 +347,10 @@ memory_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
 cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 registered = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
-# Which kernel F.scaled_dot_product_attention would take, as a number of torch.nn.attention.SDPBackend.
+# The kernel that F.scaled_dot_product_attention would choose, as a number of torch.nn.attention.SDPBackend.
 kernel_choice = torch._fused_sdp_choice
 
-# What runs behind F.scaled_dot_product_attention, by the names without underscores around them.
+# Kernels behind F.scaled_dot_product_attention, by name without outer underscores.
 SDPA_KERNELS = {
     "scaled_dot_product_flash_attention": flash,
     "scaled_dot_product_flash_attention_for_cpu": flash_on_cpu,
@@ -330,7 +359,7 @@ SDPA_KERNELS = {
     "scaled_dot_product_fused_attention_overrideable": registered,
 }
 
-# One operator over a list of tensors, in place but for `lerp_all`.
+# One operator over a list of tensors, in place except `lerp_all`.
 add_to_all = torch._foreach_add_
 multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
@@ -339,45 +368,46 @@ lerp_all_in_place = torch._foreach_lerp_
 
 
 def operator_name(function: object) -> str:
-    """The name of an operator with its namespace, as "aten::add"; "" of anything else."""
+    """Returns an operator's name with namespace, such as "aten::add"; "" for anything else."""
     return function._qualified_op_name if isinstance(function, Operator) else ""
 
 
 def argument_names(operator: Operator) -> list[str]:
-    """The names of an operator's arguments, in their order."""
+    """Returns the names of an operator's arguments in order."""
     return [argument.name for argument in operator.default._schema.arguments]
 
 
 def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """The arguments that an operator writes into, as add_ does; none of anything that is no operator."""
+    """Returns the arguments that an operator writes to, as add_ does; none for anything else."""
     written = _written(operator) if isinstance(operator, torch._ops.OpOverload) else ()
     return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
 
 
 @functools.cache
 def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """The places and names of the arguments that an operator writes into."""
+    """Returns position and name of each argument that an operator writes to."""
     arguments = enumerate(operator._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-# The state of torch at this moment: compiling, transforming, tracing, or computing a checkpointed pass again.
+# Whether torch is compiling, transforming, tracing, or recomputing a checkpointed pass at the moment.
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-# Where torch lacks the name every call counts; tests/patching says so.
+# If torch lacks the name, recomputed passes are counted too; tests/patching covers this.
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def constant_when_compiled(function: AnyFunction) -> AnyFunction:
-    """Marks a function whose answer torch's compiler takes for a constant, at the time it compiles. As
-    torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
+    """Marks a function whose result torch.compile treats as a constant from compile time.
+
+    Like torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def running_frames() -> Iterator[FrameType]:
-    """The frames of Python that are running in this thread, the innermost first."""
+    """Yields this thread's Python frames, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -385,72 +415,73 @@ def running_frames() -> Iterator[FrameType]:
 
 
 def recomputing() -> bool:
-    """True if this is a backward pass, where gradient checkpointing computes forward passes again."""
+    """True in a backward pass, where gradient checkpointing recomputes forward passes."""
     return _graph_task() != -1
 
 
 def in_function_transform() -> bool:
-    """True if a torch.func transform is under way: its tensors mean nothing outside of it."""
+    """True inside a torch.func transform, whose tensors are invalid outside it."""
     return get_interpreter_stack() is not None
 
 
 def in_vmap() -> bool:
-    """True if torch.func.vmap is under way: its tensors lack the dimension that is mapped over."""
+    """True inside torch.func.vmap, whose tensors lack the mapped dimension."""
     levels = get_interpreter_stack()
     return levels is not None and any(level.key() == TransformType.Vmap for level in levels)
 
 
 @constant_when_compiled
 def with_tangents() -> bool:
-    """True if tensors may have tangents, which operators without a forward derivative would drop: inside
-    torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
+    """True if tensors may have tangents, which operators without forward derivatives would drop.
+
+    That is inside torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
     levels = get_interpreter_stack()
     inside = levels is not None and any(level.key() == TransformType.Jvp for level in levels)
     return inside or forward_ad._current_level >= 0
 
 
 def transformed_now() -> bool:
-    """True if a torch.func transform or forward-mode differentiation is under way."""
+    """True inside a torch.func transform or forward-mode differentiation."""
     return get_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def transformed() -> bool:
-    """True if a torch.func transform, forward-mode differentiation, export or trace is under way."""
-    # What is exported or traced runs elsewhere, in programs that do not have qkeel's operators.
+    """True inside a torch.func transform, forward-mode differentiation, an export or a trace."""
+    # Exported and traced programs run elsewhere, without qkeel's operators.
     differentiated = in_function_transform() or with_tangents()
     return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def in_python_mode() -> bool:
-    """True if a mode in Python is active that sees or replaces torch's calls, but for torch.set_default_device's."""
+    """True if a Python mode that sees or replaces torch calls is active, apart from torch.set_default_device's."""
     functions = _get_current_function_mode_stack()
     return _get_current_dispatch_mode() is not None or any(type(mode) is not DeviceContext for mode in functions)
 
 
 def run_uncompiled(*codes: CodeType) -> None:
-    """Has torch's compiler run frames of this code as they are, and continue with what they call."""
+    """Makes torch.compile skip frames of this code, but not what they call."""
     for code in codes:
         torch._dynamo.eval_frame.skip_code(code)
 
 
 def compiler_loaded() -> bool:
-    """True if anything was, or could be, compiled in this process."""
+    """True if torch.compile has been imported, so that something may have been compiled."""
     return "torch._dynamo" in sys.modules
 
 
 def compile_again() -> None:
-    """Has everything that was compiled so far compiled from scratch: for a change that no guard of it notices."""
+    """Discards all compiled code, for a change that its guards do not notice."""
     if compiler_loaded():
         torch._dynamo.reset()
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile was given, of what it returned; any other as it is."""
+    """Returns the module inside torch.compile's wrapper; any other module unchanged."""
     return module._orig_mod if _is_wrapper(module) else module  # type: ignore[return-value]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if calls of this module run compiled code: torch.compile returned it, or its own compile() was called."""
+    """True if calls of this module run compiled code, by torch.compile or by its own compile()."""
     return _is_wrapper(module) or module._compiled_call_impl is not None
 
 
@@ -458,23 +489,25 @@ def _is_wrapper(module: nn.Module) -> bool:
     return compiler_loaded() and isinstance(module, torch._dynamo.OptimizedModule)
 
 
-# The state of torch's ways to train one model on several processes: the store, pipelines, sharded weights, Join.
+# The state of distributed training: the store, pipelines, sharded weights, Join.
 
 
 def process_store() -> distributed.Store:
-    """The store at which the processes met, which a silent process cannot block: keys and values that all of them read
-    and write."""
+    """Returns the key-value store of the default process group, which a silent process cannot block."""
     return distributed.distributed_c10d._get_default_store()
 
 
+_STAGES = "torch.distributed.pipelining.stage"
+
+
 def joined(model: nn.Module) -> bool:
-    """True in a context of torch's Join, in which processes may end at different steps; asked of the wrapper, such as
-    DistributedDataParallel, that the context was given."""
+    """True inside torch's Join context, where processes may end at different steps. `model` must be the wrapper that
+    the context was given, such as DistributedDataParallel."""
     return isinstance(model, Joinable) and model._join_config.enable
 
 
 def running_stage() -> int | None:
-    """The number of the pipeline stage whose pass is running; None outside of one."""
+    """Returns the index of the pipeline stage whose pass is running; None outside one."""
     for frame in _stage_frames():
         stage = vars(frame.f_locals["self"]).get("stage_index") if "self" in frame.f_locals else None
         if isinstance(stage, int):
@@ -483,19 +516,21 @@ def running_stage() -> int | None:
 
 
 def inferring_shapes() -> bool:
-    """True in the pass by which a stage finds out the shapes of its outputs, on memory that holds no data."""
+    """True in the pass in which a stage infers the shapes of its outputs, on memory without data."""
+    if _STAGES not in sys.modules:  # asked in every pass
+        return False
     return any(frame.f_code.co_name == "_compute_outputs" for frame in _stage_frames())
 
 
 def _stage_frames() -> Iterator[FrameType]:
-    """The frames of torch's module of stages that are running, the innermost first."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
+    """Yields the running frames of torch's pipeline stage module, innermost first."""
+    module = sys.modules.get(_STAGES)
     if module is not None:
         yield from (frame for frame in running_frames() if frame.f_code.co_filename == module.__file__)
 
 
 def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] | None:
-    """The ranks of the processes that an operator waits for; None if it is no collective."""
+    """Returns the ranks that an operator waits for; None if it is not a collective."""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _COLLECTIVES:
         return None
     group = None
@@ -508,10 +543,10 @@ def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] |
 
 
 def without_others(operator: object, args: Args) -> Callable[..., object] | None:
-    """Returns what stands for an operator when one process repeats it with other numbers and the others don't.
+    """Returns a substitute for an operator when one process repeats it with other numbers and the others don't.
 
-    Of an all-gather that is the own part made again, and the others' as they came; another collective is refused then.
-    None for what is no collective, and for functional ones, which all processes repeat.
+    An all-gather is substituted by the new own part and the others' recorded parts; other collectives are refused.
+    None for operators that need no substitute, including functional collectives, which all processes repeat.
     """
     ranks = collective_of(operator, args)
     if ranks is None or not str(operator).startswith("c10d."):
@@ -521,7 +556,7 @@ def without_others(operator: object, args: Args) -> Callable[..., object] | None
         return gathered.chunk(len(ranks)) if isinstance(gathered, Tensor) else gathered[0]
 
     def refuse(*_: object) -> object:
-        raise RefusedError(f"{operator} makes them from numbers of other processes")
+        raise RefusedError(f"{operator} combines numbers of other processes, which do not repeat it")
 
     def gather(gathered: Tensor | list[list[Tensor]], own: Tensor | list[Tensor], *_: object) -> object:
         for rank, new, came in zip(ranks, parts(gathered), parts(args[0]), strict=True):
@@ -537,16 +572,18 @@ _BETWEEN_TWO = re.compile("send|recv")
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Weights that fully_shard has split are whole, under their names, in this context, which all processes enter
-    together. A pass in it waits for no other process on their behalf, and may fail on one of them alone."""
+    """Keeps weights that fully_shard has split whole and named as usual inside this context.
+
+    All processes enter it together. A pass inside waits for no other process because of the weights, and may fail on
+    one process alone."""
     with ExitStack() as undo:
         modules = _sharded_modules(model)
         for module in modules:
             state = module._get_fsdp_state()
-            state._lazy_init()  # the first pass would, and tell the outermost module to stay whole after it
+            state._lazy_init()  # the first pass would do it and set the outermost module to stay whole afterwards
             groups = state._fsdp_param_groups
             kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
-            # A pass that fails leaves behind that it is under way.
+            # A failing pass would leave these marked as running.
             kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
             undo.callback(module.reshard)
             for owner, name in kept:
@@ -566,19 +603,19 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return found
 
 
-# Modes of torch: objects that see every torch function, or every operator, of a thread while they are entered.
+# Modes: objects that see every torch function, or every operator, of a thread while they are entered.
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-TorchOperator = tuple[Function, Args, Kwargs, Any]  # one that ran, with its arguments and what came out
+TorchOperator = tuple[Function, Args, Kwargs, Any]  # an executed operator: itself, arguments, output
 
-# Operators that are called otherwise in torch's Python functions.
+# Operators whose Python functions have another name.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
 
 INSIDE: Literal["inside"] = "inside"  # see FunctionMode.wanted
 
-# What a tensor is asked about itself: nothing is computed, so nobody is asked whether to see it. Two calls of three.
+# Attributes and methods that compute nothing, two of three calls; the mode passes them through at once.
 _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
@@ -587,16 +624,17 @@ _ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor,
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
-    """A mode that sees calls of torch functions while it is entered, and leaves their results as they are.
+    """A mode that sees calls of torch functions while it is entered, and leaves their results unchanged.
 
-    A call is made here, once, with the arguments that it has: `guard` is around what reads it, never around it.
+    The mode makes each call itself, once and with its own arguments. `guard` surrounds the code that reads a call,
+    never the call.
     """
 
     def __init__(self, guard: Guarded = unguarded) -> None:
         super().__init__()
         self.guard = guard
-        self.inside = 0  # calls under way that are wanted
-        self.only: frozenset[Function] | None = None  # while it is set, no other function is of interest
+        self.inside = 0  # number of wanted calls that are running
+        self.only: frozenset[Function] | None = None  # if set, all other functions pass through unseen
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -611,7 +649,7 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self._undo.close()
 
     def begin(self, undo: ExitStack) -> None:
-        """Called before the mode is entered; `undo` is closed when it was left."""
+        """Called before the mode is entered; `undo` is closed after it is left."""
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
@@ -641,23 +679,25 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Callable[[], tuple[Any, Any]]:
-        """Returns whether `saw` is to get this call; or what computes it in its place, and something more for `saw`.
-        INSIDE is a call that `saw` need not get, and of whose operators it need not either."""
+        """Returns whether `saw` gets this call, or a function that computes it and something more for `saw`.
+
+        INSIDE means that `saw` needs neither this call nor the operators inside it."""
 
     @abc.abstractmethod
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
-        """The call was made and returned `out`; `more` is None but for what was computed in its place."""
+        """Called after a call that returned `out`; `more` comes from a function that `wanted` returned, else None."""
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode that sees every operator after it ran, also inside torch.jit.script, torch.func.vmap and compiled C++, and
-    changes nothing.
+    """A mode that sees every operator after it ran, also inside torch.jit.script, torch.func.vmap and compiled C++.
+
+    It changes nothing.
 
     Args:
-        read: gets the name, arguments and output of an operator; autograd records what is computed of it.
-        wanted: whether `read` is to get the operator that has just run. It is asked before anything else is done.
+        read: receives the name, arguments and output of an operator; autograd records what it computes.
         guard: calls `read`.
-        keep: keep every operator in `operations`, and with it every tensor.
+        wanted: decides whether `read` gets the operator that has just run; called first, for speed.
+        keep: keeps every operator, and with it every tensor, in `operations`.
     """
 
     supports_higher_order_operators = True
@@ -683,16 +723,30 @@ class OperatorMode(TorchDispatchMode):
             if self._keep:
                 self.operations.append((func, args, kwargs, out))
             if self._wanted():
-                # What is read of a call is one of the operators too: within its own callback no mode sees any.
+                # `read` runs operators too, but no mode sees operators inside its own callback, so enter it again.
                 with _recording(), self if self._keep else nullcontext():
                     self._guard(self._read, function_name(func), args, kwargs, out)
         return out
 
 
+class EagerOperatorMode(OperatorMode):
+    """An OperatorMode for passes under torch.compiler.set_stance("force_eager").
+
+    Nothing is compiled there, so torch need not keep its compiler out of every call of the mode, which takes longer
+    than the call itself.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = inspect.unwrap(OperatorMode.__torch_dispatch__)
+
+
 @contextmanager
 def no_operators_seen() -> Iterator[None]:
-    """While it lasts an OperatorMode, where it is the innermost mode, sees nothing: gradients that are computed in the
-    middle of a pass are no part of it."""
+    """Hides operators in this context from an OperatorMode that is the innermost mode, for gradients that are computed
+    in the middle of a pass but do not belong to it."""
     if isinstance(_get_current_dispatch_mode(), OperatorMode):
         with _pop_mode_temporarily():
             yield
@@ -701,7 +755,7 @@ def no_operators_seen() -> Iterator[None]:
 
 
 class CollectiveMode(TorchDispatchMode):
-    """A mode that calls `before` with the processes and the name of every collective that is about to begin."""
+    """A mode that calls `before` with the ranks and the name of every collective that is about to start."""
 
     def __init__(self, before: Callable[[tuple[int, ...], str], None]) -> None:
         super().__init__()
@@ -711,7 +765,7 @@ class CollectiveMode(TorchDispatchMode):
         self, func: Function, types: tuple[type, ...], args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # what it does with its parts comes here again
+            return NotImplemented  # its operators on the local parts come here again
         if (ranks := collective_of(func, args)) is not None:
             self._before(ranks, str(func))
         return func(*args, **(kwargs or {}))
@@ -719,7 +773,7 @@ class CollectiveMode(TorchDispatchMode):
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Lets autograd record as usual, which it does not under torch's functions: it has done its part there."""
+    """Makes autograd record operators inside a mode, where it has normally finished its part."""
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
         yield
@@ -727,14 +781,14 @@ def _recording() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def function_name(function: Function) -> str:
-    """The name of a torch function or operator, without underscores around it and without its overload."""
+    """Returns the name of a torch function or operator without outer underscores and overload."""
     name = getattr(function, "__name__", "").partition(".")[0].strip("_")
     return _SAME.get(name, name) if isinstance(function, torch._ops.OpOverload) else name
 
 
 @contextmanager
 def suspended(functions: FunctionMode) -> Iterator[None]:
-    """While it lasts this mode, where it is the innermost, sees nothing."""
+    """Disables this mode inside the context if it is the innermost."""
     mine = _get_current_function_mode() is functions
     if mine:
         _pop_mode()
@@ -746,7 +800,7 @@ def suspended(functions: FunctionMode) -> Iterator[None]:
 
 
 def leave(mode: FunctionMode) -> None:
-    """Ends a mode that need not be the innermost: after an interrupt others may have been entered."""
+    """Leaves a mode that need not be the innermost: after an interrupt, others may have been entered."""
     inner = []
     while _get_current_function_mode() not in (mode, None):
         inner.append(_pop_mode())
@@ -758,18 +812,86 @@ def leave(mode: FunctionMode) -> None:
             _push_mode(other)
 
 
-class ModeInModules:
-    """A function mode that is entered in the calls of some modules only, each time that one begins, and left at its
-    end.
+# F.scaled_dot_product_attention, reached by that name: code that looks it up in torch.nn.functional each time that it
+# calls it, as nearly all models do, can be seen without a mode, which every function of torch around the call would
+# pass through.
 
-    The rest of a pass runs as it does without a mode. The modules carry hooks from `attach` until its stack is closed;
-    they act in the thread that attached them. Which functions are of interest in each module is set as the mode's
-    `only`.
+_SDPA = F.scaled_dot_product_attention
+_HOLDERS = "qkeel_holders"
+_NAMED_CALLS = threading.Lock()
+# Called as a FunctionMode is, with the function, types, args and kwargs; returns what the function returns.
+TakeCall = Callable[[Function, object, Args, dict[str, Any]], Any]
+# Per thread: who gets the calls, the last one first.
+_TAKERS: contextvars.ContextVar[tuple[TakeCall, ...]] = contextvars.ContextVar("qkeel_takers", default=())
+
+
+def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for F.scaled_dot_product_attention under its name, and gives calls to who takes them in this thread."""
+    takers = () if torch.compiler.is_compiling() else _TAKERS.get()
+    if not takers:
+        return _SDPA(*args, **kwargs)
+    if len(takers) == 1:
+        return takers[0](_SDPA, (), args, kwargs)
+    before = _TAKERS.set(takers[:-1])
+    try:
+        return takers[-1](scaled_dot_product_attention, (), args, kwargs)
+    finally:
+        _TAKERS.reset(before)
+
+
+vars(scaled_dot_product_attention)[_HOLDERS] = 0
+# What a call of F.scaled_dot_product_attention may be of: torch's function, or what stands in for it.
+SDPA_BY_NAME: frozenset[Function] = frozenset({_SDPA, scaled_dot_product_attention})
+
+
+def take_named_calls(undo: ExitStack) -> bool:
+    """Lets calls of F.scaled_dot_product_attention by that name go to their thread's takers until `undo` is closed.
+
+    Returns False, and does nothing, where somebody has put another function in its place.
+    """
+    with _NAMED_CALLS:
+        if F.scaled_dot_product_attention not in SDPA_BY_NAME:
+            return False
+        vars(scaled_dot_product_attention)[_HOLDERS] += 1
+        F.scaled_dot_product_attention = scaled_dot_product_attention
+    undo.callback(_release_named_calls)
+    return True
+
+
+def _release_named_calls() -> None:
+    with _NAMED_CALLS:
+        vars(scaled_dot_product_attention)[_HOLDERS] -= 1
+        free = not vars(scaled_dot_product_attention)[_HOLDERS]
+        if free and F.scaled_dot_product_attention is scaled_dot_product_attention:
+            F.scaled_dot_product_attention = _SDPA
+
+
+def begin_taking(take: TakeCall) -> None:
+    """From now on `take` gets this thread's calls; those that it makes go to who took them before."""
+    _TAKERS.set((*_TAKERS.get(), take))
+
+
+def end_taking(take: TakeCall) -> None:
+    """Takes back one `begin_taking`, which need not be the last one."""
+    takers = [*_TAKERS.get()]
+    if take in takers:
+        del takers[len(takers) - 1 - takers[::-1].index(take)]
+        _TAKERS.set(tuple(takers))
+
+
+class ModeInModules:
+    """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
+
+    The modules carry hooks from `attach` until its stack is closed. The hooks act in the thread that attached them. The
+    mode's `only` is set to the functions of interest in each module. Where that is SDPA_BY_NAME in all of them, the
+    mode gets these calls by their name and is not entered at all. Its `begin`, which is for other functions, is not
+    called either.
 
     Args:
-        mode: what is entered; its `begin` is called by `attach`, once.
-        modules: by name the module, and the functions that are of interest in it, None for all.
-        before, after: called as a module's call begins and ends, with its name, the module and the call's arguments.
+        mode: the mode to enter; `attach` calls its `begin` once.
+        modules: module and functions of interest (None for all) by name.
+        before: called when a module's call begins, with its name, the module and the call's arguments.
+        after: called when a module's call ends.
     """
 
     def __init__(
@@ -780,47 +902,88 @@ class ModeInModules:
         after: Callable[[torch.nn.Module], None] = lambda _: None,
     ) -> None:
         self._mode, self._hooked, self._before, self._after = mode, modules, before, after
-        self._entered: list[frozenset[Function] | None] = []  # the mode's `only` around each call that is under way
+        self._entered: list[frozenset[Function] | None] = []  # previous values of `only`, one per running call
         self._thread = threading.get_ident()
+        self._take: TakeCall | None = None  # gets the calls by name, where that is how they come
+        self._modes = 0  # how many modes were entered when the outermost call began
 
     def attach(self, undo: ExitStack) -> None:
-        """Hooks onto the modules until `undo` is closed."""
-        self._mode.begin(undo)
+        """Installs the hooks until `undo` is closed."""
+        named = all([only == SDPA_BY_NAME for _, only in self._hooked.values()])  # noqa: C419
+        if named and take_named_calls(undo):
+            self._take = self._take_call
+        else:
+            self._mode.begin(undo)
         undo.callback(self._leave_all)
-        tables = []
+        tables: list[dict[Any, Any]] = []
         undo.callback(lambda: [table.pop(self, None) for table in tables])
+        leave = self._exit
         for name, (module, only) in self._hooked.items():
             before = functools.partial(self._enter, name, only)
-            tables += put_hooks(module, self, before, self._exit)
+            tables += put_hooks(module, self, before, leave)
 
     def _enter(
         self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
     ) -> None:
         if threading.get_ident() != self._thread:
             return
-        self._entered.append(self._mode.only)
-        self._mode.only = only
+        mode = self._mode
+        self._entered.append(mode.only)
+        mode.only = only
         self._before(name, module, args, kwargs)
-        _push_on_torch_function_stack(self._mode)
+        if self._take is None:
+            _push_on_torch_function_stack(mode)
+        elif len(self._entered) == 1:
+            self._modes = torch._C._len_torch_function_stack()
+            _TAKERS.set((*_TAKERS.get(), self._take))
+
+    def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
+        """Gives a call to the mode as if that had been entered when its module's call began: a mode that was entered
+        since, such as that of a remedy, comes first and may change the call."""
+        if threading.get_ident() != self._thread:  # one that took over this thread's context
+            return function(*args, **kwargs)
+        inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
+        if not inner:
+            return self._mode.__torch_function__(function, types, args, kwargs)
+        for mode in (self._mode, *reversed(inner)):
+            _push_on_torch_function_stack(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in inner:
+                _pop_torch_function_stack()
+            _take_off(self._mode)
+            for mode in reversed(inner):
+                _push_on_torch_function_stack(mode)
 
     def _exit(self, module: torch.nn.Module, args: object, output: object) -> None:
         if threading.get_ident() != self._thread or not self._entered:
             return
-        if (top := _pop_torch_function_stack()) is not self._mode:  # somebody forgot to leave a mode of theirs
-            _push_mode(top)
-            _take_off(self._mode)
+        self._put_down()
         self._mode.only = self._entered.pop()
         self._after(module)
 
-    def _leave_all(self) -> None:
-        """Where an interrupt has ended the pass, no hook was called."""
-        while self._entered:
+    def _put_down(self) -> None:
+        """Ends what `_enter` has begun."""
+        if self._take is not None:
+            if len(self._entered) == 1:
+                end_taking(self._take)
+        elif (top := _pop_torch_function_stack()) is not self._mode:  # somebody forgot to leave a mode of theirs
+            _push_mode(top)
             _take_off(self._mode)
+
+    def _leave_all(self) -> None:
+        """Cleans up after an interrupt, which ends a pass without calling the hooks."""
+        while self._entered:
+            if self._take is None:
+                _take_off(self._mode)
+            elif len(self._entered) == 1:
+                end_taking(self._take)
             self._mode.only = self._entered.pop()
 
 
 def _take_off(mode: FunctionMode) -> None:
-    """Takes a mode off the stack of modes, where it is the innermost but for those that somebody forgot to leave."""
+    """Removes a mode from the stack, also from below modes that other code has not left."""
     top = _pop_torch_function_stack() if _get_current_function_mode() is not None else None
     if top is mode or top is None:
         return

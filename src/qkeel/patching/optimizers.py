@@ -1,4 +1,4 @@
-"""Hooks of optimizers, and torch's grouping of the tensors that Adam steps."""
+"""Hooks on optimizer steps and on the creation of optimizers, and torch's grouping of the tensors that Adam steps."""
 
 from __future__ import annotations
 
@@ -25,46 +25,47 @@ from torch.utils.hooks import RemovableHandle
 from qkeel.handle import Handle
 from qkeel.patching.modes import running_frames
 
-# Hooks on the steps of optimizers, and on their making, for which torch has no hook.
+# Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
 
 
 @final
 class StepHooks(Handle):
-    """Calls `before(optimizer)` and `after(optimizer)` around each step of an optimizer, or of all of them.
+    """Calls `before(optimizer)` and `after(optimizer)` around each step of one optimizer, or of all optimizers.
 
-    `before` is called as by `before_change`; neither is called in a step that only fills the optimizer's state. What
-    they raise reaches the step's caller. In the middle of a step its hooks are being gone through and can't be taken
-    away: `remove()` leaves them, idle, and a later one takes them.
+    `before` is called as by `before_change`; None for nothing before the step. Steps that only fill the optimizer's
+    state are skipped. Exceptions reach the step's caller. Hooks cannot be removed while torch iterates over them:
+    during a step `remove()` only disables them, and a later `remove()` deletes them.
     """
 
-    def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:
-        # Some compile the optimizer's step; nothing of these is to be compiled with it.
-        pre: Any
-        post: Any
+    def __init__(self, before: Act | None, after: Act, optimizer: Optimizer | None = None) -> None:
+        # Optimizer steps may be compiled; these hooks must not be compiled with them.
         idle = self._idle_once_removed
-        pre, post = (torch.compiler.disable(hook) for hook in (before_change(idle(before)), idle(after)))
-        if optimizer is None:
-            self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
-        else:
-            self._hooks = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
+        post: Any = torch.compiler.disable(idle(after))
+        self._hooks: list[RemovableHandle] = []
+        if before is not None:
+            pre: Any = torch.compiler.disable(before_change(idle(before)))
+            hook = register_optimizer_step_pre_hook if optimizer is None else optimizer.register_step_pre_hook
+            self._hooks.append(hook(pre))
+        hook = register_optimizer_step_post_hook if optimizer is None else optimizer.register_step_post_hook
+        self._hooks.append(hook(post))
         super().__init__(lambda: None)
 
     def remove(self) -> None:
-        """See the class."""
+        """Disables the hooks, and deletes them unless a step is running."""
         super().remove()
         if not stepping():
             for hook in self._hooks:
                 hook.remove()
 
     def come_first(self) -> None:
-        """`after` is called before other hooks behind the step that there are now."""
-        go_first(self._hooks[1])
+        """Moves `after` in front of the other hooks behind the step."""
+        go_first(self._hooks[-1])
 
     def come_last(self) -> None:
-        """`after` is called after other hooks behind the step that there are now; not to be called by one of these."""
-        _move(self._hooks[1], last=True)
+        """Moves `after` behind the other hooks behind the step. None of these may call this method."""
+        _move(self._hooks[-1], last=True)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: (
@@ -73,13 +74,13 @@ class StepHooks(Handle):
 
 
 def go_first(hook: RemovableHandle) -> None:
-    """Has torch call a hook before all others of its kind that there are now."""
+    """Moves a hook in front of all others of its kind."""
     _move(hook, last=False)
 
 
 def is_last(hook: RemovableHandle) -> bool:
-    """Returns whether a hook may be removed in its own call: torch goes through an OrderedDict, which lets its last
-    item go and raises an error for any other."""
+    """True if a hook may be removed inside its own call: while torch iterates over the OrderedDict of hooks, only its
+    last item can be deleted without an error."""
     hooks = hook.hooks_dict_ref()
     return isinstance(hooks, OrderedDict) and next(reversed(hooks), None) == hook.id
 
@@ -91,14 +92,14 @@ def _move(hook: RemovableHandle, *, last: bool) -> None:
 
 
 def before_change(act: Act) -> Callable[..., Any]:
-    """A hook on an optimizer that calls `act(optimizer)` before each step changes weights.
+    """Returns an optimizer pre-hook that calls `act(optimizer)` before each step changes weights.
 
-    Of a step that computes its gradients itself, `step(closure)`, that is when the closure has returned for the first
-    time: it has seen the weights as they were, and the gradients are there. Several such hooks keep their order.
+    In `step(closure)`, the call happens when the closure has returned for the first time: it has seen the old weights,
+    and the gradients exist. Several such hooks keep their order.
     """
 
     def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        given = args[1:2]  # the first is the optimizer
+        given = args[1:2]  # args[0] is the optimizer
         closure = given[0] if given else kwargs.get("closure")
         if not callable(closure):
             act(optimizer)
@@ -110,7 +111,7 @@ def before_change(act: Act) -> Callable[..., Any]:
 
 
 def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callable[[], object]:
-    """The closure, followed by `act` the first time."""
+    """Returns a closure that calls `act` after its first run."""
     called = False
 
     def follow() -> object:
@@ -125,11 +126,11 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
 
 
 def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
-    """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
+    """Calls `act(optimizer)` once, after all of the optimizer's own hooks behind the current step.
 
-    To be called by one of these hooks. Then hooks may be added to the optimizer and removed, which torch forbids
-    while it goes through them. The hook is one of every optimizer: it keeps none alive and is removed once called,
-    because torch's fast paths step aside wherever such a hook is registered.
+    Call this from one of these hooks. `act` may then add and remove hooks of the optimizer, which torch forbids while
+    it iterates over them. Technically a global hook does this; it keeps no optimizer alive and is removed after its
+    call, because torch disables its fast paths while such a hook is registered.
     """
     waiting, stepping_now = [act], weakref.ref(optimizer)
 
@@ -141,7 +142,7 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
     post: Any = torch.compiler.disable(fire)
     registered = register_optimizer_step_post_hook(post)
-    undo = weakref.finalize(optimizer, registered.remove)  # called at most once, and forgotten then
+    undo = weakref.finalize(optimizer, registered.remove)  # runs at most once
     undo.atexit = False
     return Handle(undo)
 
@@ -157,18 +158,18 @@ def when_made(act: Act) -> Handle:
     def undo() -> None:
         Optimizer.__init__ = before
 
-    # Nobody compiles the making of an optimizer.
+    # Safe under torch.compile, since constructors of optimizers are not compiled.
     Optimizer.__init__ = made
     return Handle(undo)
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:
-    """True if it is an optimizer of torch's and not a wrapper that forgot to be one: those run no hooks."""
+    """True for torch optimizers. Wrappers that skip Optimizer.__init__ run no hooks."""
     return "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def stepping() -> bool:
-    """True if an optimizer's step is under way in this thread."""
+    """True if an optimizer step is running in this thread."""
     home = sys.modules[Optimizer.__module__].__file__
     return any(frame.f_code.co_filename == home for frame in running_frames())
 
@@ -177,30 +178,29 @@ _FILLS = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 
 
 def filling_state() -> bool:
-    """Returns whether the step under way is none of training: torch.distributed.checkpoint fills the state of an
-    optimizer that has none by a step with gradients of zero and a rate of zero."""
+    """True if the current step does not train: torch.distributed.checkpoint fills an empty optimizer state by a step
+    with zero gradients and a learning rate of zero."""
     home = sys.modules.get(_FILLS[0])
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not fills.__code__:  # no generator: each step comes here
+    while frame is not None and frame.f_code is not fills.__code__:  # a plain loop, since every step runs it
         frame = frame.f_back
     return frame is not None
 
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook on an optimizer's steps that does nothing in one that only fills its state."""
+    """Wraps an optimizer hook so that it skips steps that only fill the state."""
     return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
 
 
-# The weights that a step of torch's Adam or AdamW works on: asked for, or answered otherwise.
+# The weights in a step of torch's Adam or AdamW, read or replaced.
 #
-# Inside `optimizer.step()` torch calls `_init_group` for each parameter group; it fills lists of the weights that
-# have a gradient, of their gradients and of their state. An answer of our own may take weights out that are stepped
-# elsewhere.
+# Inside `optimizer.step()` torch calls `_init_group` for each parameter group; it fills lists of the weights that have
+# a gradient, of their gradients and of their state. A replacement can leave out weights that are stepped elsewhere.
 
-# A parameter group: its weights and their options, as torch keeps them.
+# A parameter group: its weights and options, as torch keeps them.
 Group = dict[str, Any]
 Answer = Callable[..., bool]
 
@@ -211,33 +211,33 @@ _ARGUMENTS = (
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """True if it is torch's own Adam or AdamW, of a torch whose step asks what this module answers."""
+    """True for torch's own Adam or AdamW, if this version of torch calls `_init_group` as expected."""
     return type(optimizer) in (Adam, AdamW) and tuple(inspect.signature(Adam._init_group).parameters) == _ARGUMENTS
 
 
 def is_answered(optimizer: Optimizer) -> bool:
-    """True if another answer than torch's is in place."""
+    """True if `_init_group` is replaced on this optimizer."""
     return "_init_group" in vars(optimizer)
 
 
 def put_answer(optimizer: Optimizer, answer: Answer) -> None:
-    """Let the optimizer's steps ask `answer`, which takes a group and the lists to fill."""
+    """Replaces `_init_group` by `answer`, which takes a group and the lists to fill."""
     vars(optimizer)["_init_group"] = answer
 
 
 def take_answer_back(optimizer: Optimizer, answer: Answer) -> None:
-    """Let the optimizer's steps ask torch again, where this answer is in place."""
+    """Restores torch's `_init_group` if `answer` is the current replacement."""
     if vars(optimizer).get("_init_group") is answer:
         del vars(optimizer)["_init_group"]
 
 
 def torchs_answer(optimizer: Optimizer, group: Group, lists: Sequence[list[Tensor]]) -> bool:
-    """Fill the lists of a group as torch does; whether a weight is complex."""
+    """Fills the lists of a group as torch does; returns whether a weight is complex."""
     return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
 
 
 def stepped(optimizer: Optimizer) -> set[int]:
-    """The ids of the weights that the optimizer's step would step now, by the answer in place."""
+    """Returns the ids of the weights that a step would update now, replacement included."""
     found: set[int] = set()
     for group in optimizer.param_groups:
         lists: list[list[Tensor]] = [[] for _ in _ARGUMENTS[2:]]
@@ -247,27 +247,27 @@ def stepped(optimizer: Optimizer) -> set[int]:
 
 
 def is_fused(group: Group) -> bool:
-    """True if a group's step is the fused one, in its usual form."""
+    """True if a group uses torch's fused step in its usual form."""
     return group.get("fused") is True and not group.get("capturable") and not group.get("differentiable")
 
 
 def has_hooks_before(optimizer: Optimizer) -> bool:
-    """True if hooks of its own come before the optimizer's step."""
+    """True if the optimizer has its own hooks before a step."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def call_hooks_before(optimizer: Optimizer) -> None:
-    """Call the optimizer's own hooks before a step, as its step does."""
+    """Calls the optimizer's own pre-step hooks, as its step does."""
     for hook in list(optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, (), {})
 
 
 def call_hooks_after(optimizer: Optimizer) -> None:
-    """Call the optimizer's own hooks after a step, as its step does."""
+    """Calls the optimizer's own post-step hooks, as its step does."""
     for hook in list(optimizer._optimizer_step_post_hooks.values()):
         hook(optimizer, (), {})
 
 
 def every_optimizer_has_hooks() -> bool:
-    """True if hooks are registered that torch calls around the step of every optimizer."""
+    """True if global hooks are registered, which torch calls around the step of every optimizer."""
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)

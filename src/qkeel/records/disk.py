@@ -1,4 +1,4 @@
-"""How bytes reach the disk whole: atomic replacement, regular files only, checksums."""
+"""Durable files: atomic replacement, appends, locks and checksums, on regular files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qkeel.errors import QkeelError, RunDirectoryError
 
-# The checksum of a JSON text: its last field, crc32, over the text with the checksum's own eight digits set to 0.
+# A JSON text's checksum is its last field, crc32, computed over the text with the eight digits of the field set to 0.
 
 FIELD = "crc32"
 _BLANK = "00000000"
@@ -26,7 +26,7 @@ _LONGEST = len('"crc32": "00000000"\n}\n')
 
 
 def seal(value: Mapping[str, object], indent: int | None = None) -> bytes:
-    r"""The JSON text of an object and a newline, with the checksum as the last field.
+    r"""Returns an object as JSON text with a newline, and the checksum as its last field.
 
     >>> seal({"step": 3})
     b'{"step": 3, "crc32": "36644f0c"}\n'
@@ -47,12 +47,13 @@ def is_sealed(text: bytes) -> bool:
 
 
 def check_seal(text: bytes, needed: bool = False) -> bool:
-    """Returns whether the text ends with its checksum; one without is taken as it is unless a checksum is `needed`.
+    """Returns whether the text has a checksum, after verifying it.
 
     >>> check_seal(seal({"step": 3})), check_seal(b'{"step": 3}')
     (True, False)
 
-    Raises: ValueError for a text that does not match its checksum, or lacks a checksum that is needed.
+    Raises:
+        ValueError: the text does not match its checksum, or lacks one although it is `needed`.
     """
     found = _END.search(text[-_LONGEST:])
     if found is None:
@@ -66,9 +67,9 @@ def check_seal(text: bytes, needed: bool = False) -> bool:
     return True
 
 
-# Regular files: what alone is read and written; pipes, devices, folders and loops of links are refused first.
+# Only regular files are read and written; pipes, devices, folders and loops of links are rejected before opening.
 
-MOST_BYTES = 1 << 28  # of a file that is read whole
+MOST_BYTES = 1 << 28  # size limit for files that are read completely
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -79,16 +80,17 @@ _KINDS = {
 
 
 def refuse_irregular(path: Path, error: type[QkeelError] = RunDirectoryError) -> int | None:
-    """Raises unless `path` is a regular file, or leads to one, or does not exist; returns its size, or None.
+    """Returns the size of a regular file, or None if `path` does not exist; raises for anything else.
 
-    Nothing is opened: opening a pipe waits for a writer, and reading a device may never end.
+    Nothing is opened, because opening a pipe waits for a writer and reading a device may never end.
 
     >>> refuse_irregular(Path("nothing-here"))
     >>> refuse_irregular(Path("."))
     Traceback (most recent call last):
     qkeel.errors.RunDirectoryError: cannot use .: expected a regular file, got a directory. Name a file there instead.
 
-    Raises: `error` for anything else, a loop of links or an unreadable folder too.
+    Raises:
+        QkeelError: the path is not a regular file, is a loop of links, or cannot be inspected. The class is `error`.
     """
     try:
         about = path.stat()
@@ -104,7 +106,7 @@ def refuse_irregular(path: Path, error: type[QkeelError] = RunDirectoryError) ->
 
 
 def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryError) -> str:
-    """Raises unless `name`, which a file holds, is that of an entry of one folder; returns it.
+    """Returns `name`, read from a file, if it is the plain name of a directory entry.
 
     >>> refuse_path("9f2c", "study.json")
     '9f2c'
@@ -112,7 +114,8 @@ def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryErr
     Traceback (most recent call last):
     qkeel.errors.RunDirectoryError: study.json names '../../elsewhere'; expected the name of an entry of its ...
 
-    Raises: `error` for a path, for . and .., and for what no file can be called.
+    Raises:
+        QkeelError: the name is a path, "." or "..", or is not a valid file name. The class is `error`.
     """
     if re.search(r"[/\\\x00-\x1f]", name) or name.strip(". ") == "" or len(name.encode("utf-8")) > 255:
         raise error(
@@ -123,11 +126,12 @@ def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryErr
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises if an entry of the folder of a study or run is a link: what a stranger has made could lead anywhere.
+    """Raises if the folder of a study or run contains a link, which could point anywhere in someone else's data.
 
     >>> refuse_links(Path("."))
 
-    Raises: RunDirectoryError that names the first one.
+    Raises:
+        RunDirectoryError: an entry is a link; the message names the first one.
     """
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.is_symlink():
@@ -138,33 +142,35 @@ def refuse_links(folder: Path) -> None:
 
 
 def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: int | None = MOST_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most` bytes; None for any number.
+    """Reads a regular file of at most `most` bytes (None: any size).
 
     >>> _ = Path("a.txt").write_bytes(b"abc")
     >>> read_regular(Path("a.txt"))
     b'abc'
 
-    Raises: `error` for what is missing, not regular, larger, or not readable.
+    Raises:
+        QkeelError: the file is missing, not regular, too large or not readable. The class is `error`.
     """
     size = refuse_irregular(path, error)
     if size is None:
-        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; name a file that exists.")
     if most is not None and size > most:
         raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. It is not such a file.")
-    return _read(path, size or -1, error)  # -1: files of /proc have no size
+    return _read(path, size or -1, error)  # files of /proc report size 0
 
 
 def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryError) -> bytes:
-    """The first `count` bytes of a regular file, or all where it has fewer.
+    """Reads the first `count` bytes of a regular file, or all if it has fewer.
 
     >>> _ = Path("a.txt").write_bytes(b"abc")
     >>> read_start(Path("a.txt"), 2)
     b'ab'
 
-    Raises: `error` for what is missing, not regular, or not readable.
+    Raises:
+        QkeelError: the file is missing, not regular or not readable. The class is `error`.
     """
     if refuse_irregular(path, error) is None:
-        raise error(f"{path} is missing; expected a readable file. Restore it, or name one that exists.")
+        raise error(f"{path} is missing; name a file that exists.")
     return _read(path, count, error)
 
 
@@ -178,21 +184,22 @@ def _read(path: Path, count: int, error: type[QkeelError]) -> bytes:
         raise error(f"cannot read {path}: it does not fit into memory. Expected a smaller file.") from failure
 
 
-# The one place where the files of a run are written: replaced as a whole, appended to, cut, synced and removed.
+# All writes to run directories go through the functions below.
 
 _PART = ".part"
 _BINARY = os.O_BINARY if sys.platform == "win32" else 0
-_unsynced: set[Path] = set()  # files that this process appended to since they were synced, folders with new names
-_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network disks sync no directory
+_unsynced: set[Path] = set()  # files with appended data, and folders with new names, that were not synced yet
+_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot sync a directory
 
 
 def replace_file(path: Path, data: bytes | bytearray) -> None:
-    """Writes a file so that its readers, after a loss of power too, see the old one or the new one.
+    """Writes a file so that readers see either the old or the new content, even after a power loss.
 
-    Written under another name, synced, renamed, and the directory synced. The directory must be there: one that was
-    moved away while a run went on is not made a second time.
+    The data go to a temporary file that is synced and renamed; then the directory is synced. The directory must exist:
+    if somebody moved it while a run was writing, it is not created again.
 
-    Raises: RunDirectoryError if it cannot be written, or what is there is not a regular file.
+    Raises:
+        RunDirectoryError: the file cannot be written, or the path is not a regular file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     kept = "Expected a writable place with free space; what was there is not lost. Free some space or choose another"
@@ -211,9 +218,10 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends whole records and hands them to the operating system at once; `sync` brings them to the disk.
+    """Appends complete records and hands them to the operating system at once; `sync` brings them to the disk.
 
-    Raises: RunDirectoryError if they cannot be appended; the file then ends as it did, if the disk still allows that.
+    Raises:
+        RunDirectoryError: the append failed; the file is cut back to its old size if the disk still allows that.
     """
     kept = "What was written before is kept; free some space or choose another directory, then run the same command"
     with _reported("append to", path, f"{kept} again to continue."):
@@ -229,7 +237,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Leaves the first `size` bytes of a file, on the disk too."""
+    """Truncates a file to its first `size` bytes, durably."""
     advice = "Expected a writable place; run the same command again to continue."
     with _reported("cut", path, advice), _opened(path, os.O_RDWR) as file:
         os.ftruncate(file, size)
@@ -237,9 +245,10 @@ def cut(path: Path, size: int) -> None:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Returns once what this process appended to these files, and their names, are on the disk.
+    """Blocks until everything this process appended to these files, and their names, is on the disk.
 
-    Raises: RunDirectoryError if the disk does not take them.
+    Raises:
+        RunDirectoryError: the disk reports an error.
     """
     paths = list(paths)
     advice = "Run the same command again to continue from the last checkpoint."
@@ -254,9 +263,10 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes files, as far as they are there; they stay away after a loss of power too.
+    """Removes the files that exist, durably.
 
-    Raises: RunDirectoryError if one cannot be removed.
+    Raises:
+        RunDirectoryError: a file cannot be removed.
     """
     for path in [path for path in paths if path.exists()]:
         with _reported("remove", path, "Expected a writable place; run the same command again to continue."):
@@ -265,16 +275,19 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes the unfinished files of a killed process; only for the process that holds the directory."""
+    """Removes the temporary files of a killed process; only the process that holds the lock may call this."""
     for path in directory.glob(f".*{_PART}"):
         with _reported("remove", path, "Expected a writable place; choose another directory."):
             _unlink(path)
 
 
 def make_directory(path: Path, parents: bool = True) -> bool:
-    """Makes a directory unless it is there; without `parents` only inside one that is there. Whether it was made here.
+    """Creates a directory unless it exists; returns whether this call created it.
 
-    Raises: RunDirectoryError if it cannot be made.
+    Without `parents` the parent directory must exist.
+
+    Raises:
+        RunDirectoryError: the directory cannot be created.
     """
     if path.is_dir():
         return False
@@ -292,9 +305,10 @@ def make_directory(path: Path, parents: bool = True) -> bool:
 
 
 def move_directory(path: Path, to: Path) -> None:
-    """Gives a directory another name, in the same folder; an empty directory that has it is replaced.
+    """Renames a directory within its folder; an empty directory of the new name is replaced.
 
-    Raises: RunDirectoryError if it cannot be moved.
+    Raises:
+        RunDirectoryError: the directory cannot be renamed.
     """
     with _reported("make", to, "Choose a writable directory with free space."):
         os.replace(path, to)
@@ -302,13 +316,13 @@ def move_directory(path: Path, to: Path) -> None:
 
 
 def hold_lock(file: int, wait: float) -> bool:
-    """Locks an open file for this process, until the last descriptor of it is closed; whether that was possible.
+    """Locks an open file for this process until its last descriptor is closed; returns whether that succeeded.
 
-    The lock is advisory and exclusive, `flock`'s; the kernel frees it however the process ends. A system without it
-    (Windows) locks nothing and answers yes: runs can still be resumed there, they are only not guarded.
+    The lock is the advisory, exclusive lock of `flock`; the kernel releases it however the process ends. On a system
+    without it (Windows) nothing is locked and the result is True: runs can be resumed there, but without protection.
 
     Args:
-        file: the descriptor.
+        file: the file descriptor.
         wait: seconds to wait for another process.
 
     Raises:
@@ -331,7 +345,7 @@ def hold_lock(file: int, wait: float) -> bool:
 
 @contextlib.contextmanager
 def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
-    """An error of the operating system as one of qkeel's, with what was tried, why it failed and what to do."""
+    """Turns an OSError into a RunDirectoryError that says what failed, why, and what to do."""
     try:
         yield
     except OSError as error:
@@ -360,15 +374,15 @@ def _unlink(path: Path) -> None:
 
 
 def _write(file: int, data: bytes | bytearray) -> None:
-    """All of the bytes; a disk that is nearly full, or a network's, may take some of them at a time."""
+    """Writes all bytes; a nearly full or remote disk may accept only part of them per call."""
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
 
 
 def _sync_names(folder: Path) -> None:
-    """Returns once the names in a directory are on the disk."""
-    if sys.platform == "win32":  # it opens no directory; renames there are journalled
+    """Blocks until the names in a directory are on the disk."""
+    if sys.platform == "win32":  # Windows cannot open directories, and journals renames anyway
         return
     with _opened(folder, os.O_RDONLY) as file:
         try:

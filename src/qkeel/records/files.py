@@ -1,4 +1,7 @@
-"""The files of a run, field by field, and the file of per-head numbers."""
+"""The JSON files of a run with the type of every field, and the binary file of per-head numbers.
+
+Shapes: n records (logged steps), layers, heads.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ import numpy as np
 from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
-from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
+from qkeel.records.names_and_units import BLOCK_FIELDS, EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
 from qkeel.records.parse import json_value
 
-# Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named.
+# JSON documents and JSON lines, each with a checksum. Readers drop a torn last line and report any other damage.
 
-JSONObject = dict[str, Any]  # as a file gives it: what its values are, its reader knows
+JSONObject = dict[str, Any]  # parsed JSON; FIELDS has the types of its values
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, see `write_bytes`.
+    """Writes a text file atomically, see `write_bytes`.
 
     >>> write_text(Path("a.txt"), "whole")
     """
@@ -32,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes | bytearray) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it; see `disk.replace_file`.
+    """Writes a file so that readers see either the old or the new content, never a mixture; see `disk.replace_file`.
 
     >>> write_bytes(Path("a.bin"), b"whole")
     """
@@ -40,8 +43,9 @@ def write_bytes(path: Path, data: bytes | bytearray) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> None:
-    """Write a JSON object atomically, with its checksum as last field (`sealed`). NaN and infinity become strings, so
-    that any JSON reader can read the file.
+    """Writes a JSON object atomically, with its checksum as last field if `sealed`.
+
+    NaN and infinity become strings, so that every JSON reader can read the file.
 
     >>> write_json(Path("b.json"), {"loss": math.nan})
     """
@@ -50,7 +54,7 @@ def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> 
 
 
 def append_line(path: Path, value: Mapping[str, object]) -> None:
-    """Append one JSON line with its checksum and hand it to the operating system at once.
+    """Appends one JSON line with its checksum and hands it to the operating system at once.
 
     >>> append_line(Path("a.jsonl"), {"step": 1})
     """
@@ -58,13 +62,14 @@ def append_line(path: Path, value: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path, sealed: bool = False) -> Any:
-    """Reads a JSON file; numbers written as 'nan' or 'inf' stay floats, the checksum is left out.
+    """Reads a JSON file without its checksum; the strings 'nan' and 'inf' become floats again.
 
     >>> write_json(Path("a.json"), {"loss": math.inf})
     >>> read_json(Path("a.json"))
     {'loss': inf}
 
-    Raises: DamagedFileError for what is no JSON, does not match its checksum, or, if `sealed`, has none.
+    Raises:
+        DamagedFileError: the file is not JSON, does not match its checksum, or, if `sealed`, has none.
     """
     if refuse_irregular(path) is None:
         raise DamagedFileError(f"{path} is missing; expected a readable file. Restore it.")
@@ -77,18 +82,19 @@ def read_json(path: Path, sealed: bool = False) -> Any:
 
 
 def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
-    """Yield the lines of a .jsonl file without their checksums; a torn last line is dropped, any other is an error.
+    r"""Yields the lines of a .jsonl file without their checksums. A torn last line is dropped; any other is an error.
 
-    >>> write_text(Path("b.jsonl"), '{"step": 1}\\n{"st')
+    >>> write_text(Path("b.jsonl"), '{"step": 1}\n{"st')
     >>> list(read_lines(Path("b.jsonl")))
     [{'step': 1}]
 
     Args:
-        path: the file; one that is missing has no lines.
-        sealed: whether every line must have a checksum; else those before the first that has one need not.
-        sure: bytes that are known to have been written; what begins among them is not torn but damaged.
+        path: the file; a missing file has no lines.
+        sealed: whether every line must have a checksum; otherwise only the lines after the first that has one.
+        sure: number of bytes known to have been written; a bad line that begins among them is damage, not a torn write.
 
-    Raises: DamagedFileError, with the number of the line.
+    Raises:
+        DamagedFileError: a line is damaged; the message gives its number.
     """
     if refuse_irregular(path) is None:
         return
@@ -97,7 +103,7 @@ def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSON
         if damage is not None:
             raise damage
         if isinstance(value, ValueError):
-            damage = _damage(path, number, value)
+            damage = DamagedFileError(f"{path}, line {number} is not complete JSON: the file was damaged ({value})")
             if begin < sure:
                 raise damage
         else:
@@ -106,7 +112,7 @@ def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSON
 
 
 def whole_bytes(path: Path, keep: Callable[[JSONObject], bool], sealed: bool = False) -> int:
-    """The bytes of a .jsonl file before the first line that is not sound or not to be kept."""
+    """Returns the number of bytes of a .jsonl file before the first line that is damaged or fails `keep`."""
     begin = 0
     for end, value in _scan(path, sealed):
         if isinstance(value, ValueError) or not keep(value):
@@ -116,7 +122,7 @@ def whole_bytes(path: Path, keep: Callable[[JSONObject], bool], sealed: bool = F
 
 
 def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
-    """For each line the byte after it, and its value or the ValueError that it gave."""
+    """Yields, for each line, the byte offset after it and its value, or the ValueError that it raised."""
     end = 0
     with reported(f"cannot read {path}"), open(path, "rb") as file:
         while line := file.readline(MOST_BYTES):
@@ -131,12 +137,8 @@ def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
             yield end, value
 
 
-def _damage(path: Path, number: int, why: ValueError) -> DamagedFileError:
-    return DamagedFileError(f"{path}, line {number} is not complete JSON: the file was damaged ({why})")
-
-
 def _value(text: bytes, sealed: bool) -> Any:
-    """The value of a JSON text without its checksum, or ValueError."""
+    """Parses a JSON text without its checksum; raises ValueError."""
     checked = check_seal(text, sealed)
     value = json_value(text)
     if checked:
@@ -151,7 +153,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "replace").decode("utf-8")  # names of files may hold what is no Unicode
+        return value.encode("utf-8", "replace").decode("utf-8")  # file names may contain lone surrogates
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -169,7 +171,7 @@ def _numbers(value: object) -> Any:
     return value
 
 
-# The fields of the files of runs and studies, and the type of each: the one table that every reader checks against.
+# The fields of the files of runs and studies with their types. Every reader checks against this table.
 
 
 def _is_number(value: object) -> bool:
@@ -205,12 +207,7 @@ KINDS: dict[str, Callable[[object], bool]] = {
 }
 
 
-def _of_kinds(lines: Mapping[str, str]) -> dict[str, str]:
-    """The kind of each name, from lines of names under their kinds."""
-    return {name: kind for kind, names in lines.items() for name in names.split()}
-
-
-# What is read of the config.json of another library's model, whole or of one of its parts.
+# The fields that are read from the config.json of another library's model, or from one of its parts.
 _MODEL = {
     "text": "model_type",
     "sizes": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
@@ -224,7 +221,7 @@ _MODEL = {
 }
 _PARTS = "text_config llm_config thinker_config vision_config audio_config encoder decoder model rope_scaling"
 _PARTS += " rope_parameters attn_config"
-# By file the names of fields under their kinds. "!" in front: the field must be there and not null; "*": every other.
+# File -> type -> names of fields. "!type": the field must exist and not be null. Name "*": every other field.
 _FILES: dict[str, Mapping[str, str]] = {
     "study.json": {
         "!a list of objects": "runs",
@@ -332,12 +329,14 @@ _FILES: dict[str, Mapping[str, str]] = {
         "text": "checksums",
     },
 }
-FIELDS: dict[str, dict[str, str]] = {file: _of_kinds(lines) for file, lines in _FILES.items()}
-"""The type of a field by file and name."""
+#: The type of a field, by file and name.
+FIELDS: dict[str, dict[str, str]] = {
+    file: {name: kind for kind, names in lines.items() for name in names.split()} for file, lines in _FILES.items()
+}
 
 
 def check_fields(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
-    """The value as an object whose fields have the types of FIELDS[file]; `where` names its place in the error.
+    """Returns the value if it is an object whose fields have the types of FIELDS[file].
 
     >>> check_fields({"step": 3, "loss": None}, "metrics.jsonl", "metrics.jsonl, line 1")
     {'step': 3, 'loss': None}
@@ -346,33 +345,37 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It is damaged ...
 
     Args:
-        value: what a parser gave. file: a row of FIELDS. where: the place of the value. error: the class to raise.
+        value: the output of a parser.
+        file: a key of FIELDS.
+        where: the place of the value, for the error.
+        error: the class to raise.
 
-    Raises: `error` for what is no object, lacks a field, or has one of another type.
+    Raises:
+        QkeelError: the value is not an object, lacks a field, or has a field of the wrong type. The class is `error`.
     """
+
+    def damaged(fault: str) -> QkeelError:
+        return error(f"{where} {fault}. It is damaged or of another kind: restore it or create it again.")
+
     if not isinstance(value, dict):
-        raise _field_damage(error, where, f"holds {_name(value)} where an object was expected")
+        named = {list: "a list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
+        raise damaged(f"contains {named} where an object was expected")
     kinds = FIELDS[file]
     for name, kind in kinds.items():
         if kind.startswith("!") and value.get(name) is None:
-            raise _field_damage(error, where, f"has no {name}; expected {kind.removeprefix('!')}")
+            raise damaged(f"has no {name}; expected {kind.removeprefix('!')}")
     for name, own in value.items():
-        kind = kinds.get(name, kinds.get("*"))
-        if own is not None and kind is not None and not KINDS[kind.removeprefix("!")](own):
-            raise _field_damage(
-                error, where, f"has {str(own)[:60]!r} as {name[:60]}; expected {kind.removeprefix('!')}"
-            )
+        kind = kinds.get(name, kinds.get("*", "")).removeprefix("!")
+        if own is not None and kind and not KINDS[kind](own):
+            raise damaged(f"has {str(own)[:60]!r} as {name[:60]}; expected {kind}")
     return value
 
 
 def check_parts(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
-    """The value of a file whose fields may be objects with fields of their own; see `check_fields`.
+    """Checks a file whose fields may be objects with typed fields of their own; see `check_fields`.
 
     >>> check_parts({"optim": {"lr": 0.1}}, "config.json", "config.json")
     {'optim': {'lr': 0.1}}
-
-    Args:
-        value, file, where, error: see `check_fields`.
     """
     about = check_fields(value, file, where, error)
     for name in about:
@@ -384,7 +387,7 @@ def check_parts(value: object, file: str, where: str, error: type[QkeelError] = 
 
 
 def read_checked(path: Path, sealed: bool = False) -> JSONObject:
-    """The value of a JSON file whose name has a row in FIELDS; see `read_json` and `check_parts`.
+    """Reads a JSON file whose name is a key of FIELDS; see `read_json` and `check_parts`.
 
     >>> _ = Path("chaos.json").write_text('{"base": {}, "pairs": []}')
     >>> read_checked(Path("chaos.json"))
@@ -393,35 +396,28 @@ def read_checked(path: Path, sealed: bool = False) -> JSONObject:
     return check_parts(read_json(path, sealed), path.name, str(path))
 
 
-def _name(value: object) -> str:
-    return {list: "a list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
+# heads.f32 and eval_heads.f32 are append-only float32 files with one fixed-size record per logged step. heads.crc32
+# contains the CRC-32 of each record as a little-endian uint32.
 
-
-def _field_damage(error: type[QkeelError], where: str, what: str) -> QkeelError:
-    return error(f"{where} {what}. It is damaged or of another kind: restore it or create it again.")
-
-
-# The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; in
-# heads.crc32 the CRC-32 of each record as a little-endian uint32.
-
-_MOST_NUMBERS = 1 << 24  # of one step
+_MOST_NUMBERS = 1 << 24  # numbers per step
 _MOST_BYTES = 1 << 35
-_SUMS = "checksums"  # the field of heads.json that names the file of them
+_SUMS = "checksums"  # the field of heads.json that names the checksum file
 _MEND = "Restore the files, or delete the directory and run again."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Per-head numbers of a run. `values[name]` has shape [n_steps, n_layers, n_heads]; `layers` names, if known."""
+    """Per-head numbers of a run: `values[name]` is [n layers heads]; `layers` are the names of the layers, if known."""
 
-    steps: np.ndarray  #: [n_steps], optimizer steps done
+    steps: np.ndarray  #: [n], optimizer steps done
     values: dict[str, np.ndarray]
     layers: tuple[str, ...] = ()
 
 
 class HeadRecorder:
-    """Appends records of `1 + n_fields·n_layers·n_heads` float32 to `directory`/`name`.f32: the step, then the fields
-    in order; `layers` are the names of the layers, () if unknown.
+    """Appends float32 records to `directory`/`name`.f32: the step, then the `fields`, each [n_layers n_heads].
+
+    `layers` are the names of the layers, () if unknown.
     """
 
     def __init__(
@@ -445,10 +441,10 @@ class HeadRecorder:
             raise DamagedFileError(f"{place} describes other records. {_MEND}")
         if not there:
             write_json(place, old)
-        self._sums = directory / f"{name}.crc32" if _SUMS in old else None  # an earlier version wrote none
+        self._sums = directory / f"{name}.crc32" if _SUMS in old else None  # earlier versions wrote no checksums
 
     def append(self, step: int, values: np.ndarray) -> None:
-        """Append one record; values [n_fields, n_layers, n_heads]."""
+        """Appends one record; values [n_fields, n_layers, n_heads]."""
         if values.shape != self.shape:
             raise ShapeError(f"expected values of shape {self.shape}, got {values.shape}")
         record = np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes()
@@ -458,18 +454,20 @@ class HeadRecorder:
 
 
 def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure: int = 0) -> Heads:
-    """Read heads.json, heads.f32 and heads.crc32; a torn last record, or one without a checksum yet, is dropped.
+    """Reads heads.json, heads.f32 and heads.crc32. A last record that is torn or lacks its checksum is dropped.
 
     >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
     >>> read_heads(Path(".")).steps
     array([5])
 
     Args:
-        directory, name: where, and "heads" or "eval_heads".
+        directory: the folder of the files.
+        name: "heads" or "eval_heads".
         sealed: whether heads.json must have a checksum.
-        sure: bytes of heads.f32 that are known to have been written.
+        sure: number of bytes of heads.f32 that are known to have been written.
 
-    Raises: DamagedFileError if a record does not match its checksum, or heads.json describes another file.
+    Raises:
+        DamagedFileError: a record does not match its checksum, or heads.json describes another file.
     """
     about, path = _description(directory, name, sealed), directory / f"{name}.f32"
     rows = _records(about, path, sure)
@@ -485,7 +483,7 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
 
 
 def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
-    """The sound records [n, 1 + numbers]."""
+    """Returns the undamaged records [n, 1 + numbers]."""
     width = _width(about)
     flat = np.frombuffer(_stored(path, 4 * width), dtype="<f4")
     rows = flat[: flat.size // width * width].reshape(-1, width)
@@ -505,19 +503,19 @@ def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
 
 
 def _width(about: JSONObject) -> int:
-    """The numbers of a record."""
+    """Number of float32 in a record."""
     return 1 + len(about["fields"]) * about["n_layers"] * about["n_heads"]
 
 
 def _stored(path: Path, least: int) -> bytes:
-    """The whole numbers of the file; none where it is missing or has less than one record."""
+    """Reads the complete 4-byte numbers of the file; empty if it is missing or shorter than one record."""
     size = refuse_irregular(path) or 0
     raw = read_regular(path, most=_MOST_BYTES) if size >= least else b""
     return raw[: len(raw) // 4 * 4]
 
 
 def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject:
-    """The fields, layers and heads of a file, as its .json says."""
+    """Reads and checks the .json file that describes the fields, layers and heads."""
     place = directory / f"{name}.json"
     about = check_fields(read_json(place, sealed), "heads.json", str(place))
     names, layers = about["fields"], about.get("layers") or ()
@@ -531,7 +529,7 @@ def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject
 
 
 def cut_heads(directory: Path, last_step: int) -> None:
-    """Drop the records after `last_step` (and a torn tail) so that a resumed run appends where it stood."""
+    """Drops the records after `last_step` and a torn tail, so that a resumed run appends at the right place."""
     path = directory / "heads.f32"
     if refuse_irregular(path) is None or refuse_irregular(directory / "heads.json") is None:
         return
@@ -543,24 +541,14 @@ def cut_heads(directory: Path, last_step: int) -> None:
 
 
 def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
-    """The mean of [... heads] over the heads that were measured and, where it is given, are in `over`."""
+    """Returns the mean of [... heads] over the measured heads, or over the heads in the mask `over`."""
     counted = ~np.isnan(values) if over is None else over
     counts = counted.sum(-1)
     return np.where(counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
 
 
-def _share_of_sinks(values: np.ndarray) -> np.ndarray:
-    """Σ [x > 0.3] / n over the n heads that were measured."""
-    return _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD))
-
-
-def _gap_of_sinks(values: np.ndarray) -> np.ndarray:
-    """The mean over heads with x > 0.3 minus the mean over the others; NaN where there are none of either."""
-    return _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
-
-
 def _median(values: np.ndarray) -> np.ndarray:
-    """The median of the heads that were measured; NaN where none was, or where it is zero."""
+    """Median over the measured heads; NaN if there is none, or if the median is zero."""
     found = np.full(values.shape[:-1], np.nan)
     some = ~np.isnan(values).all(-1)
     found[some] = np.nanmedian(values[some], axis=-1)
@@ -571,20 +559,23 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
     "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
     "mean": _mean,
-    "share_of_sinks": _share_of_sinks,
-    "gap_of_sinks": _gap_of_sinks,
+    "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
+    # Σ [x > 0.3] / n over the n measured heads.
+    "share_of_sinks": lambda values: _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD)),
+    # The mean over heads with x > 0.3 minus the mean over the others; NaN if either group is empty.
+    "gap_of_sinks": lambda values: _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD),
     "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
     "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
 }
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """What stands for several heads [... heads], by records.HEAD_FIELDS or LAYER_FIELDS, as [...]; NaN is not measured.
+    """Summarises heads or blocks [... n] as [...], by the tables of fields in records; NaN means not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
     >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
     0.5
     """
-    field = LAYER_FIELDS.get(name) or head_field(name)
+    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)

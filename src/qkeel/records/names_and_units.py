@@ -1,4 +1,4 @@
-"""The one table of recorded names: unit, shape, meaning."""
+"""Every recorded name in one table: unit, shape, meaning."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from qkeel.options import lookup
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One recorded number. Attention logits and entropies are in nats (natural logarithm)."""
+    """A recorded number. Attention logits and entropies are in nats (natural logarithm)."""
 
     unit: str  #: such as nats; "" for a plain number
-    meaning: str  #: what it is, in words
+    meaning: str  #: description in words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadField(Field):
-    """A number of each head. This row is all that the monitor, its table, the trackers and the report know about it.
+    """A number of each head; the monitor, the trackers and the report take everything they need from its row.
 
-    fold: what stands for several heads, the most critical or their mean. count: which count of LogitStats says
-    that it was measured. column: its heading in the monitor's table, "" for none. per_layer: trackers get it for each
-    layer and not only for the whole model; a chart per head and field would be 30,720 charts for 80 layers of 64 heads,
-    and trackers are slow from 10,000 on.
+    fold: how several heads are summarised, by the most critical head or by the mean. count: the field of LogitStats
+    that is above 0 if the number was measured. column: heading in the monitor's table; "" leaves it out. per_layer:
+    trackers get one series per layer, not only one for the model. There are no series per head: 80 layers of 64 heads
+    would make 30,720 charts, and trackers become slow from 10,000 on.
     """
 
     fold: Literal["max", "min", "mean"]
@@ -34,18 +34,34 @@ class HeadField(Field):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerField(Field):
-    """A number of each layer that follows from one number of its heads: nothing more is measured or written for it.
+    """A number of each layer that is computed from one number of its heads, so nothing more is measured or stored.
 
-    of: that number, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
+    of: the number of the heads, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "gap_of_sinks", "max_ratio", "min_ratio"]
+    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "std"]
     column: str = ""
     per_layer: bool = False
 
 
-# One line of metrics.jsonl, written every `log_every` steps. "Over the probe": the fixed held-out batch.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockField(Field):
+    """A number of each block of a watched model, of the stream of hidden states that its branches add to.
+
+    place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
+    passes and processes make one. fold: what stands for several blocks. column, per_layer: see HeadField.
+    """
+
+    place: Literal["input", "output", "attention", "mlp"]
+    formula: Literal["rms", "largest", "channel_ratio", "massive_share", "share", "change"]
+    over: Literal["root_mean", "max", "mean"]
+    fold: Literal["max", "mean"] = "max"
+    column: str = ""
+    per_layer: bool = False
+
+
+# One line of metrics.jsonl, written every `log_every` steps. "Probe" is the fixed held-out batch.
 STEP_FIELDS: dict[str, Field] = {
     "step": Field("optimizer steps", "steps done when the line was written; 0 is before training"),
     "tokens": Field("tokens", "training tokens seen"),
@@ -64,9 +80,9 @@ STEP_FIELDS: dict[str, Field] = {
     "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
 }
 
-NON_FINITE = "non_finite"  # named here: where it is 1 the other numbers of the head mean nothing
+NON_FINITE = "non_finite"  # if it is 1, the other numbers of the head are meaningless, so code asks for it by name
 
-# One value per layer and head in heads.f32. A number of a key head is repeated for every query head of its group.
+# One value per layer and head in heads.f32. The number of a key head is repeated for every query head of its group.
 HEAD_FIELDS: dict[str, HeadField] = {
     "max_logit": HeadField(
         "nats", "largest signed attention logit, scaled, before cap", "max", column="max logit", per_layer=True
@@ -83,7 +99,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "nats", "mean attention entropy over query rows with a visible key", "mean", column="entropy", per_layer=True
     ),
     "entropy_error": HeadField(
-        "nats", "half the width of a 95 % interval of an entropy from a sample of rows; else not measured", "max"
+        "nats", "half the width of the 95 % interval of an entropy that was estimated from a sample of rows", "max"
     ),
     "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
     "normalized_entropy": HeadField(
@@ -150,16 +166,21 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="gate",
     ),
     "gate_std": HeadField("share", "standard deviation of the gate over query rows", "mean"),
+    "index_max_logit": HeadField(
+        "1", "largest score by which an indexer chooses keys of the layer", "max", column="index max"
+    ),
+    "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
+    "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "delta2_spectral_norm": HeadField(
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
-    "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of that", "min"),
-    "delta2_singular_entropy": HeadField("nats", "entropy of its squared singular values' shares", "min"),
+    "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
+    "delta2_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "delta3_spectral_norm": HeadField(
         "1", "largest singular value of the product of the query's and the key's step", "max"
     ),
-    "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of that", "min"),
-    "delta3_singular_entropy": HeadField("nats", "entropy of its squared singular values' shares", "min"),
+    "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
+    "delta3_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "query_update_ratio": HeadField(
         "1", "root mean square of a step of the head's query weight over that of the weight", "max", column="ΔW_q/W_q"
     ),
@@ -168,15 +189,15 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
 }
 
-# A head whose sink_share is over this is a sink head: it gives its first key more than 30 % of its weight and acts as a
-# gate. Source: Sun et al. 2026, arXiv 2603.05498.
+# A sink head gives its first key more than this share of its weight and acts as a gate.
+# Source: Sun et al. 2026, arXiv 2603.05498.
 SINK_HEAD = 0.3
 
-# Numbers of a layer made of those of its heads; of the whole model, of all heads at once.
+# Numbers of a layer, computed from those of its heads; for the whole model, from all heads at once.
 LAYER_FIELDS: dict[str, LayerField] = {
     "sink_head_ratio": LayerField(
         "share",
-        "share of the heads whose sink_share is over 0.3",
+        "share of heads with sink_share above 0.3",
         of="sink_share",
         fold="share_of_sinks",
         column="sink heads",
@@ -185,23 +206,28 @@ LAYER_FIELDS: dict[str, LayerField] = {
     "sink_head_max": LayerField("share", "largest sink_share of a head", of="sink_share", fold="max"),
     "sink_head_gap": LayerField(
         "share",
-        "mean sink_share of the heads over 0.3 minus the mean of the others; not measured where one group is empty",
+        "mean sink_share of the heads above 0.3 minus the mean of the others; NaN if one group is empty",
         of="sink_share",
         fold="gap_of_sinks",
     ),
+    "entropy_head_std": LayerField(
+        "nats", "standard deviation of the heads' entropies in a layer", of="entropy", fold="std"
+    ),
+    "entropy_head_min": LayerField("nats", "smallest entropy of a head in a layer", of="entropy", fold="min"),
+    "entropy_head_max": LayerField("nats", "largest entropy of a head in a layer", of="entropy", fold="max"),
     "gate_max_ratio": LayerField(
         "1", "largest gate_mean of a head over the median head's", of="gate_mean", fold="max_ratio"
     ),
     "gate_min_ratio": LayerField(
         "1",
-        "smallest gate_mean of a head over the median head's: one shut gate shows here alone",
+        "smallest gate_mean of a head over the median head's; shows a single closed gate",
         of="gate_mean",
         fold="min_ratio",
     ),
 }
 
-# The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
-# the classes of query and key. The first two are of a head as a whole.
+# Numbers by token class, for models that are watched with classes: "NAME/text" for one class, "NAME/image->text" for
+# queries of one class and keys of another. The first two rows describe a head as a whole.
 CLASS_FIELDS: dict[str, HeadField] = {
     "query_competition": HeadField(
         "1", "mean query norm of the longest token class over that of the shortest", "mean", column="|q| by class"
@@ -216,27 +242,98 @@ CLASS_FIELDS: dict[str, HeadField] = {
     "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
 }
 
-# More numbers of a watched model; "block_output_norm/LAYER" is that of one layer.
+# More numbers of a watched model; "block_output_norm/LAYER" is the number of one layer.
 VALUE_FIELDS: dict[str, Field] = {
     "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
 }
 
-# The monitor itself, of each measured step: silence of the monitor is to be seen. Trackers get them as monitor/NAME,
-# metrics.jsonl and steps.csv as monitor_NAME.
+# The residual stream, on request: "NAME/LAYER", where a layer is an attention of the block, or the block itself where
+# it has none. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a pass.
+BLOCK_FIELDS: dict[str, BlockField] = {
+    "block_input_rms": BlockField(
+        "1", "root mean square of the hidden states that enter a block", place="input", formula="rms", over="root_mean"
+    ),
+    "block_input_max": BlockField(
+        "1", "largest magnitude in the hidden states that enter a block", place="input", formula="largest", over="max"
+    ),
+    "block_input_channel_ratio": BlockField(
+        "1",
+        "largest channel peak over the median one, of the hidden states that enter a block",
+        place="input",
+        formula="channel_ratio",
+        over="max",
+    ),
+    "block_output_rms": BlockField(
+        "1",
+        "root mean square of the hidden states that leave a block",
+        place="output",
+        formula="rms",
+        over="root_mean",
+        column="stream",
+        per_layer=True,
+    ),
+    "block_output_max": BlockField(
+        "1", "largest magnitude in the hidden states that leave a block", place="output", formula="largest", over="max"
+    ),
+    "block_output_channel_ratio": BlockField(
+        "1",
+        "largest channel peak over the median one, of the hidden states that leave a block",
+        place="output",
+        formula="channel_ratio",
+        over="max",
+        column="channel ratio",
+        per_layer=True,
+    ),
+    "block_output_massive_share": BlockField(
+        "share",
+        "share of the channels whose peak is over 100 times the median one, of what leaves a block",
+        place="output",
+        formula="massive_share",
+        over="mean",
+    ),
+    "block_update_ratio": BlockField(
+        "1",
+        "root mean square of a block's output minus its input over that of the input",
+        place="output",
+        formula="change",
+        over="mean",
+    ),
+    "attention_share": BlockField(
+        "1",
+        "root mean square of what attention adds to the stream over that of the stream that enters the block",
+        place="attention",
+        formula="share",
+        over="mean",
+        column="attention adds",
+        per_layer=True,
+    ),
+    "mlp_share": BlockField(
+        "1",
+        "root mean square of what all else in the block adds over that of the stream that enters the block",
+        place="mlp",
+        formula="share",
+        over="mean",
+        column="MLP adds",
+        per_layer=True,
+    ),
+}
+
+# Self-monitoring in each measured step, so that a monitor that sees nothing is noticed. Trackers get these numbers as
+# monitor/NAME, metrics.jsonl and steps.csv as monitor_NAME.
 MONITOR_FIELDS: dict[str, Field] = {
     "sites": Field("attentions", "sites found in the model, or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field("attentions", "attentions that were seen when sites were searched, but not understood"),
-    "silent": Field("attentions", "sites of which the step showed no call"),
+    "missed": Field("attentions", "attentions that the search for sites saw but did not recognise"),
+    "silent": Field("attentions", "sites without a call in the step"),
     "errors": Field(
         "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"
     ),
-    "milliseconds": Field("ms", "host time in the monitor's own code since the measured step before; of this process"),
+    "milliseconds": Field("ms", "host time that this process spent in the monitor since the last measured step"),
 }
 
-# More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
-# of queries of the one and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
+# Numbers that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries
+# of one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
     "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
     "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
@@ -250,6 +347,16 @@ TASK_FIELDS: dict[str, Field] = {
     "part": Field("name", "the values of a study's axes"),
     "loss_scale": Field("1", "factor on the loss in fp16 training after the step"),
     "skipped_steps": Field("optimizer steps", "steps skipped because a gradient overflowed fp16, over training"),
+}
+
+# The type of a layer, by what was seen of it. Numbers are comparable within a type: their keys are of one kind.
+LAYER_TYPES: dict[str, str] = {
+    "full": "queries reach all keys, or all up to their own; of packed sequences those of their own sequence",
+    "window": "queries reach a span of keys that moves on with them, and perhaps keys that all of them reach",
+    "sparse": "queries reach keys with hidden ones between them, or keys that were gathered for each query",
+    "compressed": "some keys stand for several tokens each",
+    "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
+    "cross": "keys come of another source than queries",
 }
 
 # One row per run in a study's table.csv.
@@ -303,7 +410,7 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
 
 
 def head_field(name: str) -> HeadField | None:
-    """The field of a number of each head, by token classes or not; None if there is none of the name.
+    """Returns the field of a number of each head, with or without token classes; None if the name is unknown.
 
     >>> head_field("class_max_logit/image->text").fold
     'max'
@@ -312,26 +419,26 @@ def head_field(name: str) -> HeadField | None:
 
 
 def field_unit(name: str) -> str:
-    """The unit of a number of each head or layer.
+    """Returns the unit of a number of each head or layer.
 
     >>> field_unit("entropy")
     'nats'
     """
-    field = LAYER_FIELDS.get(name) or head_field(name)
+    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or VALUE_FIELDS.get(name) or head_field(name)
     return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
 def layer_fields() -> tuple[str, ...]:
-    """The numbers that trackers get for each layer.
+    """Returns the numbers that trackers record per layer.
 
     >>> "max_logit" in layer_fields()
     True
     """
-    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS}.items() if field.per_layer)
+    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items() if field.per_layer)
 
 
 def measured_field(name: str) -> str:
-    """The number of each head that a number of each layer is made of; the name itself of all others.
+    """Returns the number of each head behind a number of each layer; other names are returned unchanged.
 
     >>> measured_field("sink_head_ratio"), measured_field("entropy")
     ('sink_share', 'entropy')
@@ -339,26 +446,33 @@ def measured_field(name: str) -> str:
     return LAYER_FIELDS[name].of if name in LAYER_FIELDS else name
 
 
+def of_layers(name: str) -> bool:
+    """Returns whether a number of the whole model is recorded for each layer as well, as NAME/LAYER.
+
+    >>> of_layers("block_output_rms"), of_layers("train_loss")
+    (True, False)
+    """
+    return name in BLOCK_FIELDS or name == "block_output_norm"
+
+
 def explain_field(name: str) -> str:
-    """The meaning and unit of a recorded name.
+    """Returns the meaning and unit of a recorded name.
 
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
-    if name.startswith("monitor_"):
-        name = name.removeprefix("monitor_")
-        field = lookup("number of the monitor", MONITOR_FIELDS, name)
-        return f"{field.meaning} [{field.unit}]"
-    name = name.partition("/")[0]
+    monitor = {f"monitor_{own}": field for own, field in MONITOR_FIELDS.items()}
     table: dict[str, Field] = {
+        **monitor,
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
         **LAYER_FIELDS,
         **CLASS_FIELDS,
         **VALUE_FIELDS,
+        **BLOCK_FIELDS,
         **TASK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,
     }
-    field = lookup("recorded field", table, name)
+    field = lookup("recorded field", table, name.partition("/")[0])
     return f"{field.meaning} [{field.unit}]"

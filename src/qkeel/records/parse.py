@@ -1,4 +1,4 @@
-"""JSON, TOML and safetensors headers read strictly, with one error that names the place."""
+"""Strict readers of JSON, TOML and safetensors headers, each with one error that names the place."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, final
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, reported
 from qkeel.records.disk import read_regular, refuse_irregular
 
-# Values that a file of settings may hold: numbers of bounded size, text that can be printed, bounded nesting.
+# Limits on values, so that a hostile or damaged file cannot exhaust memory or the stack.
 
 MOST_DEPTH = 64  # tables and lists inside each other
 LEAST_INTEGER, MOST_INTEGER = -(1 << 63), (1 << 64) - 1
-_MOST_DIGITS = 20  # of MOST_INTEGER
+_MOST_DIGITS = 20  # digits of MOST_INTEGER; int() of longer text takes quadratic time
 
 
 def read_integer(digits: str) -> int:
-    """A whole number between -2⁶³ and 2⁶⁴ - 1, as every reader of JSON can hold it.
+    """Parses an integer between -2⁶³ and 2⁶⁴ - 1, the range that JSON readers support.
 
     >>> read_integer("12")
     12
@@ -32,7 +32,7 @@ def read_integer(digits: str) -> int:
 
 
 def read_float(digits: str) -> float:
-    """A number that a float64 can hold; one that would become infinite is refused.
+    """Parses a number that a float64 can represent; a finite number that overflows to infinity is an error.
 
     >>> read_float("1.5")
     1.5
@@ -44,7 +44,7 @@ def read_float(digits: str) -> float:
 
 
 def refuse_strange(value: object, depth: int = 0) -> None:
-    """Raises ValueError for tables and lists nested too deep, integers of too many bits, text that is not Unicode."""
+    """Raises ValueError for values nested too deeply, integers beyond 64 bits, and text that is not Unicode."""
     if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
         raise ValueError(f"expected at most {MOST_DEPTH} tables or lists inside each other")
     if isinstance(value, str):
@@ -62,11 +62,11 @@ def refuse_strange(value: object, depth: int = 0) -> None:
             refuse_strange(inner, depth + 1)
 
 
-# The one parser of JSON: UTF-8, no name twice, numbers of bounded size, bounded nesting, one error for all else.
+# JSON: UTF-8, no duplicate names, bounded numbers and nesting.
 
 
 def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirectoryError) -> Any:
-    """The value of a JSON text; `where` names its place in the error. NaN and Infinity are read as Python writes them.
+    """Parses a JSON text; `where` names its place in the error. NaN and Infinity are read as Python writes them.
 
     >>> parse_json(b'{"loss": 1.5}', "a.json")
     {'loss': 1.5}
@@ -74,8 +74,9 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
     Traceback (most recent call last):
     qkeel.errors.RunDirectoryError: a.json is not complete JSON (line 1, column 6: Expecting ',' delimiter). It is ...
 
-    Raises: `error` for a text that is torn, has a name twice, is nested deeper than 64, or holds a number beyond 64
-        bits or text that is not Unicode.
+    Raises:
+        QkeelError: the text is incomplete, has a name twice, is nested deeper than 64, or contains a number beyond 64
+            bits or text that is not Unicode. The class is `error`.
     """
     try:
         return json_value(text)
@@ -87,13 +88,14 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
 
 
 def json_value(text: bytes | str) -> Any:
-    """The value of a JSON text, as `parse_json` reads it.
+    """Parses a JSON text like `parse_json`, with the bare reason as error.
 
     >>> json_value("[1, 1e999]")
     Traceback (most recent call last):
     ValueError: expected a number of magnitude below 1.8e308, got 1e999
 
-    Raises: ValueError, whose text is the reason alone.
+    Raises:
+        ValueError: the text is not valid.
     """
     try:
         value = json.loads(
@@ -111,7 +113,7 @@ def json_value(text: bytes | str) -> Any:
 
 
 def read_json_file(path: Path, error: type[QkeelError] = RunDirectoryError) -> Any:
-    """The value of a JSON file; see `parse_json`.
+    """Parses a JSON file; see `parse_json`.
 
     >>> _ = Path("a.json").write_text('{"step": 1}')
     >>> read_json_file(Path("a.json"))
@@ -129,18 +131,19 @@ def _table(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-# The one parser of TOML, and its one writer of values: what is written is read back as it was.
+# TOML: the reader, and a writer of single values that the reader restores exactly.
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Reads a TOML file.
 
     >>> _ = Path("a.toml").write_text("steps = 3")
     >>> read_toml(Path("a.toml"))
     {'steps': 3}
 
-    Raises: DataError if it cannot be read; InvalidValueError if it is no TOML, is nested deeper than 64, or holds a
-        number beyond 64 bits.
+    Raises:
+        DataError: the file cannot be read.
+        InvalidValueError: the file is not TOML, is nested deeper than 64, or contains a number beyond 64 bits.
     """
     text = read_regular(path, DataError)
     try:
@@ -155,12 +158,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def toml_line(name: str, value: bool | int | float | str) -> str:
-    r"""One line of a table: a bare name and its value.
+    r"""Formats one line of a table: a bare name and its value.
 
     >>> toml_line("source", 'a"b\n')
     'source = "a\\"b\\n"'
 
-    Raises: InvalidValueError for text that is no Unicode, which TOML cannot hold.
+    Raises:
+        InvalidValueError: the text is not Unicode, which TOML cannot represent.
     """
     if isinstance(value, bool):
         return f"{name} = {str(value).lower()}"
@@ -170,18 +174,18 @@ def toml_line(name: str, value: bool | int | float | str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as failure:
         raise InvalidValueError(f"expected {name} as Unicode text, got {value!r}; TOML cannot hold it") from failure
-    # JSON's escapes are those of TOML's basic strings, but for the one control character that JSON leaves as it is.
+    # JSON escapes strings as TOML does, except for DEL, which JSON leaves unescaped.
     return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007F")
 
 
-# The one parser of safetensors headers: each field of its type, tensors without overlap or holes up to the end.
+# safetensors headers: every field is type-checked, and tensors must fill the file without overlap or hole.
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
-# The format's names of types by the bits of an element (safetensors 0.8).
+# The format's dtype names by bits per element (safetensors 0.8).
 _TYPES: dict[int, tuple[str, ...]] = {
     4: ("F4",),
     6: ("F6_E2M3", "F6_E3M2"),
@@ -196,7 +200,7 @@ BITS: dict[str, int] = {name: bits for bits, names in _TYPES.items() for name in
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor's line of the header; `begin` and `end` (exclusive) are bytes of the file."""
+    """One tensor of the header; `begin` and `end` (exclusive) are byte offsets in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -207,22 +211,23 @@ class TensorEntry:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The tensors of a file by name, in the order they lie in, and the text that was stored with them."""
+    """The tensors of a file by name, in file order, and the metadata stored with them."""
 
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
 
 
 def read_header(path: Path, error: type[QkeelError] = DataError) -> Header:
-    """The header of a safetensors file, every value checked.
+    """Reads and checks the header of a safetensors file.
 
     >>> _ = Path("a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     >>> read_header(Path("a.safetensors"))
     Header(tensors={}, metadata={})
 
-    Raises: `error` for a file that is missing, not regular, truncated or longer than its tensors; for a header that is
-        no strict JSON, a field of another type, an unknown dtype, a size that is not that of the shape, tensors that
-        overlap or leave a hole.
+    Raises:
+        QkeelError: the file is missing, not regular, truncated or longer than its tensors; or the header is not strict
+            JSON, a field has the wrong type, a dtype is unknown, a size does not match its shape, or tensors overlap or
+            leave a hole. The class is `error`.
     """
     size = refuse_irregular(path, error)
     if size is None:
@@ -237,7 +242,7 @@ def read_header(path: Path, error: type[QkeelError] = DataError) -> Header:
 
 
 def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = DataError) -> Header:
-    """The header whose JSON is `text`, of a file of `size` bytes; see `read_header`.
+    """Parses the header with the JSON `text` of a file of `size` bytes; see `read_header`.
 
     >>> parse_header(b'{"__metadata__": {"format": "pt"}}', Path("a.safetensors"), 42).metadata
     {'format': 'pt'}

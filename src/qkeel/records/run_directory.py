@@ -1,4 +1,4 @@
-"""The directory of a run: what it holds, who writes it, and how it is read back after a kill."""
+"""The directory of a run: its files, who may write them, and how they are read after a crash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -28,11 +28,30 @@ from qkeel.records.files import (
     write_json,
 )
 
-# The place where records are made: system, cores, commit of the code around; no name of a machine or a person.
+TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
+
+
+def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
+    """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
+    versions say none.
+
+    >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
+    {'h.0': 'window'}
+    """
+    sites = about.get("sites")
+    known = [site for site in sites if isinstance(site, dict)] if isinstance(sites, (list, tuple)) else []
+    types = {str(site["name"]): str(site["type"]) for site in known if "type" in site and "name" in site}
+    for event in events:
+        if event.get("event") == TYPES_EVENT and isinstance(changed := event.get("types"), dict):
+            types |= {str(layer): str(of) for layer, of in changed.items()}
+    return types
+
+
+# Provenance of records: system, number of cores and commit, without the name of a machine or a person.
 
 
 def made_on() -> dict[str, str]:
-    """Returns "system", and "commit" where the current folder lies in a git repository.
+    """Returns "system", and "commit" if the current folder is in a git repository.
 
     >>> sorted(made_on())[-1]
     'system'
@@ -43,12 +62,12 @@ def made_on() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str:
-    """The commit that is checked out, from the files of git; "" where there is none or they cannot be read."""
+    """Reads the checked-out commit from git's files; "" if there is none or they cannot be read."""
     try:
         place = next((parent / ".git" for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
         if place is None:
             return ""
-        if place.is_file():  # a work tree of its own
+        if place.is_file():  # a linked work tree
             place = Path(place.parent, _text(place).removeprefix("gitdir:").strip())
         head = _text(place / "HEAD").strip()
         if not head.startswith("ref:"):
@@ -69,13 +88,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-# A run directory: config.json env.json metrics.jsonl heads.json heads.f32 heads.crc32 events.jsonl last/
-# summary.json DONE.
-#
-# That of a watched model has eval.jsonl, eval_heads.json, eval_heads.f32 and eval_heads.crc32 instead of last/; that
-# of a length study has extrapolation.jsonl besides.
+# A run directory contains config.json env.json metrics.jsonl heads.json heads.f32 heads.crc32 events.jsonl last/
+# summary.json DONE. A watched model has eval.jsonl, eval_heads.json, eval_heads.f32 and eval_heads.crc32 instead of
+# last/; a length study also has extrapolation.jsonl.
 
-# The files that are appended to. DONE, and each checkpoint, holds how many bytes of each there were.
+# The append-only files. DONE and each checkpoint record their sizes, so that a reader notices lost or added bytes.
 RECORDS = ("metrics.jsonl", "events.jsonl", "heads.crc32", "heads.f32")
 RECORDS += ("eval.jsonl", "eval_heads.crc32", "eval_heads.f32")
 FileSizes = Mapping[str, int]
@@ -98,7 +115,7 @@ class RunDirectory:
 
     @property
     def status(self) -> RunStatus:
-        """DONE wins over FAILED: a run that failed and then went through is done."""
+        """The state; DONE wins over FAILED, because a run that failed may be resumed and finish."""
         if (self.path / "DONE").exists():
             return RunStatus.DONE
         if (self.path / "FAILED").exists():
@@ -107,12 +124,12 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path:
-        """The one checkpoint file, replaced by one rename."""
+        """The only checkpoint file, which is replaced atomically."""
         return self.path / "last" / "state.safetensors"
 
     @property
     def sealed(self) -> bool:
-        """Returns whether its files have checksums: where one of these two has, all must. Earlier runs have none."""
+        """Whether all files must have checksums, as config.json or env.json has one; earlier versions wrote none."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
@@ -125,31 +142,31 @@ class RunDirectory:
         return check_parts(config, "config.json of a watched model" if watched else "config.json", str(path))
 
     def env(self) -> JSONObject:
-        """Versions, corpus hash, command, formula in use."""
+        """Versions, corpus hash, command, and the formula of the attention."""
         return read_checked(self.path / "env.json", self.sealed)
 
     def metrics(self, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """One dict per logged step, by records.STEP_FIELDS; `sizes` are bytes known to have been written."""
+        """One dict per logged step, by records.STEP_FIELDS; `sizes` are the bytes known to have been written."""
         return self._lines("metrics.jsonl", sizes)
 
     def events(self, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """Warnings and what a remedy did, one dict each."""
+        """Warnings and actions of remedies, one dict each."""
         return self._lines("events.jsonl", sizes)
 
     def heads(self, sizes: FileSizes | None = None) -> Heads:
-        """Per layer and head, by records.HEAD_FIELDS."""
+        """Numbers per layer and head, by records.HEAD_FIELDS."""
         return self._heads("heads", sizes)
 
     def eval_metrics(self) -> list[JSONObject]:
-        """The rows of a watched model in evaluation mode, as metrics()."""
+        """The rows of a watched model in evaluation mode, as in metrics()."""
         return self._lines("eval.jsonl")
 
     def eval_heads(self) -> Heads:
-        """Per layer and head in evaluation mode."""
+        """Numbers per layer and head in evaluation mode."""
         return self._heads("eval_heads")
 
     def long_contexts(self) -> list[JSONObject]:
-        """The results of the weights at other lengths, one dict per post-hoc method and length."""
+        """Results at other context lengths, one dict per post-hoc method and length."""
         return self._lines("extrapolation.jsonl", {})
 
     def summary(self) -> JSONObject:
@@ -157,17 +174,17 @@ class RunDirectory:
         return read_checked(self.path / "summary.json", self.sealed)
 
     def failure(self) -> str:
-        """The error that ended the run; empty if it did not fail."""
+        """The error that ended the run; "" if it did not fail."""
         path = self.path / "FAILED"
         return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file that is appended to."""
+        """The size in bytes of each append-only file."""
         there = {name: refuse_irregular(self.path / name) for name in RECORDS}
         return {name: size for name, size in there.items() if size is not None}
 
     def damage(self) -> str:
-        """Returns the sentence about a file of a finished run that is not as it was written; empty where all are."""
+        """Returns a sentence about the first damaged file of a finished run; "" if there is none."""
         try:
             self.summary()
             self.metrics()
@@ -181,7 +198,7 @@ class RunDirectory:
         return ""
 
     def _written(self, name: str, sizes: FileSizes | None) -> int:
-        """The bytes that a file is known to have had: those of `sizes`, or of DONE if the run is done."""
+        """The number of bytes a file is known to have had, from `sizes`, or from DONE if the run is done."""
         known = self._sizes_at_end() if sizes is None else sizes
         size, now = known.get(name, 0), refuse_irregular(self.path / name) or 0
         if now < size or (sizes is None and known and now > size):
@@ -193,7 +210,7 @@ class RunDirectory:
 
     def _sizes_at_end(self) -> FileSizes:
         path = self.path / "DONE"
-        if not path.exists() or (refuse_irregular(path) == 0 and not self.sealed):  # an earlier version's is empty
+        if not path.exists() or (refuse_irregular(path) == 0 and not self.sealed):  # earlier versions wrote it empty
             return {}
         return read_checked(path, self.sealed)
 
@@ -208,50 +225,51 @@ class RunDirectory:
         return read_heads(self.path, name, self.sealed, self._written(f"{name}.f32", sizes))
 
     def open(self, config: Mapping[str, object]) -> None:
-        """Make the directory for `config`, or check that it was made for the same one."""
+        """Creates the directory for `config`, or checks that it belongs to the same configuration."""
         if (self.path / "config.json").exists():
             old = self.config()
             if old != config:
                 changed = differences(old, config)
                 raise RunDirectoryError(
-                    f"{self.path} holds a run of another configuration (different: {', '.join(changed)}). "
+                    f"{self.path} contains a run of another configuration (different: {', '.join(changed)}). "
                     "Choose another directory; nothing was changed."
                 )
             return
         if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
             raise RunDirectoryError(
-                f"{self.path} is not empty and holds no config.json, so it is not a run directory. "
+                f"{self.path} is not empty and has no config.json, so it is not a run directory. "
                 "Choose another directory; nothing was changed."
             )
         disk.make_directory(self.path)
         write_json(self.path / "config.json", config)
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Marks the run as done, once its records and the summary are on the disk; not where it raises an error."""
+        """Marks the run as done once its records and summary are on the disk; a run whose write fails is not marked."""
         self.sync()
         write_json(self.path / "summary.json", summary)
         try:
             write_json(self.path / "DONE", self.sizes())
-        except BaseException:  # it may be there, with a name that a loss of power takes away
+        except BaseException:  # the file may exist without a durable name
             disk.remove([self.path / "DONE"])
             raise
 
     def sync(self) -> None:
-        """Returns once all that was appended is on the disk."""
+        """Blocks until all appended data are on the disk."""
         disk.sync(self.path / name for name in RECORDS)
 
     def start_again(self) -> None:
-        """Removes all but the configuration, which has a checksum then, and what was measured of the weights."""
+        """Removes everything but the configuration, which then has a checksum, and extrapolation.jsonl."""
         heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
-        disk.remove([self.path / "DONE", self.checkpoint])  # first, or what is left could be taken for whole
+        disk.remove([self.path / "DONE", self.checkpoint])  # first: a crash here must not leave a complete-looking run
         disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))
         if not self.sealed:
             write_json(self.path / "config.json", self.config())
 
     def cut_to(self, sizes: FileSizes) -> None:
-        """Cuts each file that is appended to, so that a resumed run repeats what came after a checkpoint bit for bit.
+        """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
 
-        Raises: DamagedFileError if one has fewer bytes than it had.
+        Raises:
+            DamagedFileError: a file is shorter than that.
         """
         for name in RECORDS:
             size = self._written(name, {name: sizes.get(name, 0)})
@@ -259,7 +277,7 @@ class RunDirectory:
                 disk.cut(self.path / name, size)
 
     def cut_back(self, last_step: int) -> None:
-        """Drops everything recorded after `last_step`: for the checkpoints of earlier versions, which hold no sizes."""
+        """Drops everything recorded after `last_step`, for checkpoints of earlier versions, which store no sizes."""
         for name in ("metrics.jsonl", "events.jsonl"):
             if self._lines(name):
                 path = self.path / name
@@ -272,7 +290,7 @@ class RunDirectory:
 
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
-        """Holds the directory alone; the operating system frees it when the process dies, however it dies."""
+        """Locks the directory; the operating system releases the lock however the process ends."""
         self._refuse_links()
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             for directory in (self.path, self.checkpoint.parent):
@@ -281,18 +299,18 @@ class RunDirectory:
 
 
 def note_checksums(place: RunDirectory) -> None:
-    """Says, once a process, that a run of an earlier version has none."""
+    """Warns, once per process, that runs of an earlier version have no checksums."""
     if place.status is not RunStatus.MISSING and not place.sealed:
         caution(
-            "there are runs of an earlier version, whose files have no checksums: damage in them that leaves numbers "
-            "readable is not noticed"
+            "some runs are from an earlier version, whose files have no checksums: damage that leaves their numbers "
+            "readable goes unnoticed"
         )
 
 
 def fresh_directory(path: Path) -> Path:
-    """Make `path`, or `path-2`, `path-3`, ... if something is in it already; nothing is ever written over.
+    """Creates `path`, or `path-2`, `path-3`, ... if it is not empty, and returns it; nothing is ever overwritten.
 
-    Made in one step each, so that two processes never get the same one; an empty directory is used.
+    Each is created in one atomic step, so two processes never get the same one; an existing empty directory is used.
 
     >>> fresh_directory(Path("made")).joinpath("note").touch()
     >>> fresh_directory(Path("made")).name
@@ -308,7 +326,7 @@ def fresh_directory(path: Path) -> Path:
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
-    """The keys, dotted where nested, at which two configurations differ.
+    """Returns the keys (dotted if nested) at which two configurations differ.
 
     >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
     ['optim.lr']
@@ -325,8 +343,12 @@ def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: st
 
 @contextmanager
 def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
-    """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
-    refuse_irregular(path)
+    """Holds an exclusive advisory lock on `path`.
+
+    Raises:
+        RunDirectoryError: another process holds it after `wait` seconds; the message names the process.
+    """
+    refuse_irregular(path)  # opening a pipe would block
     disk.make_directory(path.parent)
     writes = f"cannot write in {path.parent}", ". Choose a writable directory with free space."
     with reported(*writes):
@@ -339,10 +361,10 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        with reported(*writes):
+        with reported(*writes):  # the process id, for the error of a process that finds the lock taken
             os.ftruncate(file, 0)
             os.write(file, str(os.getpid()).encode())
         yield
     finally:
-        with suppress(OSError):  # all that was written there is a number of a process
+        with suppress(OSError):  # only a process id was written there, so a failed close loses nothing
             os.close(file)

@@ -1,4 +1,4 @@
-"""The table of remedies, and `apply`."""
+"""The table of remedies, spec strings, and `apply`."""
 
 from __future__ import annotations
 
@@ -79,31 +79,34 @@ Named = str | Remedy | Sequence[str | Remedy]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """One line on what a remedy does, and its source."""
+    """What a remedy does, in one line, and its source."""
 
     line: str  #: what the remedy does
-    source: str  #: author, year, number, or what it was derived from
+    source: str  #: author, year and number, or its derivation
 
 
 def remedies() -> dict[str, str]:
-    """Names of all remedies, each with one line and its source.
+    """Returns the names of all remedies, each with one line and its source.
 
-    >>> remedies()["key_norm"]
-    'normalises keys alone [Su 2023, kexue.fm 9859 (KNA)]'
+    Example:
+        >>> remedies()["key_norm"]
+        'normalises keys alone [Su 2023, kexue.fm 9859 (KNA)]'
     """
     return {name: f"{cls.line} [{cls.source}]" for name, cls in REMEDIES.items()}
 
 
 def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ...]:
-    """Remedy objects from a spec string ("lalr:tau=0.1+qk_clip"), an object, or a list of both.
+    """Returns Remedy objects from a spec string ("lalr:tau=0.1+qk_clip"), an object, or a list of both.
 
-    Keyword options go to the one remedy named.
+    Keyword options belong to the one remedy named.
 
     Raises:
-        InvalidTypeError: not a remedy, or options for several at once. UnknownNameError: no such remedy or option.
+        InvalidTypeError: not a remedy, or options for several remedies at once.
+        UnknownNameError: unknown remedy or option.
 
-    >>> parse("quack", tau=0.3)
-    (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
+    Example:
+        >>> parse("quack", tau=0.3)
+        (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
     """
     if isinstance(named, nn.Module):
         raise InvalidTypeError(
@@ -125,10 +128,11 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
 
 
 def canonical(text: str) -> str:
-    """The one spelling of a remedy string: aliases resolved, options sorted.
+    """Returns the canonical spelling of a remedy string: aliases resolved, options sorted.
 
-    >>> canonical("quack:tau=0.10")
-    'lalr:tau=0.1'
+    Example:
+        >>> canonical("quack:tau=0.10")
+        'lalr:tau=0.1'
     """
     parse(text)
     terms = [Term(ALIASES.get(t.name, t.name), t.options) for t in parse_terms(text)]
@@ -138,8 +142,9 @@ def canonical(text: str) -> str:
 def note(text: str) -> Note:
     """Describes the remedies of a spec string, with their sources.
 
-    >>> note("softpick").source
-    'Zuhri et al. 2025, arXiv 2504.20966, equation 5'
+    Example:
+        >>> note("softpick").source
+        'Zuhri et al. 2025, arXiv 2504.20966, equation 5'
     """
     found = parse(text)
     return Note("; ".join(r.line for r in found), "; ".join(dict.fromkeys(r.source for r in found)))
@@ -156,42 +161,43 @@ def apply(
     partial: bool = False,
     **options: float | int | bool | str,
 ) -> Handle:
-    """Apply remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
+    """Applies remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
 
-    Where several processes train one model, all of them apply the same remedies at the same place of the program, or
-    each raises an error and none is changed; they remove them after the same step. A process that comes to `apply`
-    later than others is waited for as long as the process group waits; a warning after 8 seconds says so.
+    If several processes train one model, all must apply the same remedies at the same place of the program, or each
+    raises an error and none is changed; they must remove them after the same step. A process waits in `apply` for the
+    others as long as the process group waits in a collective, and warns after 8 seconds.
 
-    A model that `qkeel.watch` has seen make a pass needs no example: its attention is known, and so is its last batch.
-    Any other model of an optimizer's needs none either; then the remedies are applied at the beginning of its next
-    forward pass, on that pass's batch, and an optimizer step that comes before any pass raises an error.
-
-    >>> from qkeel.nn import Attention
-    >>> attention = Attention(16, 4)
-    >>> with apply("softcap:cap=30", attention):
-    ...     attention.spec.cap.formula()
-    '30·tanh(z/30)'
+    A model that `qkeel.watch` has seen in a forward pass needs no example: its attention and last batch are known. Any
+    other model needs none either if an optimizer is given; the remedies are then applied at the beginning of its next
+    forward pass, with that pass's batch, and an optimizer step before any pass raises an error.
 
     Args:
         named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.
-        model: one that has attention anywhere; a part of a model may be given too. Or several as one, such as all
-            stages of a pipeline that this process has: a list, or a dict by name.
-        optimizer: the one that steps the model's weights; remedies on steps need it, new parameters join it.
-        example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
-            tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it. Of
-            several models one for each, as a list or a dict by name. Not needed with an optimizer; see above.
-        sites: what `find_sites` found in this model, in place of an example: before fully_shard or tensor parallel
-            split its weights, which can no longer be followed then. They are known again by their names. Of several
-            models for each, as examples are.
+        model: a model, or a part of one, that contains attention. Several can be given as one, such as all pipeline
+            stages of this process: a list, or a dict by name.
+        optimizer: the optimizer of the model's weights. Remedies on steps need it; new parameters join it.
+        example: a batch with which one pass shows the attention of foreign modules: a tensor, a tuple of the forward's
+            arguments or a dict of its keyword arguments. For several models one each, as a list or a dict by name. Not
+            needed with an optimizer; see above.
+        sites: the result of `find_sites` for this model, in place of an example: taken before fully_shard or tensor
+            parallelism splits the weights, which can no longer be followed then. Matched by name. For several models
+            one each, like examples.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
-        partial: apply also where the model has attention that was seen but not understood, which stays as it is.
-        options: those of a single remedy that is named by a string.
+        partial: applies the remedy even if some attention was seen but not understood; that attention stays unchanged.
+        options: options of a single remedy named by a string.
 
     Raises:
-        UnknownNameError: no such remedy or option. RefusedError: the remedy makes no sense here; the message
-        says where and why. AlreadyAppliedError: it is on this model already. The model is then as it was.
-    """
+        UnknownNameError: unknown remedy or option.
+        RefusedError: the remedy makes no sense here; the message says where and why. The model is then unchanged.
+        AlreadyAppliedError: the remedy is already active on this model.
 
+    Example:
+        >>> from qkeel.nn import Attention
+        >>> attention = Attention(16, 4)
+        >>> with apply("softcap:cap=30", attention):
+        ...     attention.spec.cap.formula()
+        '30·tanh(z/30)'
+    """
     more = Asked(options=options, train_length=train_length, partial=partial)
     if example is not None or sites is not None or not isinstance(model, nn.Module) or _knows_itself(model):
         return _apply(named, model, optimizer, more, example=example, sites=sites)
@@ -209,7 +215,7 @@ def apply(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of a forward pass that was seen, as an example."""
+    """The arguments of an observed forward pass, used as an example."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, object]
@@ -217,7 +223,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `apply` was asked for besides remedies, model and optimizer."""
+    """The arguments of `apply` besides remedies, model and optimizer."""
 
     options: Mapping[str, float | int | bool | str] = dataclasses.field(default_factory=dict)
     train_length: int | None = None
@@ -225,7 +231,7 @@ class Asked:
 
 
 def _check_optimizer(given: object) -> None:
-    """Raise unless it is an optimizer."""
+    """Raises InvalidTypeError unless it is an optimizer."""
     if isinstance(given, type) and issubclass(given, Optimizer):
         raise InvalidTypeError(
             f"expected an optimizer, got the class {given.__name__}; make one: {given.__name__}(model.parameters())"
@@ -235,15 +241,15 @@ def _check_optimizer(given: object) -> None:
 
 
 def _knows_itself(model: nn.Module) -> bool:
-    """Returns whether the model has attention of qkeel's own modules, which are found without a pass."""
+    """True if the model contains qkeel's own attention modules, which are found without a pass."""
     return any(isinstance(module, SpecModule) for module in unwrapped(model).modules())
 
 
 @final
 class AtNextPass(Handle):
-    """Remedies that are applied when the model's next forward pass begins, whose arguments are the example.
+    """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the example.
 
-    What is refused then is raised to the caller of the model, or given to `refused`, where somebody else asked for it.
+    A refusal is raised to the model's caller, or passed to `refused` if that is given.
     """
 
     def __init__(
@@ -257,17 +263,26 @@ class AtNextPass(Handle):
     ) -> None:
         check_wrapper(unwrapped(model))
         self.about = "+".join(remedy.name for remedy in parse(named, **more.options))
-        self._named, self._model, self._optimizer, self._more = named, model, optimizer, more
+        self._named, self._model, self._more = named, model, more
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
         self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
+        self._optimizers = [optimizer]
         self._steps = StepHooks(self._refuse_step, lambda _: None, innermost(optimizer))
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
     def __repr__(self) -> str:
         waits = self.active and self._inner is None
         return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
+
+    def or_with(self, optimizer: Optimizer) -> None:
+        """Another optimizer of the model: the remedies get the first one, in this order, that they can be applied with.
+
+        Nothing where they are applied already.
+        """
+        if self._inner is None and self.active:
+            self._optimizers.append(optimizer)
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool) -> None:
         if not self.active or self._inner is not None:
@@ -286,13 +301,22 @@ class AtNextPass(Handle):
 
     def _applied(self, example: _Call) -> Handle:
         own = vars(self._model).get("forward")
-        handle = _apply(self._named, self._model, self._optimizer, self._more, example=example)
+        handle = self._with_the_first_that_fits(example)
         if vars(self._model).get("forward") is not own:
             handle.remove()
             raise RefusedError(
                 f"{self.about} exchanges the model's own forward, whose call has begun. {_GIVE.format(self.about)}"
             )
         return handle
+
+    def _with_the_first_that_fits(self, example: _Call) -> Handle:
+        errors: list[RefusedError] = []
+        for optimizer in self._optimizers:
+            try:
+                return _apply(self._named, self._model, optimizer, self._more, example=example)
+            except RefusedError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
         if self.active and self._inner is None and self._passes.active:
@@ -330,7 +354,7 @@ def _apply(
     example: object = None,
     sites: object = None,
 ) -> Handle:
-    """Applies remedies now; see `apply`."""
+    """Applies remedies immediately; see `apply`."""
     train_length, partial = more.train_length, more.partial
 
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
@@ -369,15 +393,17 @@ def _apply(
 
 
 def _shown(example: object) -> Arguments:
-    """The arguments of the pass that an example stands for; none without one."""
+    """Returns the forward arguments that an example stands for; none without an example."""
     if isinstance(example, _Call):
         return example.args, dict(example.kwargs)
     return ((), {}) if example is None else arguments(example)
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
-    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them, for others; a
-    remedy that has not run the model itself is followed by one pass, to see that the model still runs."""
+    """Applies one remedy after the other.
+
+    Sites are found once, and again after a remedy that changes them, for the next remedies. A remedy that has not run
+    the model itself is followed by one pass, which checks that the model still runs."""
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_mates(bare.model, sites)
     for remedy in found:
@@ -393,7 +419,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
             inner = check_added(remedy.name, target, before, inner)
             if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
                 pass
-            elif remedy is not found[-1] or in_force(bare.model):  # others are there to be looked at, or to come
+            elif remedy is not found[-1] or in_force(bare.model):  # other active or following remedies need the sites
                 sites, trace = _sites(remedy, bare)
             elif trace is not None and not remedy.changes_spec:
                 run_once(bare.model, *bare.example)
@@ -405,7 +431,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
 
 
 def _check_whole(remedy: Remedy, sites: Sites) -> None:
-    """Raise where a remedy for all attention would leave out some that is not understood."""
+    """Raises RefusedError if a remedy for all attention would leave out some that is not understood."""
     if sites.missed and remedy.on_attention:
         others = "; ".join(map(str, sites.missed))
         raise RefusedError(
@@ -415,7 +441,7 @@ def _check_whole(remedy: Remedy, sites: Sites) -> None:
 
 
 def _check_supported(remedy: Remedy, target: Target) -> None:
-    """Raise unless a remedy can be applied at every site."""
+    """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
         if remedy.name in _applied(site):
             raise AlreadyAppliedError(f"{remedy.name} is on {where(site)} already; remove() its handle first")
@@ -427,19 +453,19 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
 
 
 def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Handle:
-    """Note on each site's module that a remedy is active there, until the handle returned undoes both."""
-    modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
+    """Marks each site's module with the active remedy; the returned handle undoes the mark and the change."""
+    modules = {id(site.module): site.module for site in sites}.values()  # a module may have several sites
     for module in modules:
         marks = module.__dict__.get(APPLIED)
         module.__dict__[APPLIED] = own = marks if isinstance(marks, _Marks) else _Marks(marks or {})
         own[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
-        compile_again()  # code that was compiled before does not notice hooks
+        compile_again()  # code compiled earlier does not notice hooks
 
     def undo() -> None:
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
-        if any(own.get(remedy.name) is not remedy for _, own in marks):  # folded into the weights
+        if any(own.get(remedy.name) is not remedy for _, own in marks):  # already folded into the weights
             return
         inner.remove()
         if compiled:
@@ -453,7 +479,7 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
 
 
 def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the pass that showed them where one did."""
+    """Returns the sites of a model, and the trace of the pass that showed them, if one did."""
     args, kwargs = bare.example
     try:
         return found_sites(bare.model, args, kwargs)
@@ -464,23 +490,23 @@ def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
 
 
 class _Marks(dict[str, Remedy]):
-    """The active remedies at a module. A copy of the module has those that changed the module itself."""
+    """The active remedies of a module. Copies keep only those that changed the module itself."""
 
     def __deepcopy__(self, memo: object) -> _Marks:
         return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Remedy]] | tuple[()]]:
         kept = {name: remedy for name, remedy in self.items() if not remedy.on_steps}
-        return (_Marks, (kept,)) if kept else (dict, ())  # a model of which only steps differ loads without qkeel
+        return (_Marks, (kept,)) if kept else (dict, ())  # a model with step remedies only loads without qkeel
 
 
 def in_force(model: nn.Module) -> set[str]:
-    """Names of the remedies applied to this model."""
+    """Returns the names of the remedies that are active on this model."""
     return {name for module in model.modules() for name in module.__dict__.get(APPLIED, {})}
 
 
 def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
-    """These remedies are part of the weights now: active nowhere, and their handles find nothing to undo."""
+    """Drops the marks of remedies that are now folded into the weights; their handles then undo nothing."""
     for module in model.modules():
         marks = module.__dict__.get(APPLIED, {})
         for name in [name for name, remedy in marks.items() if folded(remedy)]:
@@ -490,7 +516,7 @@ def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
-    """Raise if a remedy applied earlier means nothing at a site as this one left it: order decides nothing."""
+    """Raises RefusedError if an earlier remedy no longer makes sense after this one, so that order never matters."""
     for site in sites:
         for other in _applied(site).values():
             refusal = other.holds(site)

@@ -1,4 +1,4 @@
-"""What a remedy is: its options, what it is applied to, and the one that changes nothing."""
+"""The interface of a remedy and of its target, and the remedy that changes nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
 
-HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
-Args = tuple[Any, ...]  # of a call of somebody else's function
+HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]  # heads by site name; () for all heads of a site
+Args = tuple[Any, ...]  # arguments of a call of foreign code
 Kwargs = dict[str, Any]
 
 
@@ -32,26 +32,26 @@ class Target:
     """The model, sites and optimizer that a remedy is applied to."""
 
     model: nn.Module  #: the whole model
-    optimizer: Optimizer | None  #: what steps it; None where none was given
-    sites: list[AttentionSite]  #: the model's attention, where it is known
+    optimizer: Optimizer | None  #: the model's optimizer, if given
+    sites: list[AttentionSite]  #: the model's attention, as far as known
     example: Arguments = ((), {})  #: arguments of a forward pass that shows the sites; empty for qkeel's own modules
-    train_length: int | None = None  #: tokens per training sequence, where a formula needs it
-    trace: ModelTrace | None = None  #: the pass that showed the sites; None where all are qkeel's own, or were given
+    train_length: int | None = None  #: tokens per training sequence, for formulas that need it
+    trace: ModelTrace | None = None  #: the pass that showed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
-        """The pass that showed the sites; without one the example is run, or what there is of it."""
+        """Returns the pass that showed the sites, or else the trace of a pass on the example."""
         args, kwargs = self.example
         return self.trace or seen(self.model, args, kwargs)
 
     def short(self) -> Arguments:
-        """Arguments of a pass that shows the sites: as little of the example as does."""
+        """Returns arguments of a pass that shows the sites, as small a part of the example as suffices."""
         if self.trace is None:
             return self.example
         args, kwargs = self.trace.given
         return args, dict(kwargs)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """A parameter of the model by qualified name."""
+        """Returns a parameter of the model by qualified name."""
         try:
             return self.model.get_parameter(name)
         except AttributeError as error:
@@ -61,33 +61,41 @@ class Target:
             ) from error
 
     def need_optimizer(self, remedy: str) -> Optimizer:
-        """The optimizer, or the error that asks for it."""
+        """Returns the optimizer; raises RefusedError without one."""
         if self.optimizer is None:
             raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply({remedy!r}, model, optimizer)")
         return self.optimizer
 
     def returned(self) -> object:
-        """The model's output for the example, from a pass that leaves it as it was."""
+        """Returns the model's output for the example, from a pass that leaves the model unchanged."""
         args, kwargs = self.example
         with torch.no_grad(), undisturbed(self.model):
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:
-        """The heads' parts of every weight from which a logit is made, site by site and term by term."""
+        """Yields the heads' slices of every weight that a logit is made from, site by site and term by term."""
         for site in self.sites:
             for term in site.terms:
                 yield from (*term.query, *term.key)
 
 
 class Remedy(abc.ABC):
-    """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options.
+    """A named, sourced change of a model or its training. Subclasses are frozen dataclasses with the options as fields.
 
-    An option's annotation says what it may be: true or false, one of a Literal's words, a number above 0; numbers that
-    `may_be_zero` names are at least 0. `rule` is the formula of a remedy that changes no slot of the spec, with the
-    options in braces. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
-    of the model is without it. `changes_spec` says that it gives sites a new spec, which their calls are run with
-    before it is active. `on_attention` says that it changes attention, all of it. `stacks`: runs with it may train
-    as one stack, which neither hooks on a forward pass nor weights computed from others nor random numbers allow.
+    The annotation of an option defines its valid values: true or false, a word of a Literal, or a number above 0 (at
+    least 0 if named in `may_be_zero`).
+
+    Attributes:
+        name: the name in specs and in `REMEDIES`.
+        line: one line on what it does.
+        source: its publication.
+        rule: formula of a remedy that changes no slot of the spec, with options in braces.
+        on_steps: True if it acts only through optimizer hooks, so that a copy of the model lacks it.
+        may_be_zero: options that may be 0.
+        on_attention: True if it changes all attention of the model.
+        changes_spec: True if it gives sites a new spec, and runs their calls under it before it becomes active.
+        stacks: True if runs with it can be trained as one stack. Hooks on a forward pass, weights computed from other
+            weights, and random numbers prevent this.
     """
 
     name: ClassVar[str]
@@ -103,7 +111,7 @@ class Remedy(abc.ABC):
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Raise unless every option is what its annotation says."""
+        """Validates every option against its annotation."""
         for option, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
             name = f"{option} of {self.name}"
             if option == "heads":
@@ -113,29 +121,30 @@ class Remedy(abc.ABC):
                 check_bound(value, Bound(0.0, included=option in self.may_be_zero), name)
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """The sites of a model that the remedy is for: all, unless an option names some."""
+        """Returns the sites that the remedy is for: all, unless an option names some."""
         return list(sites)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
-        """None if the remedy can be applied at this site as it is now, else the reason."""
+        """Returns None if the remedy can be applied at this site, else the reason."""
         return self.holds(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        """None if the remedy, once applied, still means something at the site as another remedy left it."""
+        """Returns None if the applied remedy still makes sense after another remedy changed the site, else the
+        reason."""
         return None
 
     def written_rule(self) -> str:
-        """The rule with this remedy's options in it; empty where the spec's formula says what it does."""
+        """Returns the rule with this remedy's options; empty if the spec's formula describes the remedy."""
         return self.rule.format(**dataclasses.asdict(self))  # type: ignore[call-overload]
 
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
-        """Make the change; the handle undoes it. A change that raises leaves everything as it was."""
+        """Makes the change and returns the handle that undoes it. A failing change leaves everything unchanged."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; afterwards that and whatever a pass changes is put back."""
+    """A context in which the model is in evaluation mode; restores modes and whatever a pass changes."""
     modes = [(m, m.training) for m in model.modules()]
     try:
         with undisturbed(model):
@@ -147,7 +156,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def compose_all(handles: Iterable[Handle]) -> Handle:
-    """One handle for changes that are made one after the other; if one raises, those before it are undone."""
+    """Makes changes one by one and returns one handle for all; if one raises, the previous ones are undone."""
     done: list[Handle] = []
     try:
         for handle in handles:
@@ -159,7 +168,7 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
 
 
 def unconfirmed(site: AttentionSite) -> Refusal:
-    """The refusal to change the weights of a site's heads where an experiment did not confirm which these are."""
+    """Refuses to change weights of a site's heads that an experiment did not confirm."""
     return Refusal(
         f"the weights of its heads are not confirmed: {site.unverified}",
         "give an example in which its inputs differ, apply the remedy to a part of the model without this attention, "
@@ -168,7 +177,7 @@ def unconfirmed(site: AttentionSite) -> Refusal:
 
 
 def check_heads(remedy: str, value: object) -> None:
-    """Raise unless an option names heads by site, or is None."""
+    """Raises InvalidTypeError unless an option names heads by site, or is None."""
     for pair in value if isinstance(value, tuple) else () if value is None else (value,):
         site, heads = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
         if (
@@ -182,27 +191,27 @@ def check_heads(remedy: str, value: object) -> None:
 
 
 def where(site: AttentionSite) -> str:
-    """The name of a site in errors."""
+    """Returns the name of a site for errors."""
     return site.name or "the model itself"
 
 
 def module_name(site: AttentionSite) -> str:
-    """The name of the site's module: that of the site without the number of its call."""
+    """Returns the name of a site's module, which is the site's name without the number of the call."""
     return site.name.partition("#")[0]
 
 
 def inside(module: str, name: str) -> str:
-    """The name in the model of what a module, perhaps the model itself, calls by that name."""
+    """Returns the model-wide name of something that a module (possibly the model itself) calls `name`."""
     return f"{module}.{name}" if module else name
 
 
-# The baseline, which changes nothing.
+# The baseline.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoRemedy(Remedy):
-    """Leaves everything as it is."""
+    """Changes nothing."""
 
     name, stacks = "none", True
     line = "no remedy"

@@ -1,4 +1,7 @@
-"""Norms put into any model: behind the projections of queries and keys, in the call, and in residual branches."""
+"""Insertion of norms into any model: behind projections of q, k and v, in the attention call, and in residual branches.
+
+Shapes: b batch, t tokens, h heads, d numbers per head.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, Norm, NormedPart, On, Over
 from qkeel.spec.slot import ParameterSizes, Params
 
-# Pre-norm blocks of a model, recognised by what flows through them, and norms put behind their branches.
+# Pre-norm blocks of a model, recognised by their activations, and norms behind their branches.
 
 ModuleOutput = Tensor | tuple[Tensor, ...]
 
@@ -51,17 +54,17 @@ ModuleOutput = Tensor | tuple[Tensor, ...]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Branch:
-    """A branch x + F(N(x)) of a block: the children F and N, and the name of a norm of F's output."""
+    """A branch x + F(N(x)) of a block: the names of the children F and N, and of the norm to add behind F."""
 
     block: nn.Module
-    name: str  # of the block in the model
+    name: str  # the block's name in the model
     function: str
     norm: str
     post: str
     width: int
 
     def post_norm(self, norm: nn.Module) -> Handle:
-        """Makes it x + norm(F(...)), the norm a child of the block under `post`."""
+        """Changes the branch to x + norm(F(...)); the norm becomes the block's child `post`."""
         if isinstance(self.block, Block):
             return swap(self.block, self.post, norm)
         hook = self.block.get_submodule(self.function).register_forward_hook(functools.partial(_normed, norm))
@@ -72,19 +75,20 @@ class Branch:
 
 
 def swap(block: nn.Module, name: str, module: nn.Module) -> Handle:
-    """Another module in a block's place of that name."""
+    """Replaces a child of a block; the handle restores it."""
     old = submodules_of(block)[name]
     submodules_of(block)[name] = module
     return Handle(lambda: submodules_of(block).update({name: old}))
 
 
 def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
-    """The branches of the block around each site, if that is x + A(N₁(x)), then x + M(N₂(x)).
+    """Returns the branches of the block around each site, if the block is x + A(N₁(x)), then x + M(N₂(x)).
 
-    qkeel's own blocks say so. Of others one forward pass on the example, in evaluation, is compared with that formula.
+    qkeel's own blocks are recognised by type. Other blocks are compared with the formula in one evaluation pass on the
+    example.
 
     Raises:
-        RefusedError: a site whose block is not of that form; the message says which and what was expected.
+        RefusedError: a site's block has another form; the message names the site and the expected form.
     """
     own = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
     blocks = {id(branch): (name, m) for name, m in own for branch in (m.attention, m.cross_attention) if branch}
@@ -98,7 +102,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms direct children of it, and saw none around this attention (post-norm, "
-                "parallel and fused blocks are of another form; blocks that are not qkeel's show theirs on an example "
+                "parallel and fused blocks are of another form; foreign blocks are recognised on an example "
                 "batch: apply(..., example=batch)); build the model with the order you mean"
             )
         branches.update({(b.name, b.function): b for b in found})
@@ -123,20 +127,20 @@ def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Bra
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Calls:
-    """The inputs and outputs of a block and each of its children, first tensors only."""
+    """Inputs and outputs of a block (under the empty name) and of its children; the first tensor of each."""
 
     block: nn.Module
     seen: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """A forward hook of a child, or of the block itself, whose name is empty."""
+        """Records a call; used as a forward hook of the block and its children."""
         x, y = _first((args, kwargs)), _first(output)
         if x is not None and y is not None:
             self.seen.setdefault(name, []).append((x, y))
 
 
 def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
-    """Calls of every module around a site, by name."""
+    """Runs the example and returns the calls of every module around a site, by name."""
     names = {name for site in sites for name in _ancestors(module_name(site))}
     seen = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
     with ExitStack() as hooks, evaluating(target.model):
@@ -155,7 +159,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
-    """The branches of the innermost block around a site that computes the formula."""
+    """Returns the branches of the innermost block around a site that computes the formula, or None."""
     name = module_name(site)
     for parent in (p for p in _ancestors(name) if p in seen):
         child = name.removeprefix(f"{parent}.").partition(".")[0]
@@ -196,35 +200,34 @@ def _first(value: object) -> Tensor | None:
 
 
 def _normed(norm: nn.Module, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
-    """A forward hook that norms the first output of a branch; the norm is a child of the block, and copied with it."""
+    """A forward hook that norms a branch's first output. The norm is a child of the block, so copies include it."""
     return of_first(output, norm)
 
 
 def of_first(output: ModuleOutput, change: Callable[[Tensor], Tensor]) -> ModuleOutput:
-    """The output of a module with its first tensor changed."""
+    """Returns a module's output with its first tensor changed."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def ordered(block: nn.Module, order: NormOrder) -> Handle:
-    """The name of the new order on one of qkeel's blocks, by the first of its two branches."""
+    """Sets `norm_order` on one of qkeel's own blocks; the block's second branch changes nothing."""
     if not isinstance(block, Block) or block.norm_order != "pre":
         return Handle(lambda: None)
     block.norm_order = order
     return Handle(lambda: setattr(block, "norm_order", "pre"))
 
 
-# Norms on the output of the modules that make the heads, before the rotation and before keys go into a cache.
+# Norms behind the projections that make the heads: before the rotation, and before keys enter a cache.
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed ones have their channels along another dimension
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed convolutions order their channels differently
 
 
 @final
 class HeadNorm(nn.Module):
     """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d]; `weight` is the gain.
 
-    While it is blended in, `share` s makes it (1 - s) x + s x̃: exactly x at 0, exactly x̃ at 1.
-
-    Source: as the norm slot of a spec; the factor carries a change of the logit's scale, on the query side only.
+    `share` s blends the norm in: (1 - s) x + s x̃, exactly x at 0 and exactly x̃ at 1. `factor` carries a change of the
+    logit scale and differs from 1 on one side only.
     """
 
     def __init__(
@@ -246,16 +249,16 @@ class HeadNorm(nn.Module):
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
         self.share: Tensor | None = None
-        self.replaces = False  # an nn.Identity of the model, which the model still calls
+        self.replaces = False  # True if it took the place of an nn.Identity, which the model still calls
 
     def blend(self, share: float) -> None:
-        """Make the share another one; it is a tensor, so compiled code need not be compiled again."""
+        """Sets the share. It is a tensor, so compiled code is not recompiled."""
         if self.share is None:
             self.share = torch.ones((), device=next(self.parameters()).device)
         self.share.fill_(share)
 
     def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
-        """Returns x [... h d] normed, in its dtype; x itself where the model calls it in the place of its Identity."""
+        """Returns x [... h d] normed, in its dtype; x itself when the model calls the Identity that this replaced."""
         if self.replaces and not from_projection:
             return x
         params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
@@ -269,14 +272,13 @@ class HeadNorm(nn.Module):
         return y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
 
     def extra_repr(self) -> str:
-        """The norm, in print(model)."""
+        """Shows the norm in print(model)."""
         return repr(self.norm)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSource:
-    """The source of q, k or v: features `index` [n d] of the output of a module, `size` of them in all, a bias among
-    what makes them or not."""
+    """The module output that q, k or v comes from: features `index` [n d] out of `size`, with or without a bias."""
 
     module: nn.Module
     name: str
@@ -288,11 +290,15 @@ class HeadSource:
 def heads_of(
     model: nn.Module, site: AttentionSite, part: NormedPart, ways: Iterable[HeadSlice]
 ) -> list[HeadSource] | Refusal:
-    """The modules whose outputs hold whole heads of q, k or v, or why there are none. There are several where heads of
-    some tokens are made by one module and those of others by another, or where a logit is a sum of products.
+    """Returns the modules whose outputs hold whole heads of q, k or v, or the reason why there are none.
+
+    There are several modules if different tokens have different projections, or if the logit is a sum of products.
 
     Args:
-        ways: for each term the last weight before the score, those of tables of positions left out.
+        model: the model that holds the weights.
+        site: the attention.
+        part: the side to look for.
+        ways: for each term of the logit, the last weight before the score, without position tables.
     """
     side = {"q": "queries", "k": "keys", "v": "values"}[part]
     if part != "v" and site.unverified:
@@ -320,7 +326,7 @@ def heads_of(
             return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
         weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
         if len(apart) > 1 and not all(bool(w.any()) for w in weights):
-            # A part of a sum that is zero at first, as in a low-rank adapter: it would be normed to full size.
+            # A zero part of a sum, such as a fresh low-rank adapter, would be normed to full size.
             return refuse_heads(
                 f"the {side} are not the output of a single module, and a part of what makes them is zero: {made}"
             )
@@ -330,24 +336,25 @@ def heads_of(
 
 
 def _branch(parameter: str, site: AttentionSite) -> str:
-    """The outermost module that holds a parameter and not the site's module; that module itself, or one around it,
-    where there is none."""
+    """Returns the outermost module that holds a parameter but not the site's module; if there is none, the module that
+    owns the parameter, which is then the site's or one around it."""
     owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
     return ".".join(owner[: shared + 1])
 
 
 def _made_last(model: nn.Module, s: HeadSlice, *, several: bool) -> bool:
-    """True if heads are features of the last dimension of a module's output, or channels of a convolution's; these only
-    where the logit is one product."""
+    """True if heads are features of a module output's last dimension, or channels of a convolution's output. The
+    latter counts only if the logit is a single product."""
     if isinstance(model.get_submodule(_owner(s.parameter)), _CONVOLUTIONS):
         return s.axis == 0 and not several
     return model.get_parameter(s.parameter).ndim <= 2
 
 
 def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
-    """The innermost module that holds all these weights, and the features of each head in its output, if it has them.
-    They are those of one weight, concatenated, or the same of several (an adapter's are added to its base's)."""
+    """Returns the innermost module around all these weights, and each head's features in its output, or None.
+
+    The features come from one weight, concatenated, or are equal for several (an adapter adds to its base)."""
     paths = [_owner(s.parameter).split(".") for s in slices]
     name = ".".join(p[0] for p in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths)))
     if len({s.index.shape[0] for s in slices}) > 1:
@@ -359,17 +366,17 @@ def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
 
 
 def _owner(parameter: str) -> str:
-    """The module that computes with a parameter."""
+    """Returns the name of the module that computes with a parameter."""
     owner, made, _ = parameter.partition(".parametrizations.")
     return owner if made else parameter.rpartition(".")[0]
 
 
 @final
 class NormedProjection(InstanceForward):
-    """A projection whose output's heads are normed: q alone, or q, k (and v) of a fused one.
+    """A projection with normed heads: q alone, or q, k (and v) of a fused projection.
 
-    Where a module gives the projection's weight to F.linear in place of calling it (BEiT, Swin), `inside` is that
-    module: its forward is exchanged, and the output of F.linear with this weight is normed.
+    Some modules pass the projection's weight to F.linear instead of calling the projection (BEiT, Swin). `inside` is
+    then that module: its forward is replaced, and the output of F.linear with this weight is normed.
     """
 
     def __init__(self, heads: list[HeadSource], norms: list[HeadNorm], inside: nn.Module | None = None) -> None:
@@ -380,7 +387,7 @@ class NormedProjection(InstanceForward):
         self.size = heads[0].size
         self.seen: list[int] | None = None
         made = heads[0].module
-        # The dimension of the features.
+        # The feature dimension, counted from the end.
         self.channels = -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
         self.cuts = _cuts([h.index for h in heads], self.size)
         if self.cuts is None:
@@ -389,14 +396,14 @@ class NormedProjection(InstanceForward):
                 norm.register_buffer("features", one.index.to(home), persistent=False)
 
     def run(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """The projection's output, normed; of the module around it its own."""
+        """Returns the normed output of the projection, or the output of the module around it."""
         if self.projection is None:
             return self.normed(self.replaced(args, kwargs))
         with _LinearCalls(self, self.projection.get_parameter("weight")):
             return self.replaced(args, kwargs)
 
     def normed(self, out: Tensor) -> Tensor:
-        """Returns what the projection made, with its heads normed."""
+        """Returns a projection's output with its heads normed."""
         if self.seen is not None:
             self.seen.append(out.shape[self.channels] if isinstance(out, Tensor) else 0)
         if self.channels == -1:
@@ -416,7 +423,7 @@ class NormedProjection(InstanceForward):
         return _joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
 
     def _block(self, x: Tensor, i: int) -> Tensor:
-        """Heads one after the other, [... h d] in one dimension."""
+        """Norms adjacent heads, whose [... h d] share one dimension."""
         return x if i < 0 else self._head(x.unflatten(-1, (self.norms[i].heads, -1)), i).flatten(-2)
 
     def _head(self, x: Tensor, i: int) -> Tensor:
@@ -424,7 +431,7 @@ class NormedProjection(InstanceForward):
 
 
 class _LinearCalls(TorchFunctionMode):
-    """Norms the output of F.linear with one weight."""
+    """Norms the output of F.linear for one weight."""
 
     def __init__(self, normed: NormedProjection, weight: Tensor) -> None:
         super().__init__()
@@ -437,12 +444,12 @@ class _LinearCalls(TorchFunctionMode):
         out = func(*args, **kwargs)
         mine = func is F.linear and (args[1] if len(args) > 1 else kwargs["weight"]) is self.weight
         if mine and self.normed.seen is not None and self.normed.biased and _bias(args, kwargs) is None:
-            self.normed.seen.append(0)  # what is added later would come after the norm
+            self.normed.seen.append(0)  # a bias added later would follow the norm; 0 makes _check_ran refuse
         return self.normed.normed(out) if mine and isinstance(out, Tensor) else out
 
 
 def _bias(args: Args, kwargs: Kwargs) -> Tensor | None:
-    """The bias that F.linear was given."""
+    """Returns the bias argument of an F.linear call."""
     return args[2] if len(args) > 2 else kwargs.get("bias")
 
 
@@ -452,7 +459,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Cuts:
-    """Features in `groups` of the same kind, each cut into `sizes`; `owners` are the norms of the cuts, -1 for none."""
+    """Features in `groups` of equal layout, each cut into `sizes`; `owners` are the cuts' norms, -1 for none."""
 
     groups: int
     sizes: list[int]
@@ -460,7 +467,7 @@ class _Cuts:
 
 
 def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
-    """The cuts that give each norm its features [... h d] as a view; None if heads lie otherwise."""
+    """Returns the cuts that view each norm's features as [... h d]; None if heads are not evenly spaced."""
     runs = []
     for i, one in enumerate(index):
         (n, r), first = one.shape, int(one[0, 0])
@@ -486,17 +493,17 @@ def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
     return _Cuts(groups=1 if blocks else n, sizes=[s for s, _ in kept], owners=[o for _, o in kept])
 
 
-# Remedies that norm queries and keys: after the projections that make the heads, or else in the attention call.
+# Remedies that norm queries and keys: behind the projections that make whole heads, else in the attention call.
 
 SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that make each side
 Operands = Callable[[], dict[str, list[tuple[Operand, Operand]]]]
-_SHORTER = 0.05  # the share by which what a norm adds under its root may shorten a vector of usual size
+_SHORTER = 0.05  # relative length that eps, under the root, may take from a vector of usual size
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ModuleNorm:
-    """A norm of the heads that one module makes, and its name in the site's module."""
+    """The norm of one module's heads, and its name as a child of the site's module."""
 
     name: str
     heads: HeadSource
@@ -504,15 +511,15 @@ class _ModuleNorm:
 
 
 class ChangeNorm(ChangeSpec):
-    """Gives q, k, v or some of them a norm; `sides` are those.
+    """Norms the `sides` of attention, some of q, k and v.
 
-    In other people's modules the norm comes after the projection: before the rotation, where a gain per dimension
-    belongs, and before a cache, which then holds normed keys. Where no module makes the heads (nn.MultiheadAttention
-    multiplies by its own weight; in latent attention keys are concatenated from two parts) the call is exchanged, for
-    norms that may as well come after the rotation.
+    In foreign modules the norm follows the projection: before the rotation, where a gain per dimension belongs, and
+    before a cache, which then holds normed keys. If no module outputs whole heads (nn.MultiheadAttention multiplies by
+    its own weight; latent attention concatenates keys from two parts), the attention call is replaced, for norms that
+    commute with the rotation.
 
-    Heads are those of a token, also where a logit sums over tokens too (tied rows, attention over channels). A table of
-    relative positions that queries are multiplied with stays as it is, like a bias.
+    Heads are heads of a token, also if a logit sums over tokens (tied rows, attention over channels). A table of
+    relative positions that multiplies queries stays unchanged, like a bias.
     """
 
     sides: ClassVar[tuple[NormedPart, ...]] = ("q", "k")
@@ -521,15 +528,15 @@ class ChangeNorm(ChangeSpec):
 
     @abc.abstractmethod
     def norm(self) -> GainNorm:
-        """The norm that goes into the slot."""
+        """Returns the norm for the spec's norm slot."""
 
     def unit_scale(self, train_length: int | None) -> Scale:
-        """The scale of unit vectors in place of 1/√d."""
+        """Returns the scale that replaces 1/√d for unit vectors."""
         return Fixed(1.0)
 
     @property
     def works_in_call(self) -> bool:
-        """True if the norm gives the same after the rotation, and for key heads that were repeated."""
+        """True if the norm may follow the rotation and the repetition of key heads."""
         norm = self.norm()
         return norm.commutes_with_rotation and norm.over == "head" and norm.gain in ("none", "scalar")
 
@@ -561,7 +568,7 @@ class ChangeNorm(ChangeSpec):
     def _plan(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, operands: Operands
     ) -> SourcesBySide | Refusal:
-        """The modules that make the heads to be normed."""
+        """Returns the modules that make the heads to norm, or the reason why there are none."""
         plan = self._modules(target, site, values, frozenset())
         if not isinstance(plan, Refusal) and all(len(found) == 1 for found in plan.values()):
             return plan
@@ -580,7 +587,7 @@ class ChangeNorm(ChangeSpec):
     def _modules(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, tables: frozenset[str]
     ) -> SourcesBySide | Refusal:
-        """The modules that make each side, those of tables left out."""
+        """Returns the modules that make each side, ignoring `tables` of positions."""
         plan: SourcesBySide = {}
         for part in self.sides:
             ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
@@ -598,7 +605,7 @@ class ChangeNorm(ChangeSpec):
 def _norm_projections(
     remedy: ChangeNorm, target: Target, sites: list[AttentionSite], plans: dict[str, SourcesBySide]
 ) -> Iterator[Handle]:
-    """Norms after the projections of several sites, then one pass which shows that all of them ran."""
+    """Inserts norms behind the projections of the sites, then checks in one pass that all of them ran."""
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
     several = {name for name, plan in plans.items() if any(len(found) > 1 for found in plan.values())}
@@ -608,15 +615,15 @@ def _norm_projections(
         plan, name = plans[site.name], module_name(site)
         for part, found in plan.items():
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
-            # Some modules of a sum may belong to an earlier site, whose scores are added here.
+            # If an earlier site owns only some modules of a sum, its norms already cover those.
             if theirs and len(theirs) == len(found):
                 raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {theirs[0]} too")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
-        if not any(plan.values()):  # a second call of the same module
+        if not any(plan.values()):  # a second attention call of the same module
             continue
         norms = _norms(remedy, target, site, plan)
         done.update((id(norm.heads.module), name) for norm in norms)
-        for norm in norms:  # an Identity is a place for a norm that was left out, as timm has it
+        for norm in norms:  # timm marks a disabled norm by an Identity
             norm.module.replaces = type(submodules_of(site.module).get(norm.name)) is nn.Identity
         held = {norm.name: norm.module for norm in norms}
         yield add_submodules(target, site, held, target.parameter(site.query[0].parameter), over_identities=True)
@@ -635,8 +642,9 @@ def _norm_projections(
 
 
 def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str, SourcesBySide]) -> None:
-    """Gives the first of several calls of a module all heads that its projections make for any of them: calls may use
-    different heads of one projection, as in differential attention or where some heads are local."""
+    """Gives the first of a module's attention calls all heads that its projections make for any of the calls.
+
+    Calls may use different heads of one projection, as in differential attention or with local heads."""
     first: dict[tuple[str, NormedPart, int], list[HeadSource]] = {}
     for site in sites:
         for part, found in plans[site.name].items():
@@ -661,7 +669,7 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
 
 
 def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: SourcesBySide) -> list[_ModuleNorm]:
-    """The norm modules of a site; a change of the scale goes into those of q, or of k where q has none."""
+    """Builds a site's norm modules. A change of scale goes into q's norms, or into k's if q has none."""
     base = base_spec(site)
     spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
     first = next(iter(plan))
@@ -674,7 +682,7 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Source
             factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
         for i, heads in enumerate(found):
             width = heads.index.shape[1]
-            made = heads.index.shape[0]  # those of all calls of the module
+            made = heads.index.shape[0]  # heads of all calls of the module
             geometry = ParameterSizes(n_heads=made, n_kv_heads=made, head_dim=width)
             like = next(heads.module.parameters())
             module = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
@@ -685,7 +693,11 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Source
 def _check_ran(
     remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]
 ) -> ModelTrace:
-    """Raise unless in one pass, which is returned, every norm runs and comes before the scores."""
+    """Returns the trace of one pass, in which every norm must run before the scores.
+
+    Raises:
+        RefusedError: a norm did not run, or does not reach its site's scores.
+    """
     for new in placed:
         new.seen = []
     try:
@@ -699,18 +711,22 @@ def _check_ran(
     if names or any(own is None or set(own) != {new.size} for new, own in zip(placed, sizes)):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
-            "not reach their scores: their weights are used by something other than the module that holds them"
+            "not reach their scores: something other than the module that holds the weights uses them"
         )
     return trace
 
 
 def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelTrace, names: set[str]) -> None:
-    """Raise where what is multiplied is not of one length: the outputs of several modules were added up, and the sum of
-    what is normed is not normed, or something stands between the norm and the scores."""
+    """Checks that the vectors multiplied in the scores have one length.
+
+    Raises:
+        RefusedError: the outputs of several modules are added, so the sum is not normed, or an operation between norm
+            and scores changes the length.
+    """
     norm = remedy.norm()
     operands = after.operands() if names or norm.kind in KINDS else {}
     for site in sites:
-        # The number under the root shortens small vectors, which the sum of several would not survive either.
+        # eps shortens small vectors, so a sum of several outputs gets no tolerance for it.
         tolerance = None if site.name in names else _SHORTER
         for q, k in operands.get(site.name, []):
             for part, operand in (("q", q), ("k", k)):
@@ -731,15 +747,15 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NormOptions(ChangeNorm):
-    """The options of a norm with a gain; kind=l2 makes unit vectors, which need a scale other than 1/√d."""
+    """Options of a norm with a gain. kind=l2 makes unit vectors, which need a scale other than 1/√d."""
 
-    kind: Literal["rms", "layer", "l2"] = "rms"  #: what the norm divides by
+    kind: Literal["rms", "layer", "l2"] = "rms"  #: the statistic that the norm divides by
     over: Over = "head"  #: the d numbers of one head, or all heads of a token ("layer")
     gain: GainKind = "dim"  #: the gain and its shape, see `qkeel.spec.RMSNorm`
 
     def __post_init__(self) -> None:
         check_known(f"kind of {self.name}", self.kind, KINDS)
-        self.norm()  # checks the words
+        self.norm()  # validates the options
 
     def norm(self) -> GainNorm:
         return KINDS[self.kind](on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain)

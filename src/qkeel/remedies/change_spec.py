@@ -1,4 +1,4 @@
-"""Another scale, cap or normalizer in the attention of any model, and what no remedy can change."""
+"""Base of remedies that change the attention spec of any model, and the reasons why a site cannot be changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm
 from qkeel.spec.slot import ParameterSizes
 
-# Sites whose attention a remedy cannot change: each function returns the reason and what to do instead, or None.
+# Refusals. Each function returns why a site's attention cannot be changed and what to do instead, or None.
 
 _OTHER_REMEDIES = (
     "use kind=rms or l2 with over=head and gain=none or scalar where attention is one of torch's fused functions "
@@ -38,7 +38,7 @@ SlotName = Literal["cap", "normalizer", "scale"]
 
 
 def refuse_unseen(site: AttentionSite) -> Refusal | None:
-    """Attention whose call is known to be out of reach."""
+    """Refuses attention whose call is out of reach."""
     if site.description is not None or site.below:
         return Refusal(
             "its attention runs inside torch.jit.script, torch.func.vmap or a function of its own, where it can't be "
@@ -49,12 +49,12 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
 
 
 def refuse_heads(reason: str) -> Refusal:
-    """Queries or keys that no module makes as whole heads, as in foreign MLA, whose rotated key part is made apart."""
+    """Refuses q or k that no module outputs as whole heads, as in foreign MLA, which makes the rotated keys apart."""
     return Refusal(reason, _OTHER_REMEDIES)
 
 
 def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
-    """Queries and keys that are normed already, and norms that would come after the rotation."""
+    """Refuses q and k that are normed already, and norms that would have to follow the rotation but do not commute."""
     if is_normed(site):
         return Refusal("q and k are normed already", "remove that norm first, or keep it")
     if not norm.commutes_with_rotation and site.spec.position.order == "rotate_then_norm":
@@ -67,7 +67,7 @@ def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
 
 
 def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
-    """A scale that unit vectors cannot replace: one that is not 1/√d, with or without a factor of positions."""
+    """Refuses unit vectors if the scale is not 1/√d, up to a position-dependent factor."""
     if scale.base == InverseSqrt():
         return None
     other = "qk_norm" if remedy == "cosine" else "kind=rms"
@@ -78,42 +78,30 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
 
 
 def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
-    """A slot in which something is already: a cap, a factor of positions, weights other than a softmax."""
-    return _TAKEN[slot](site.spec)
+    """Refuses a slot that is in use: a cap, a position-dependent factor, weights other than a softmax."""
+    spec = site.spec
+    if slot == "cap" and spec.cap.kind != "none":
+        return Refusal(f"logits are capped already ({spec.cap.formula()})", "remove that cap first")
+    if slot == "scale" and spec.scale.follows_position:
+        return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
+    if slot == "normalizer" and spec.normalizer.kind != "softmax":
+        return Refusal(
+            f"its weights are {spec.normalizer.formula()} already, not a softmax",
+            "remove the remedy that made them so first, or keep them",
+        )
+    return None
 
 
-def _capped(spec: AttentionSpec) -> Refusal | None:
-    if spec.cap.kind == "none":
-        return None
-    return Refusal(f"logits are capped already ({spec.cap.formula()})", "remove that cap first")
-
-
-def _scaled(spec: AttentionSpec) -> Refusal | None:
-    if not spec.scale.follows_position:
-        return None
-    return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
-
-
-def _normalised(spec: AttentionSpec) -> Refusal | None:
-    if spec.normalizer.kind == "softmax":
-        return None
-    return Refusal(
-        f"its weights are {spec.normalizer.formula()} already, not a softmax",
-        "remove the remedy that made them so first, or keep them",
-    )
-
-
-_TAKEN = {"cap": _capped, "scale": _scaled, "normalizer": _normalised}
-
-
-# Parameters that a remedy puts on a site's module, under plain names, and takes off again.
+# Parameters and submodules that a remedy adds to a site's module and removes on undo.
 
 
 def change_parameters(
     target: Target, site: AttentionSite, old: AttentionSpec, new: AttentionSpec, geometry: ParameterSizes
 ) -> Handle:
-    """The parameters that a new spec needs, by plain names on the site's module and in the optimizer too, and no longer
-    those that only the old one did; the handle takes them off."""
+    """Adds the parameters that only the new spec needs to the site's module and the optimizer, and drops the others.
+
+    The handle restores the previous parameters.
+    """
     sizes = (geometry.n_heads, geometry.n_kv_heads, geometry.head_dim)
     had, needed = old.init_params(*sizes), new.init_params(*sizes)
     values = {n: value for n, value in needed.items() if n not in had}
@@ -145,15 +133,15 @@ def add_submodules(
     matrices: bool = False,
     over_identities: bool = False,
 ) -> Handle:
-    """New parts of a site's module, by plain names, their parameters in the optimizer too (see `join`).
+    """Adds submodules to a site's module, and their parameters to the optimizer (see `join`).
 
     Args:
         target: the model and its optimizer.
-        site: where the parts go.
-        added: the parts, by name.
-        near: a parameter whose group of the optimizer the new parameters share.
+        site: the attention whose module gets the parts.
+        added: the parts by name.
+        near: a parameter whose optimizer group the new parameters join.
         matrices: True if the new parameters are matrices (see `join`).
-        over_identities: True if a part may take the place of an nn.Identity of its name, which the handle puts back.
+        over_identities: True if a part may replace an nn.Identity of its name, which the handle restores.
     """
     module, name = site.module, module_name(site)
     held = submodules_of(module)
@@ -187,19 +175,21 @@ def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mappi
     for name, parameter in out.items():
         del parameters_of(module)[name]
         if parameter is not None:
-            parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
+            parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would step by it again and again
     parameters_of(module).update(into)
 
 
-# Remedies that give a site another spec: qkeel's own modules have one, in others the attention calls are exchanged.
+# Remedies that change a site's spec: qkeel's own modules have one; in other modules the attention call is replaced.
 
-_CHANGES = "_qkeel_changes"  # on an own module: the spec it was built with, and the changes active
-_NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: what its use_nested_tensor was
+_CHANGES = "_qkeel_changes"  # on an own module: its original spec, and the active changes
+_NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
 
 
 class ChangeSpec(Remedy):
-    """Gives each site a new spec; parameters it needs live on the site's module and join the optimizer. One of
-    qkeel's modules has a spec of its own. In any other the attention call is exchanged while its forward runs."""
+    """Gives each site a new spec. Its parameters live on the site's module and join the optimizer.
+
+    qkeel's own modules have a spec. In any other module the attention call is replaced while its forward runs.
+    """
 
     stacks = True
     changes_spec = True
@@ -208,7 +198,7 @@ class ChangeSpec(Remedy):
 
     @abc.abstractmethod
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        """The spec with this remedy in it."""
+        """Returns the spec changed by this remedy."""
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         if isinstance(site.module, SpecModule):
@@ -226,11 +216,11 @@ class ChangeSpec(Remedy):
         yield from self.change_others(target, others)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        """Changes sites that are no modules of qkeel's."""
+        """Changes sites of foreign modules."""
         yield from exchange_calls((self, target.train_length), target, sites)
 
     def change_own(self, site: AttentionSite, target: Target) -> Handle:
-        """Another spec for one of qkeel's own modules."""
+        """Replaces the spec of one of qkeel's own modules."""
         module = site.module
         assert isinstance(module, SpecModule)
         base, changes = module.__dict__.get(_CHANGES, (module.spec, []))
@@ -242,7 +232,7 @@ class ChangeSpec(Remedy):
         module.spec = new
 
         def undo() -> None:
-            # From the first spec again: another remedy may have changed a slot since, even this one's, and stays.
+            # Replay from the original spec: another remedy may have changed a slot since, even the same one.
             _, now = module.__dict__[_CHANGES]
             rest = [change for change in now if change is not mine]
             module.spec = changed(base, rest)
@@ -255,12 +245,12 @@ class ChangeSpec(Remedy):
 
 
 def settle(module: nn.Module) -> None:
-    """The spec that an own module has now is its own, whatever changes made it."""
+    """Makes the current spec of an own module its original one, so that no change can be undone."""
     module.__dict__.pop(_CHANGES, None)
 
 
 def known_length(length: int | None, train_length: int | None, use: str, otherwise: str = "") -> int:
-    """L of a formula: the remedy's own option, or else the training length; `use` says what the formula does with L."""
+    """Returns L of a formula: the remedy's option, or else the training length. `use` describes what needs L."""
     found = length or train_length
     if found is None:
         raise InvalidValueError(
@@ -270,7 +260,7 @@ def known_length(length: int | None, train_length: int | None, use: str, otherwi
 
 
 def base_spec(site: AttentionSite) -> AttentionSpec:
-    """The spec of a site, 1/√d by its name where a call had that number as its scale."""
+    """Returns the spec of a site, with a fixed scale that equals 1/√d replaced by InverseSqrt."""
     if site.spec.scale.kind != "fixed":
         return site.spec
     usual = math.isclose(number(site.spec.scale, site.head_dim), max(1, site.head_dim) ** -0.5, rel_tol=1e-6)
@@ -278,14 +268,14 @@ def base_spec(site: AttentionSite) -> AttentionSpec:
 
 
 def number(scale: Scale, head_dim: int) -> float:
-    """A scale that is one number: neither learned nor a factor of the position."""
+    """Returns a constant scale as a number; refuses learned and position-dependent scales."""
     if scale.kind == "learned" or scale.follows_position:
         raise RefusedError(f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale")
     return float(scale.factor(torch.zeros(1, 1), head_dim, {}))
 
 
 def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-    """Exchange the attention calls of modules, and check in one pass on the example that all of them were."""
+    """Replaces the attention calls of modules, and checks in one pass on the example that all were replaced."""
     _refuse_low(target, sites)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
     for module in {id(site.module): site.module for site in sites}.values():
@@ -301,7 +291,7 @@ def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSi
 
 
 def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
-    """Raise where a logit of q·k itself is so low that a softmax would take it for one that a mask hides."""
+    """Raises RefusedError if a logit is so low that a written-out softmax would take it for a masked one."""
     new = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
     least = target.seen().minima if new else {}
     for site in new:
@@ -314,7 +304,7 @@ def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
 
 
 def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
-    """The changed calls of a module's forward: those that are there, or new ones without a change yet."""
+    """Returns the existing replacement of a module's forward, or a new one without changes."""
     module, one = sites[0].module, sites[0]
     there = next((s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None)
     if there is not None:
@@ -327,10 +317,10 @@ def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
 
 
 def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
-    """The layouts of the scores of a module, each once."""
+    """Returns the distinct score layouts of a module."""
     found: list[HeadLayout] = []
     for site in sites:
-        # [b h t s] of a fused function: what it computes inside may be a softmax in torch's functions.
+        # A fused function has [b h t s]; internally it may compute a softmax with torch's functions.
         layout = site.layout or HeadLayout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
         if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
             found.append(layout)
@@ -343,7 +333,7 @@ def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
 
 
 def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite) -> Handle:
-    """One more change of a module's calls, with the parameters it needs."""
+    """Adds a change to a module's calls, with the parameters it needs."""
     base = next(iter(calls.bases.values()))
     old, new = (changed(base, changes) for changes in (calls.changes, [*calls.changes, mine]))
     g = calls.geometry
@@ -371,7 +361,7 @@ def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
 
 
 def _check_pass(target: Target, changed_modules: Mapping[ChangedCalls, list[AttentionSite]]) -> None:
-    """Run the example once and see that every attention call of every module was exchanged, and nothing else."""
+    """Runs the example once and checks that every attention call of every module was replaced, and nothing else."""
     for calls in changed_modules:
         calls.seen = []
     try:
@@ -414,12 +404,13 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
 
 
 def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite]) -> None:
-    """Raise where a factor on q·k would also be one on what is added to it. Where attention is written out only the
-    sum reaches the softmax, and there may be a bias in it, or a cap."""
+    """Raises RefusedError if a factor on q·k would also scale what is added to it.
+
+    Written-out attention hands the softmax only the sum, which may include a bias or a cap."""
     written = biased(target.model, target.example[0], target.example[1]) if sites else set()
     for site in sites:
         changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
-        # A cap of the model's own bends what it is scaled by here; one that qkeel put there comes after the scale.
+        # The model's own cap acts before the new scale; a cap that qkeel added acts after it.
         if not changed_before and (site.name in written or site.spec.cap.kind != "none"):
             raise RefusedError(
                 f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "
@@ -428,7 +419,7 @@ def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite])
 
 
 def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
-    """Stops torch's encoder from packing padded batches, which a changed attention does not take."""
+    """Stops torch's encoder from packing padded batches into nested tensors, which the replacement does not support."""
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and module in m.modules()]
     for encoder in encoders:
         encoder.__dict__.setdefault(_NESTED, encoder.use_nested_tensor)

@@ -1,4 +1,7 @@
-"""An attention call of a model computed by another spec, with its masks."""
+"""Replaces a model's attention calls by qkeel's attention under another spec, masks included.
+
+Shapes: b batch, t queries, s keys, h heads, d numbers per head.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from qkeel.functional.norms import wide
 from qkeel.nn import functional_attention
 from qkeel.ops import run, run_with_weights
 from qkeel.patching.forward import InstanceForward, put_in_place, take_out
-from qkeel.patching.modes import compile_again, hooks_before
+from qkeel.patching.modes import SDPA_BY_NAME, compile_again, hooks_before
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Normalizer
 from qkeel.spec.slot import ParameterSizes, Params
 
-# Other things that written-out attention does to its scores: masks of small numbers (Swin's -100), and the
-# subtraction of the largest of each row. Where it happens is found once.
+# What written-out attention does to its scores besides scaling: masks with small numbers (Swin's -100), and the
+# subtraction of each row's maximum. The calls that do it are located once, on the example.
 
 Function = Callable[..., object]
 
@@ -38,19 +41,19 @@ _FILLS: tuple[Function, ...] = (
 )
 MASKING: tuple[Function, ...] = (*_ADDS, *_SUBTRACTS, *_FILLS)
 
-CallPlace = tuple[int, int]  # the number of a call in the forward, and which of its arguments
+CallPlace = tuple[int, int]  # index of a call in the forward, index of the argument
 
 
 @final
 class SmallMasks:
-    """The arguments of calls in a module's forward that hide pairs of scores by numbers above -9000.
+    """The calls in a module's forward that mask scores with numbers above -9000, and which argument does so.
 
-    A softmax receives scores with the mask in them, where -100 cannot be separated from a logit that is that low. So
-    one pass on the example notes which argument of which call hides by levels (`hides`), in scores of the size that the
-    softmax takes; from then on these arguments have -inf where they hide, whatever the logits are.
+    A softmax receives scores that include the mask, where -100 cannot be distinguished from a low logit. One pass on
+    the example finds the arguments that hide by levels (`hides`) among calls on scores of the softmax's size. From then
+    on these arguments hold -inf at hidden pairs, whatever the logits are.
 
-    Nor does a softmax show what the logits were if the largest of each row was subtracted from them, which changes no
-    weight. `shifts` are the numbers of the calls that do so; they return the scores as they are from then on.
+    Subtracting each row's maximum also hides the logits from the softmax while leaving the weights unchanged. `shifts`
+    are the indices of such calls, which return the scores unchanged from then on.
     """
 
     def __init__(self) -> None:
@@ -62,17 +65,17 @@ class SmallMasks:
 
     @property
     def known(self) -> bool:
-        """True if there are calls to be made in another way."""
+        """True if some calls must be changed."""
         return bool(self.places or self.shifts)
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Starts a forward pass."""
         self._calls = 0
         self._candidates.clear()
         self._shifted.clear()
 
     def call(self, function: Function, args: Args, kwargs: Kwargs, *, noting: bool) -> object:
-        """Calls one of MASKING, with -inf in the place of small numbers; `noting` notes where they are."""
+        """Calls one of MASKING with -inf for small numbers; `noting` records the candidates."""
         number, self._calls = self._calls, self._calls + 1
         if number in self.shifts:
             return args[0]
@@ -95,7 +98,7 @@ class SmallMasks:
             elif not isinstance(x, Tensor) or x.ndim < 2 or (i == 0 and function in _SUBTRACTS):
                 continue
             elif x.numel() == size and any(before == size for _, before in self._candidates):
-                continue  # the scores, which have such a mask in them already
+                continue  # these are the scores, which already include such a mask
             else:
                 signed = -x if function in _SUBTRACTS else x
                 found = bool((hides(signed) & (signed > HIDES)).any())
@@ -103,8 +106,10 @@ class SmallMasks:
                 self._candidates.append(((number, i), size))
 
     def keep(self, scores: Tensor) -> bool:
-        """A softmax takes these scores: what was noted of calls that made as many numbers hides their pairs. Returns
-        False if the largest of each row was subtracted and something was done to the rest, which hides the logits."""
+        """Confirms the candidates whose size is that of the scores that a softmax takes.
+
+        Returns False if a row maximum was subtracted and another operation followed, which hides the logits.
+        """
         self.places |= {place for place, size in self._candidates if size == scores.numel()}
         flat = scores.detach().flatten()
         kept = [(n, out.flatten()) for n, out in self._shifted if out.numel() == len(flat)]
@@ -114,7 +119,7 @@ class SmallMasks:
 
 
 def _is_top(args: Args) -> bool:
-    """True of (scores, the largest of each of their rows)."""
+    """True if the arguments are scores and their row maxima."""
     if len(args) < 2 or not all(isinstance(x, Tensor) and x.ndim == args[0].ndim for x in args[:2]):
         return False
     x, top = args[:2]
@@ -124,7 +129,7 @@ def _is_top(args: Args) -> bool:
 
 
 def _lowest(x: object, sign: float) -> object:
-    """-inf where an added number hides, +inf where a subtracted one does, and in the place of one number."""
+    """Returns -inf where an added number hides (+inf for a subtracted one), also in place of a scalar."""
     if isinstance(x, Tensor) and x.numel() > 1:
         return x.masked_fill(hides(sign * x), -sign * math.inf)
     return torch.full_like(x, -math.inf) if isinstance(x, Tensor) else -math.inf
@@ -132,8 +137,8 @@ def _lowest(x: object, sign: float) -> object:
 
 # Attention calls inside a module's forward, replaced by qkeel's own attention under another spec.
 #
-# While the module's forward runs, a torch function mode exchanges `F.scaled_dot_product_attention`,
-# `F.multi_head_attention_forward` and the softmax of attention that is written out. torch.compile traces it whole.
+# While the forward runs, a torch function mode replaces `F.scaled_dot_product_attention`,
+# `F.multi_head_attention_forward` and the softmax of written-out attention. torch.compile can trace all of it.
 
 QKV = tuple[Tensor, Tensor, Tensor]
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
@@ -141,13 +146,13 @@ _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.
 
 @final
 class ChangedCalls(InstanceForward):
-    """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
+    """Runs a module's forward with its attention calls under other specs, looked up by each call's scale.
 
-    `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
-    that these need; `layouts` are those of its scores. `low`: a written-out logit at or under it is one that a mask
-    hides; `masks` are those that hide by larger numbers. `writes`: an example showed a softmax that is written out, so
-    that what its scores are made of was looked at. `seen`: while it is a list, the calls of each forward are
-    noted in it, with the largest hidden logit of those written out.
+    `bases` are the module's own specs by scale, `changes` the active changes, `specs` the resulting specs, `names`
+    their parameters on the module, and `layouts` the layouts of its scores. A written-out logit at or below `low`
+    counts as masked; `masks` finds masks with larger numbers. `writes` is True once the example showed a written-out
+    softmax, so that its scores were analysed. While `seen` is a list, it collects the calls of each forward, each with
+    the largest hidden logit if written out.
     """
 
     def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:
@@ -164,7 +169,7 @@ class ChangedCalls(InstanceForward):
         self.seen: list[list[float | None]] | None = None
 
     def change(self, changes: list[PlacedChange]) -> None:
-        """Run under the specs that these changes make, one after the other; without any, restore the forward."""
+        """Activates these changes, applied in order; without any, restores the forward."""
         specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
         one, g = next(iter(specs.values())), self.geometry
         self.names = tuple(one.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
@@ -172,17 +177,17 @@ class ChangedCalls(InstanceForward):
             put_in_place(self)
             if isinstance(self.module, nn.MultiheadAttention):
                 self.module.register_forward_pre_hook(_not_the_fast_path)
-                compile_again()  # code compiled for the fast path does not notice that hook
+                compile_again()  # code compiled for the fast path does not check for new hooks
         self.changes, self.specs = changes, specs
         if not changes:
             take_out(self)
             hooks = hooks_before(self.module)
             for key in [key for key, hook in hooks.items() if hook is _not_the_fast_path]:
                 del hooks[key]
-                compile_again()  # code compiled for the fast path does not notice that hook
+                compile_again()  # code compiled with the hook does not notice its removal
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
-        """The module's forward."""
+        """Runs the module's forward with its attention calls replaced."""
         if self.seen is not None:
             self.seen.append([])
         self.masks.begin()
@@ -190,17 +195,17 @@ class ChangedCalls(InstanceForward):
             return self.replaced(args, kwargs)
 
     def note(self, hidden: float | None = None) -> None:
-        """Count a call; `hidden`: the largest logit hidden in one that is written out."""
+        """Counts a call; `hidden` is the largest hidden logit of a written-out one."""
         if self.seen is not None:
             self.seen[-1].append(hidden)
 
     def params(self) -> Params:
-        """The tensors that the specs need, which are parameters of the module."""
+        """Returns the module's parameters that the specs need."""
         return {name: getattr(self.module, name) for name in self.names}
 
     def spec(self, scale: float) -> AttentionSpec:
-        """The spec of a call with that scale."""
-        known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d has two roundings
+        """Returns the spec for a call with that scale."""
+        known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d is rounded in two ways
         if known is None:
             raise RefusedError(
                 f"attention was called with the scale {scale:g}, on the example with {sorted(self.specs)}; apply the "
@@ -211,9 +216,11 @@ class ChangedCalls(InstanceForward):
     # --- F.scaled_dot_product_attention
 
     def fused(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """One call of F.scaled_dot_product_attention."""
+        """Computes one call of F.scaled_dot_product_attention."""
         self.note()
-        q, k, v, mask, dropout, causal, scale = _sdpa_arguments(args, kwargs)
+        given = sdpa_arguments(args, kwargs)
+        q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+        dropout, causal, scale = (given[name] for name in ("dropout_p", "is_causal", "scale"))
         if q.is_nested:
             raise RefusedError("expected attention of q [b h t d], got nested tensors; its heads are not known")
         spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
@@ -226,7 +233,7 @@ class ChangedCalls(InstanceForward):
             return how.undo(out, (*lead, t, out.shape[-1]))
         heads, packed = self.geometry.n_heads, q.shape[1:3]
         if q.shape[1] != heads and q.shape[1] * q.shape[2] == heads:
-            # One token, the heads of a group in the place of tokens (transformers, when it decodes).
+            # One decoded token: transformers puts the heads of a group in the token dimension.
             q = q.reshape(q.shape[0], heads, 1, q.shape[3])
             if mask is not None and tuple(mask.shape[1:3]) == tuple(packed):
                 mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
@@ -240,7 +247,7 @@ class ChangedCalls(InstanceForward):
         t, s = q.shape[2], k.shape[2]
         mask = hiding(mask)
         pos_q, pos_k = None, None
-        if causal and t != s:  # torch's flag aligns to the first key
+        if causal and t != s:  # torch aligns the causal flag to the first key, qkeel to the last
             pos_q, pos_k = torch.arange(t, device=q.device), torch.arange(s, device=q.device)
         elif not causal and spec.scale.follows_position:
             pos_q = _last_seen(mask, t, s, q.device, check=self.seen is not None)
@@ -251,7 +258,7 @@ class ChangedCalls(InstanceForward):
     # --- softmax(scale · q kᵀ + mask), written out
 
     def written(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """The softmax of logits that were computed before it."""
+        """Computes the softmax of written-out logits."""
         if not self.writes and self.seen is None:
             raise RefusedError(
                 f"{type(self.module).__name__} took a softmax that is written out, where the example of the remedy "
@@ -281,7 +288,7 @@ class ChangedCalls(InstanceForward):
         return how.undo(weights.to(dtype or x.dtype), x.shape)
 
     def _layout(self, shape: torch.Size, keys: int) -> HeadLayout:
-        """The layout of scores of this shape, whose softmax runs over the dimension `keys`."""
+        """Returns the layout of scores of this shape, whose softmax runs over dimension `keys`."""
         for known in self.layouts:
             how = known.fitted(shape)
             if how is not None and how.keys == keys % len(shape):
@@ -292,14 +299,14 @@ class ChangedCalls(InstanceForward):
         )
 
     def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:
-        """The new factor on q·k over the one that is in the logits already."""
+        """Returns the new factor on q·k over the one that the logits already contain."""
         pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
         return spec.scale.factor(pos_q, self.geometry.head_dim, self.params()) / scale
 
     # --- F.multi_head_attention_forward
 
     def multi_head(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
-        """Torch's own attention of nn.MultiheadAttention, from its arguments."""
+        """Computes F.multi_head_attention_forward, the attention of nn.MultiheadAttention."""
         self.note()
         if len(args) != 13:
             raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention does not")
@@ -326,7 +333,7 @@ class ChangedCalls(InstanceForward):
 
 
 class _Exchange(TorchFunctionMode):
-    """Passes calls of attention functions on to a module's changed calls."""
+    """Redirects calls of attention functions to a module's ChangedCalls."""
 
     def __init__(self, calls: ChangedCalls) -> None:
         super().__init__()
@@ -336,7 +343,7 @@ class _Exchange(TorchFunctionMode):
         self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in (F.scaled_dot_product_attention, functional_attention):
+        if func in SDPA_BY_NAME or func is functional_attention:
             return self.calls.fused(args, kwargs)
         if func in _SOFTMAX:
             return self.calls.written(args, kwargs)
@@ -345,53 +352,48 @@ class _Exchange(TorchFunctionMode):
         if func in MASKING and (self.calls.masks.known or self.calls.seen is not None):
             return self.calls.masks.call(func, args, kwargs, noting=self.calls.seen is not None)
         if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
-            # As a method: Dynamo does not follow super() inside a method that is called as a function.
+            # Called as a method, since Dynamo does not follow super() inside a method called as a function.
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
 
 def _not_the_fast_path(module: nn.Module, args: object) -> None:
-    """A hook without a purpose: with one, nn.TransformerEncoderLayer computes its attention in the open."""
+    """A hook that does nothing. Its presence keeps nn.TransformerEncoderLayer off its fast path."""
 
 
 class SpecChange(Protocol):
-    """A remedy that gives attention another spec."""
+    """A remedy that changes the attention spec."""
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        """The spec with this remedy in it."""
+        """Returns the spec changed by this remedy."""
         ...
 
 
-PlacedChange = tuple[SpecChange, int | None]  # and the tokens per training sequence, where it needs them
+PlacedChange = tuple[SpecChange, int | None]  # a remedy, and the training length in tokens if it needs one
 
 
 def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSpec:
-    """A spec after changes."""
+    """Applies changes to a spec, in order."""
     for remedy, train_length in changes:
         base = remedy.changed(base, train_length)
     return base
 
 
 def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params: Params) -> Tensor:
-    """The weights of logits. It is a torch function of that name, so that a Monitor takes it for a softmax."""
+    """Returns the weights of logits. Being a torch function with this name, it shows up as a softmax in a Monitor."""
     if has_torch_function_unary(x):
         return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
     return normalizer.weights(x, visible, params)
 
 
-def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
-    given = sdpa_arguments(args, kwargs)
-    return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
-
-
 def _is_shifted(z: Tensor, visible: Tensor) -> bool:
-    """True where every row's largest logit is 0: the softmax does not show what the logits were."""
+    """True if every row's largest logit is 0, so that the softmax does not reveal the logits."""
     tops = z.detach().masked_fill(~visible, -math.inf).amax(-1)[visible.any(-1)]
     return bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any())
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
-    """The visible keys [b t s] of [b h t s]; with `check` an error where they differ from head to head."""
+    """Returns the visible keys [b t s] from [b h t s]; with `check`, refuses masks that differ between heads."""
     if check and not bool((seen == seen[:, :1]).all()):
         raise RefusedError(
             "the mask hides different keys from different heads, so a query has no single number of visible keys"
@@ -400,7 +402,7 @@ def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
 
 
 def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool) -> Tensor:
-    """[b|1 t]: the number of keys that each query sees, less one: its position where it sees all before it."""
+    """Returns [b|1 t]: the number of visible keys of each query, less one. With causal masks this is its position."""
     if mask is None:
         return torch.full((t,), s - 1, device=device)
     seen = mask if mask.dtype == torch.bool else mask > HIDES
@@ -408,7 +410,7 @@ def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, che
 
 
 def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs) -> list[Tensor]:
-    """The q, k, v of nn.MultiheadAttention."""
+    """Returns the q, k, v projections of nn.MultiheadAttention."""
     if kwargs.get("use_separate_proj_weight", False):
         weights = [kwargs[f"{part}_proj_weight"] for part in "qkv"]
     else:
@@ -418,5 +420,5 @@ def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwa
 
 
 def _heads(x: Tensor, n: int) -> Tensor:
-    """[t b (h d)] as [b h t d]."""
+    """Reshapes [t b (h d)] to [b h t d]."""
     return x.unflatten(-1, (n, -1)).permute(1, 2, 0, 3)

@@ -1,8 +1,8 @@
-"""Remedies that exchange the object in one slot of attention's spec: a cap, a scale or a normaliser.
+"""Remedies that replace the object in one slot of the attention spec: a cap, a scale or a normalizer.
 
-A new one is a class of this form and a row in the table of `apply`: its fields are its options, `slot` is what it
-exchanges, and `value` is the object that it puts there. Whether the slot is free, parameters, the call in other
-people's models and undoing are the work of `ChangeSpec`.
+To add one, write a class like these and a row in the table of `apply`. The fields are the options, `slot` names the
+slot, and `value` returns the new object. `ChangeSpec` checks that the slot is free, adds parameters, replaces the call
+in foreign models, and undoes the change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qkeel.spec.logits import Cap, FloorLogTemperature, Normalizer, Scale
 
 
 class OneSlot(ChangeSpec):
-    """Exchanges the object in one slot where the model's own is there, not that of another remedy."""
+    """Replaces the object in one slot, if the slot still holds the model's own."""
 
     slot: ClassVar[SlotName]
 
@@ -33,7 +33,7 @@ class OneSlot(ChangeSpec):
 
     @abc.abstractmethod
     def value(self, old: AttentionSpec, train_length: int | None) -> Cap | Normalizer | Scale:
-        """The object that goes into the slot of the old spec."""
+        """Returns the new object for the slot of the old spec."""
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         return refuse_taken(site, self.slot) or ChangeSpec.supports(self, site)
@@ -42,7 +42,7 @@ class OneSlot(ChangeSpec):
         return spec.replace(**{self.slot: self.value(spec, train_length)})
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        if self.slot == "scale":  # a factor on q·k, not on what is added to it
+        if self.slot == "scale":  # the factor must scale q·k but no added bias
             refuse_added_scores(self.name, target, sites)
         yield from ChangeSpec.change_others(self, target, sites)
 
@@ -50,7 +50,7 @@ class OneSlot(ChangeSpec):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoftcapRemedy(OneSlot):
-    """Bends logits so that none exceeds `cap`; what is before the cap may still grow."""
+    """Bends logits so that none exceeds `cap`. Logits before the cap may keep growing."""
 
     cap: float = 50.0
 
@@ -65,10 +65,11 @@ class SoftcapRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogNRemedy(OneSlot):
-    """Logits z ← z · ln(n)/ln(L): n keys that the query sees, L = `length`, by default the training length.
+    """Logits z ← z · ln(n)/ln(L) for n visible keys; L = `length`, by default the training length.
 
-    clip=true never lowers a logit: max(1, ln n/ln L), for models trained without it. In own modules n = position + 1.
-    learned=head or layer: z ← z · s · ln(n), s learned and 1/ln(L) at the start (scalable softmax).
+    clip=true uses max(1, ln n/ln L), which lowers no logit, for models trained without log n. In qkeel's own modules
+    n = position + 1. learned=head or layer: z ← z · s · ln(n) with a learned s that starts at 1/ln(L) (scalable
+    softmax).
     """
 
     length: int | None = None
@@ -81,7 +82,7 @@ class LogNRemedy(OneSlot):
 
     def __post_init__(self) -> None:
         OneSlot.__post_init__(self)
-        # LogN checks that there is a logarithm to divide by, and what goes together.
+        # LogN validates the options.
         LogN(train_length=2 if self.length is None else self.length, clip=self.clip, learned=self.learned)
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
@@ -92,10 +93,10 @@ class LogNRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTemperature(OneSlot):
-    """Logits z ← z · (1 + alpha·ln(1 + ⌊n/floor⌋)): n keys that the query sees. alpha=0 changes nothing."""
+    """Logits z ← z · (1 + alpha·ln(1 + ⌊n/floor⌋)) for n visible keys. alpha=0 changes nothing."""
 
     alpha: float = 0.1  #: weight of the logarithm
-    floor: int = 8192  #: whole number of keys
+    floor: int = 8192  #: number of keys, an integer
 
     name, slot, may_be_zero = "attention_temperature", "scale", ("alpha",)
     line = "scales logits by 1 + α ln(1 + ⌊n/floor⌋), a temperature for long contexts only"
@@ -142,7 +143,7 @@ class SoftpickRemedy(OneSlot):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SinkRemedy(OneSlot):
-    """Weights = e^z / (e^s + Σ e^z), s learned per head from `init`; learned=false: the constant, 0 is "off by one"."""
+    """Weights = e^z / (e^s + Σ e^z); s is learned per head from `init`, or with learned=false the constant `init`."""
 
     learned: bool = True
     init: float = 0.0
@@ -153,7 +154,7 @@ class SinkRemedy(OneSlot):
 
     def __post_init__(self) -> None:
         settle(self, self.name)
-        Sink(init=float(self.init))  # checks the number
+        Sink(init=float(self.init))  # validates the number
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Sink:
         return Sink(learned=self.learned, init=float(self.init))

@@ -1,4 +1,4 @@
-"""A gate on the output of attention: a sigmoid of the layer's input, before the output projection."""
+"""Output gate: scales the output of attention by a sigmoid of the layer's input, before the output projection."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from qkeel.sites.trace import traced
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGate(Remedy):
-    """Output o ← o · σ(W_g x), x the input of the attention module: one gate per feature of o, or `per=head`.
+    """Gates o ← o · σ(W_g x), where x is the input of the attention module, per feature of o or `per=head`.
 
-    init=keep: o · 2σ(W_g x) with W_g = 0 at the start, where every gate is exactly 1. It is the published gate of a
-    model whose output projection was doubled. init=random: o · σ(W_g x), W_g drawn as torch draws a linear layer's.
+    init=keep: o · 2σ(W_g x) with W_g = 0 at the start, so that every gate begins at exactly 1; this equals the
+    published gate with a doubled output projection. init=random: o · σ(W_g x) with W_g initialised like torch's linear
+    layers.
 
     Source: Qiu et al. 2025, arXiv 2505.06708 (elementwise after attention is its best form); `keep` is qkeel's.
     """
@@ -36,7 +37,7 @@ class OutputGate(Remedy):
     init: Literal["keep", "random"] = "keep"
 
     name = "output_gate"
-    line = "gates what attention returns by a sigmoid of the layer's input, so that a head may say nothing"
+    line = "gates the output of attention by a sigmoid of the layer's input, so that a head may contribute nothing"
     source = "Qiu et al. 2025, arXiv 2505.06708"
     rule = (
         "o ← c · sigmoid(W_g x) · o, x the layer's input, one gate per {per}; with init={init}, where keep begins at "
@@ -46,11 +47,11 @@ class OutputGate(Remedy):
     def supports(self, site: AttentionSite) -> Refusal | None:
         if isinstance(site.module, nn.MultiheadAttention):
             return Refusal(
-                "nn.MultiheadAttention multiplies by its output projection inside one function of torch's",
-                "use an attention whose output projection is a module that is called",
+                "nn.MultiheadAttention applies its output projection inside a torch function",
+                "use an attention that calls its output projection as a module",
             )
         if site.description is not None or site.below:
-            return Refusal("its attention was described by hand or runs unseen", "build it with qkeel.nn")
+            return Refusal("its attention was described by hand or its calls can't be seen", "build it with qkeel.nn")
         return None
 
     def apply(self, target: Target) -> Handle:
@@ -94,23 +95,23 @@ class Gate(nn.Module):
         self.weight, self.factor = weight, factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[... m] -> [... rows]."""
+        """Returns the gates [... rows] of x [... m]."""
         gates = nn.functional.linear(x, self.weight).sigmoid()
         return gates if self.factor == 1.0 else self.factor * gates
 
     def extra_repr(self) -> str:
-        """Its sizes, in print(model)."""
+        """Shows the sizes in print(model)."""
         return f"{self.weight.shape[1]} to {self.weight.shape[0]} gates"
 
 
 @final
 class GateInput(InstanceForward):
-    """Holds the input of the attention module while its forward runs."""
+    """Keeps the attention module's input while its forward runs."""
 
     x: Tensor | None = None
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
-        """The module's forward."""
+        """Runs the module's forward and records its input."""
         self.x = first_tensor(args, kwargs)
         out = self.replaced(args, kwargs)
         self.x = None
@@ -119,14 +120,14 @@ class GateInput(InstanceForward):
 
 @final
 class GatedProjection(InstanceForward):
-    """The output projection of gated heads."""
+    """An output projection whose input is gated."""
 
     def __init__(self, module: nn.Module, source: GateInput, gate: Gate) -> None:
         super().__init__(module)
         self.source, self.gate = source, gate
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
-        """The projection of the gated input."""
+        """Projects the gated input."""
         x = self.source.x
         if x is None:
             raise RefusedError("output_gate: the output projection was called outside of its attention module")
@@ -137,7 +138,7 @@ class GatedProjection(InstanceForward):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Output:
-    """The output projection of an attention, its number of input features, and the width of the attention's input."""
+    """The output projection of an attention: the module, its input features, and the width of attention's input."""
 
     module: nn.Module
     features: int
@@ -145,18 +146,19 @@ class Output:
 
 
 def first_tensor(args: Args, kwargs: Mapping[str, object]) -> Tensor | None:
-    """The first floating point tensor of a call's arguments: the hidden states."""
+    """Returns the first floating-point tensor among a call's arguments, taken to be the hidden states."""
     given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
     return next(given, None)
 
 
 def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
-    """The first weight that a module multiplies by after the attention call, if what it gets is what attention returns.
+    """Finds the first module after the attention call that multiplies attention's output by a weight.
 
-    One head's query weights are turned around on the example: its features of that input must change, and with
-    `per_head` those of no other head, nor lie apart.
+    The test negates one head's query weights on the example: that head's features of the module's input must change
+    and, with `per_head`, no other head's, and they must be adjacent.
 
-    Raises: RefusedError where no such module is seen.
+    Raises:
+        RefusedError: there is no such module.
     """
     place = where(site)
     if not site.terms:
@@ -178,14 +180,14 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
             break
     if module is None or a is None or b is None or x is None or a.shape[:-1] != x.shape[:-1]:
         raise RefusedError(
-            f"output_gate at {place}: no module inside it multiplies what attention returns by a weight, token by "
-            "token; the gate belongs before that output projection"
+            f"output_gate at {place}: no module inside it multiplies the output of attention by a weight, token by "
+            "token; the gate belongs before such an output projection"
         )
     changed = (a != b).flatten(0, -2).any(0)
     size = a.shape[-1] // site.n_heads
     if per_head and (not changed[head * size :].any() or changed[: head * size].any()):
         raise RefusedError(
-            f"output_gate at {place}: the features of a head do not lie side by side before the output projection, "
+            f"output_gate at {place}: the features of a head are not adjacent before the output projection, "
             "so there is no gate per head; use per=feature"
         )
     return Output(module=module, features=a.shape[-1], width=x.shape[-1])
@@ -193,12 +195,12 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
 
 @torch.no_grad()
 def _turned(weight: Tensor, query: HeadSlice, head: int) -> Tensor:
-    """The query weights of a head with the other sign: no norm of queries undoes it."""
+    """Returns the query weights with one head's negated, which no norm of queries undoes."""
     signs = torch.ones(query.n, device=weight.device, dtype=weight.dtype)
     signs[head % query.n] = -1
     return weight * query.expand(signs, weight)
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """True of a module without parts that has a weight of two dimensions."""
+    """True for a leaf module with a two-dimensional weight."""
     return not any(module.children()) and any(p.ndim == 2 for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Remedies on the final logits: z-loss, and a soft cap on the output head."""
+"""Remedies on the logits over the vocabulary: z-loss and a soft cap."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from qkeel.nn.decoder import Decoder
 from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.processes import refuse_late_stage
 
-# The module that makes the final logits of a model.
+# Finding the module that computes a model's final logits.
 
 
 def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
-    """The module called `named`, or the one whose output, as it is, the model returns for the example.
+    """Returns the module called `named`, or the one whose output the model returns unchanged for the example.
 
-    qkeel's own Decoder needs neither. Of a stage of a pipeline that is not the last, a module that nobody runs.
+    qkeel's own Decoder needs neither a name nor an example. A pipeline stage other than the last gets a placeholder
+    that never runs.
 
     Raises:
-        RefusedError: no such module; no example to observe; no module or several whose output is returned.
+        RefusedError: there is no such module, no example, or not exactly one module whose output is returned.
     """
     stage = dist.stage_of(target.model)
     if stage is not None and not stage[1]:
@@ -60,7 +61,7 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
 
 
 def _observed(target: Target) -> list[str]:
-    """Innermost modules whose output tensor is among what the model returns."""
+    """Names the innermost modules whose output tensor is among the model's outputs."""
     made: dict[int, tuple[str, Tensor]] = {}
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
@@ -81,7 +82,7 @@ def _observed(target: Target) -> list[str]:
 
 
 def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """The forward hook, which copies and pickles of the model carry along."""
+    """A forward hook at module level, so that copies and pickles of the model keep it."""
     return softcap(output, cap)
 
 
@@ -90,7 +91,7 @@ def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Te
 class FinalSoftcap(Remedy):
     """Bends the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
 
-    `module` names the module that makes them; without it an example shows it.
+    `module` names the module that computes them; without it, the example shows it.
     """
 
     cap: float = 30.0
@@ -116,17 +117,17 @@ LossWeight = Literal["loss", "mean"]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ZLoss(Remedy):
-    """Trains on loss + coefficient · Σ_i c_i (ln Z_i)², ln Z_i = logsumexp of token i's final logits.
+    """Trains on loss + coefficient · Σ_i c_i (ln Z_i)², where ln Z_i is the logsumexp of token i's final logits.
 
-    The forward pass, and the loss that is logged, stay bit for bit what they were: on its way back the gradient of the
-    final logits z gets 2 · coefficient · c_i · ln Z_i · softmax(z_i) more. c_i is what the cross-entropy of token i
-    counts in the loss: weight="loss" reads it off the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (there
-    g_i = c_i (p_i - e_y), y = argmin g_i), so masked tokens, sums or means, accumulation, token weights and GradScaler
-    all count as they do in the loss. It needs a cross-entropy with one right answer per token; the first backward pass
-    checks that it is one. weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and knows no scales.
+    Forward pass and logged loss stay bit for bit unchanged: the backward pass adds 2 · coefficient · c_i · ln Z_i ·
+    softmax(z_i) to the gradient of the final logits z. c_i is the weight of token i's cross-entropy in the loss.
+    weight="loss" reads it from the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (since g_i = c_i (p_i - e_y),
+    y = argmin g_i), so that masked tokens, sums or means, accumulation, token weights and GradScaler count as they do
+    in the loss. This needs a cross-entropy with one target per token, which the first backward pass checks.
+    weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and ignores loss scaling.
 
     Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322
-    (coefficient 1e-4). The function is `functional.losses.z_loss`.
+    (coefficient 1e-4). The function is `functional.logits.z_loss`.
     """
 
     coefficient: float = 1e-4  #: at least 0
@@ -147,7 +148,7 @@ class ZLoss(Remedy):
 
 @final
 class _LossHook:
-    """The forward hook. `checked`: a backward pass has shown that the loss is a cross-entropy."""
+    """A forward hook that adds the gradient of the z-loss; `checked` once the loss proved to be a cross-entropy."""
 
     def __init__(self, coefficient: float, weight: LossWeight) -> None:
         self.coefficient, self.weight = coefficient, weight
@@ -159,7 +160,7 @@ class _LossHook:
         return _AddGradient.apply(output, self)
 
     def gradient(self, z: Tensor, g: Tensor) -> Tensor:
-        """The gradient of the z-loss, given the logits and the loss's own gradient on them; both [... vocabulary]."""
+        """Returns the z-loss's gradient from the logits and the loss's gradient on them, both [... vocabulary]."""
         wider = z.to(wide(z.dtype))
         lse = torch.logsumexp(wider, -1, keepdim=True)
         p = torch.exp(wider - lse)
@@ -170,7 +171,7 @@ class _LossHook:
         return (2 * self.coefficient * counts * lse * p).to(g.dtype)
 
     def _counts(self, p: Tensor, g: Tensor) -> Tensor:
-        """The counts c_i [... 1]; 0 where the token does not count."""
+        """Returns the weights c_i [... 1]; 0 for tokens that the loss ignores."""
         right = g.argmin(-1, keepdim=True)
         others = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
         pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)
@@ -183,16 +184,16 @@ class _LossHook:
     def _check(self, p: Tensor, g: Tensor, right: Tensor, counts: Tensor) -> None:
         target = torch.zeros_like(p).scatter(-1, right, 1.0)
         off = (g - counts * (p - target)).abs().amax()
-        if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are off by a few parts in a thousand
+        if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are inexact by a few parts in a thousand
             raise RefusedError(
-                "z_loss weighs each token as the cross-entropy of a single target does, and the gradient that came "
-                "back to the final logits is not that of one (label smoothing, distillation, a cap behind it, another "
-                "loss); use weight=mean, which counts every token equally and knows nothing of loss scaling"
+                "z_loss weighs each token as the cross-entropy of a single target does, and the gradient at the final "
+                "logits is not that of one (label smoothing, distillation, a cap behind it, another loss); use "
+                "weight=mean, which counts every token equally and ignores loss scaling"
             )
 
 
 class _AddGradient(torch.autograd.Function):
-    """The identity, whose backward adds the gradient of the z-loss."""
+    """The identity; its backward adds the gradient of the z-loss."""
 
     @staticmethod
     def forward(z: Tensor, hook: _LossHook) -> Tensor:
@@ -205,7 +206,7 @@ class _AddGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad leave this out without a word
+        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad drop this silently
             raise RefusedError("a loss with z_loss can be differentiated once; remove the remedy for create_graph=True")
         (z,), g = ctx.saved_tensors, grad_outputs[0]
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Norms of queries, of keys, of both, and of values."""
+"""Remedies that norm queries, keys, both, or also values; and cosine attention."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm
 
-# Norms of queries and keys, or of one of them, before their product, in any published layout; cosine attention.
+# Norms of queries and keys before their product, in any published form; cosine attention.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKNorm(NormOptions):
-    """Norms q̃ = norm(q) · gain, k̃ = norm(k) · gain, the scale kept.
+    """Norms q̃ = norm(q) · gain, k̃ = norm(k) · gain; the scale stays.
 
-    kind=l2 makes unit vectors, so 1/√d would leave no logit: with gain=scalar the scale is one learned number
-    per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by default the training length),
-    with gain=head one per head, else it is √d, the same as a gain-free RMS norm under 1/√d.
+    kind=l2 makes unit vectors, whose logits 1/√d would shrink to nothing. It therefore replaces the scale: with
+    gain=scalar by one learned number per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by default
+    the training length), with gain=head by one per head, else by √d, which equals a gain-free RMS norm under 1/√d.
     """
 
     length: int | None = None
@@ -47,7 +47,7 @@ class QKNorm(NormOptions):
         NormOptions.__post_init__(self)
         if self.length is not None:
             checked(self.length, Count, f"length of {self.name}")
-            qk_norm_init(self.length)  # checks that there is a logarithm to take
+            qk_norm_init(self.length)  # validates the length
             if not self._learned_scale:
                 raise InvalidValueError(
                     f"length={self.length} starts a learned scale, which qk_norm has with kind=l2 and gain=scalar or "
@@ -73,8 +73,8 @@ class QKNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyNorm(NormOptions):
-    """A norm k̃ = norm(k) · gain, queries left alone. With the defaults z = q·k̂: RMS norm under 1/√d, which is the
-    unit vector under 1. kind=l2 makes that vector and sets the scale to 1."""
+    """Norms keys alone: k̃ = norm(k) · gain. By default z = q·k̂, since an RMS norm under 1/√d equals a unit vector
+    under scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
 
     gain: GainKind = "none"
 
@@ -87,8 +87,8 @@ class KeyNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QueryNorm(NormOptions):
-    """A norm q̃ = norm(q) · gain, keys left alone. With the defaults z = q̂·k: RMS norm under 1/√d, which is the unit
-    vector under 1. kind=l2 makes that vector and sets the scale to 1."""
+    """Norms queries alone: q̃ = norm(q) · gain. By default z = q̂·k, since an RMS norm under 1/√d equals a unit vector
+    under scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
 
     gain: GainKind = "none"
 
@@ -115,7 +115,7 @@ class Cosine(ChangeNorm):
         if self.length is not None and self.scale is not None:
             raise InvalidValueError("cosine takes its scale from a length or as scale=…, got both")
         if self.length is not None:
-            cosine_scale(self.length)  # checks that there is a logarithm to take
+            cosine_scale(self.length)  # validates the length
 
     def norm(self) -> GainNorm:
         return L2Norm()
@@ -127,22 +127,22 @@ class Cosine(ChangeNorm):
         return Fixed(cosine_scale(known_length(self.length, train_length, "cosine scales by 4 ln(L/2)", otherwise)))
 
 
-# Norms on q, k and v after the projection instead of one before it.
+# Norms of q, k and v after the projection instead of a norm before it.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKVNorm(ChangeNorm):
-    """Norms q̃ = norm(q) · gain, k̃ and ṽ likewise, per head; the block's norm before attention is dropped.
+    """Norms q, k and v per head after the projection, each norm(x) · gain, and drops the block's norm before attention.
 
-    Values are those that attention multiplies by its weights, of the model's key-value heads. `drop_pre_norm=false`
-    keeps the norm before attention; on other people's models that norm is found by what flows through the block, and
-    refused where it is not. Of qkeel's own blocks one that norms after attention only (post, swin) has none to drop;
-    in a peri block the one before goes and the one after stays.
+    Values are the ones that the weights average, with the model's key-value heads. `drop_pre_norm=false` keeps the norm
+    before attention. In foreign models that norm is recognised by the block's activations, and the remedy is refused if
+    it is not found. qkeel's post and swin blocks have no norm to drop; a peri block loses the one before and keeps the
+    one after.
     """
 
     kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
-    gain: GainKind = "dim"  #: its shape, see `qkeel.spec.RMSNorm`
+    gain: GainKind = "dim"  #: shape of the gain, see `qkeel.spec.RMSNorm`
     drop_pre_norm: bool = True
 
     sides = ("q", "k", "v")
@@ -191,8 +191,8 @@ class QKVNorm(ChangeNorm):
 
 
 def _drop(block: nn.Module, name: str) -> Handle:
-    """Puts the identity in the place of a block's norm of that name."""
+    """Replaces the named norm of a block by the identity."""
     norm = block.get_submodule(name)
     for parameter in norm.parameters():
-        parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
+        parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would step by it again and again
     return swap(block, name, nn.Identity())

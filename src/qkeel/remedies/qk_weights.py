@@ -238,30 +238,31 @@ class SpectralCap(StepRemedy):
         return factor.expand(len(heads))
 
 
-# Every linear layer's weight divided by its spectral norm, times a learned scalar.
+# σReparam: every linear layer's weight divided by its spectral norm, times a learned scalar.
 
 
 @final
 class SpectralScale(nn.Module):
     """Ŵ = (γ/σ) W, v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖, σ = vᵀ W u'; u is a buffer, u ← u' in training forwards.
 
-    One step of power iteration per forward. v and u' carry no gradient, σ does. All in float32 or wider, autocast
-    or not. u starts at W's first right singular vector. What gradient checkpointing computes again starts at the u of
-    the forward that it repeats, the last one. RefusedError where several forwards of one weight wait for backward.
+    Each forward makes one step of power iteration. v and u' carry no gradient, σ does. Everything is computed in
+    float32 or wider, autocast or not. u starts at W's first right singular vector. A forward that gradient
+    checkpointing recomputes starts at the u of the original, which must be the last one: RefusedError if several
+    forwards of one weight wait for backward.
     """
 
     def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
         super().__init__()
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
-        self._started = self.right  # the u of the last forward
-        self._forwards, self._version = 0, -1  # with gradients, since a backward pass; of the weight then
-        sigma = self._sigma(weight.detach(), self.right)[0][None]  # of one dimension: fully_shard takes no scalars
-        # γ = σ exactly as the forward computes it, float32 or wider: γ/σ is 1, the weight the same bit for bit.
+        self._started = self.right  # u at the start of the last forward
+        self._forwards, self._version = 0, -1  # forwards with gradients since a backward; the weight's version then
+        sigma = self._sigma(weight.detach(), self.right)[0][None]  # one dimension, since fully_shard accepts no scalars
+        # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
         self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight as it is used."""
+        """Returns the weight that the layer uses."""
         again = self.training and not torch.compiler.is_compiling() and recomputing()
         if again and self._forwards > 1:
             raise RefusedError(
@@ -295,7 +296,7 @@ class SpectralScale(nn.Module):
 
 
 def _top_right(weight: Tensor) -> Tensor:
-    """The first right singular vector, from the smaller Gram matrix, in double precision."""
+    """Returns the first right singular vector, from the smaller Gram matrix, computed in double precision."""
     w = weight.to(device="cpu", dtype=torch.float64)
     if w.shape[0] < w.shape[1]:
         vector = w.mT @ torch.linalg.eigh(w @ w.mT).eigenvectors[:, -1]
@@ -309,8 +310,8 @@ def _top_right(weight: Tensor) -> Tensor:
 class SigmaReparam(Remedy):
     """Ŵ = (γ/σ(W)) W for linear layers: all of them, or those of attention only (`on=attention`).
 
-    init="keep" starts γ at σ(W), so nothing changes at first (the authors' vision code); "one" starts it at 1
-    (the paper). γ joins the optimizer with its gains.
+    init="keep" starts γ at σ(W), so nothing changes at first (the authors' vision code); "one" starts it at 1 (the
+    paper). γ joins the optimizer as gains do.
     """
 
     on: Literal["all", "attention"] = "all"
@@ -368,7 +369,7 @@ def _check(name: str, layer: nn.Module) -> None:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """True if a module that is no nn.Linear computes x W + b (transformers' Conv1D), tried on two random rows."""
+    """True if a module other than nn.Linear computes x W + b (transformers' Conv1D), tested on two random rows."""
     weight, bias = (parameters_of(module).get(name) for name in ("weight", "bias"))
     names = {name for name, p in parameters_of(module).items() if p is not None}
     if weight is None or weight.ndim != 2 or not names <= {"weight", "bias"} or any(module.children()):
@@ -380,7 +381,7 @@ def _multiplies(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             got, want = module(x), x @ weight if bias is None else torch.addmm(bias, x, weight)
-    except Exception:  # it takes something else
+    except Exception:  # the module takes other inputs
         return False
     return isinstance(got, Tensor) and got.shape == want.shape and bool(torch.allclose(got, want, rtol=1e-3, atol=1e-4))
 
@@ -405,19 +406,19 @@ def _reparametrise(layer: nn.Module, init: Literal["keep", "one"]) -> tuple[Spec
 
 
 def _stored(layer: nn.Module) -> nn.Parameter:
-    """The weight that is trained in a reparametrised layer."""
+    """Returns the trained weight of a reparametrised layer."""
     return layer.get_submodule("parametrizations.weight").get_parameter("original")
 
 
 def _register(layer: nn.Module, scale: SpectralScale) -> None:
-    # "unsafe" leaves out a trial forward, which would be taken for one of training.
+    # "unsafe" skips a trial forward, which would count as a training forward.
     parametrize.register_parametrization(layer, "weight", scale, unsafe=True)
     layer.get_submodule("parametrizations").train(layer.training)
     pickle_by(layer, _reduced)
 
 
 def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
-    """Pickles a layer as one of its own class, the stored weight and the scale."""
+    """Pickles a layer as its original class, its stored weight and its scale."""
     state = state_without(layer, "parametrizations")
     weights = layer.get_submodule("parametrizations.weight")
     kept = weights.get_parameter("original"), weights.get_submodule("0")
@@ -434,7 +435,7 @@ def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Paramet
 
 @torch.no_grad()
 def folded(layer: nn.Module) -> bool:
-    """Write Ŵ as evaluation computes it into the stored weight and make the layer a plain one; False if it is one."""
+    """Writes Ŵ as in evaluation into the stored weight and makes the layer plain again; False for other layers."""
     try:
         found = layer.get_submodule("parametrizations.weight")
     except AttributeError:

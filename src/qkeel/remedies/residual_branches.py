@@ -1,4 +1,4 @@
-"""Remedies on the branches of residual blocks: norms behind them, and dropout."""
+"""Remedies on the branches of residual blocks: norms behind them, and dropout of their outputs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from qkeel.remedies.head_steps import join
 class SwinNorm(Remedy):
     """Branches x + N(F(x)) in place of x + F(N(x)), in both branches, with the same norms.
 
-    A branch then adds at most its gain to the residual stream, whatever its weights. The norms' parameters stay the
-    same objects; their names change to `attention_post_norm` and `mlp_post_norm` of the block.
+    A branch then adds at most its gain to the residual stream, whatever its weights. The norms keep their parameter
+    objects and are renamed to the block's `attention_post_norm` and `mlp_post_norm`.
     """
 
     name, stacks = "swin_norm", True
@@ -55,8 +55,10 @@ def _norm_behind(branch: Branch) -> Iterator[Handle]:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeriNorm(Remedy):
-    """Branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain that starts at 1. The new norms
-    are `attention_post_norm` and `mlp_post_norm` of the block; their gains join the optimizer."""
+    """Branches x + N'(F(N(x))) in place of x + F(N(x)); N' is an RMS norm with a gain that starts at 1.
+
+    The new norms are the block's `attention_post_norm` and `mlp_post_norm`; their gains join the optimizer.
+    """
 
     name, stacks = "peri_norm", True
     line = "adds norms behind attention and MLP of a pre-norm block"
@@ -81,8 +83,8 @@ def _added(branch: Branch, target: Target) -> Iterator[Handle]:
 class Dropout(Remedy):
     """Branches x + m ∘ F(N(x)) / (1 - rate), m ~ Bernoulli(1 - rate) for each entry, after attention and after the MLP.
 
-    In evaluation nothing changes. The masks come from PyTorch's global generator. A branch whose output is normed
-    (swin, peri) is dropped before that norm; Chameleon's authors found that the two do badly in combination.
+    Evaluation is unchanged. The masks come from PyTorch's global generator. If a branch's output is normed (swin,
+    peri), dropout comes before that norm; Chameleon's authors found that the two do badly in combination.
 
     Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
     """
@@ -106,7 +108,7 @@ class Dropout(Remedy):
 
 
 def _branches(target: Target, remedy: str) -> list[nn.Module]:
-    """Attention and MLP of every block around a site; qkeel's own blocks in any norm order, others pre-norm."""
+    """Returns attention and MLP of each block around a site: qkeel's own in any norm order, others only if pre-norm."""
     around = {id(site.module) for site in target.sites}
     own = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
     attentions = [branch for block in own for branch in (block.attention, block.cross_attention) if branch is not None]
@@ -116,5 +118,5 @@ def _branches(target: Target, remedy: str) -> list[nn.Module]:
 
 
 def _dropped(rate: float, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
-    """The forward hook."""
+    """A forward hook that applies dropout to the first output."""
     return of_first(output, lambda x: F.dropout(x, rate, module.training))

@@ -1,4 +1,4 @@
-"""HTML of reports: markup, formats of numbers, the page with its charts inline."""
+"""HTML of reports: formats of numbers, tables, figures, and the page that contains everything inline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 
 from qkeel.frames.tables import Markup, join, tag
 
-# Numbers as people write them, and as charts carry them: rounded, and thinned by leaving records out.
+# Numbers as text, and as data of charts: rounded, and thinned by leaving records out.
 
 MINUS = "\u2212"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number to `digits` significant digits: 25, 11,000, 1.2e5, NaN; a dash for None.
+    """Formats a number with `digits` significant digits: 25, 11,000, 1.2e5, NaN; a dash for None.
 
     >>> [number(x, 2) for x in (24.93, 10_832.0, 117_000.0, 0.0312, -3.0, math.nan, None)]
     ['25', '11,000', '1.2e5', '0.031', '−3', 'NaN', '–']
@@ -46,7 +46,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def loss(value: float | None) -> str:
-    """A loss, to three decimals.
+    """Formats a loss with three decimals.
 
     >>> loss(2.82651)
     '2.827'
@@ -57,7 +57,7 @@ def loss(value: float | None) -> str:
 
 
 def signed(value: float, places: int = 3) -> str:
-    """A difference with its sign.
+    """Formats a difference with its sign.
 
     >>> [signed(x) for x in (0.0012, -0.0591, 0.0)]
     ['+0.001', '−0.059', '0.000']
@@ -70,7 +70,7 @@ def signed(value: float, places: int = 3) -> str:
 
 
 def rate(value: float) -> str:
-    """A learning rate, short and exact.
+    """Formats a learning rate, short and exact.
 
     >>> [rate(x) for x in (0.1, 0.003, 3e-5, 1.0)]
     ['0.1', '0.003', '3e−5', '1']
@@ -83,7 +83,7 @@ def rate(value: float) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """A count with its noun.
+    """Formats a count with its noun.
 
     >>> count(1, "seed"), count(1200, "step")
     ('1 seed', '1,200 steps')
@@ -92,7 +92,7 @@ def count(n: int, noun: str) -> str:
 
 
 def listing(words: Sequence[str]) -> str:
-    """Words joined as in a sentence.
+    """Joins words as in a sentence.
 
     >>> listing(["a", "b", "c"])
     'a, b and c'
@@ -104,7 +104,7 @@ MAX_RECORDS = 300  # per run
 
 
 def rounded(value: float | None, digits: int = 5) -> float | int | None:
-    """Returns a number to a few significant digits; None for what JSON cannot hold.
+    """Rounds to a few significant digits; None for values that JSON cannot represent.
 
     >>> rounded(3.14159265), rounded(float("nan")), rounded(1e6)
     (3.1416, None, 1000000)
@@ -116,18 +116,19 @@ def rounded(value: float | None, digits: int = 5) -> float | int | None:
 
 
 def series(values: np.ndarray, digits: int = 4) -> list[float | int | None]:
-    """Returns numbers as JSON has them: rounded, None where there is none."""
+    """Converts numbers to JSON values: rounded, None if missing."""
     return [rounded(float(value), digits) for value in values]
 
 
 def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]:
-    """Returns at most `limit` indices: the first, the last, and of each stretch between the one of the largest value.
+    """Returns at most `limit` indices: the first, the last, and the largest value of each stretch between.
 
     >>> thin([0.0, 1.0, 5.0, 2.0, 1.0, 0.0], limit=4)
     [0, 2, 3, 5]
     """
     if len(heights) <= limit:
         return list(range(len(heights)))
+    # Keeping the largest value of each stretch keeps spikes, which averaging would hide.
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
     middle = [max(range(a, b), key=lambda i: _height(heights[i])) for a, b in itertools.pairwise(edges) if b > a]
     return [0, *middle, len(heights) - 1]
@@ -137,7 +138,7 @@ def _height(value: float | None) -> float:
     return -math.inf if value is None else math.inf if math.isnan(value) else value
 
 
-# The tables of a page, whose cells sort by their number, and data for its scripts.
+# Tables of a page, sortable by the numbers in their cells, and data for its scripts.
 
 __all__ = [
     "NOTHING", "Markup", "cell", "columns", "join", "json_script", "measured", "table", "table_row", "tag", "words",
@@ -145,10 +146,10 @@ __all__ = [
 
 
 def json_script(identifier: str, value: object) -> Markup:
-    """Returns data for the page's scripts; no text inside can end the element.
+    r"""Returns data for the page's scripts; text in it cannot end the element.
 
     >>> json_script("d", ["</script>"])
-    '<script type="application/json" id="d">["\\\\u003c/script>"]</script>'
+    '<script type="application/json" id="d">["\\u003c/script>"]</script>'
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
     for character in "<\u2028\u2029":
@@ -169,42 +170,44 @@ def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sorta
 
 
 def columns(*texts: str, kind: str = "num") -> list[Markup]:
-    """Returns the headings of columns: of numbers, or with kind "text" of words."""
+    """Returns column headings, for numbers or, with kind "text", for words."""
     return [tag("th", {"scope": "col", "class": kind}, text) for text in texts]
 
 
 def table_row(head: str, *cells: Markup) -> Markup:
-    """Returns a row under its heading."""
+    """Returns a row with its heading."""
     return tag("tr", {}, tag("th", {"scope": "row"}, head), *cells)
 
 
 def words(text: str) -> Markup:
-    """Returns a cell of words."""
+    """Returns a text cell."""
     return tag("td", {"class": "text"}, text)
 
 
 def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
-    """Returns a cell of a number: `key` is what it is sorted by, `small` is written below it."""
+    """Returns a number cell: `key` is the sort key, `small` is shown below the text."""
     sort = "inf" if math.isnan(key) else f"{key:g}"
     attributes = {"class": f"num {kind}".strip(), "data-sort": sort}
     return tag("td", attributes, text, tag("small", {}, small) if small else "")
 
 
 def measured(value: float, small: str = "") -> Markup:
-    """Returns the cell of a measured number; a dash for NaN: not measured."""
+    """Returns the cell of a measured number; a dash for NaN, which means not measured."""
     return cell("–" if math.isnan(value) else number(value), value, "" if math.isnan(value) else small)
 
 
 NOTHING = cell("–", math.inf)
 
 
-# The skeleton of every page: header with its findings, sections, figures, footer; one file that loads nothing.
+# The skeleton of every page: header with findings, sections, figures, footer. The file loads nothing else.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence of the first screen. `kind`: lead (what to remember), note, caution (what limits it), or undecided:
-    shown when asked for."""
+    """One sentence of the first screen.
+
+    kind: "lead" (the main result), "note", "caution" (a limitation), or "undecided" (folded until opened).
+    """
 
     kind: str
     text: str
@@ -212,7 +215,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a page under its heading; left out where it has no content."""
+    """One part of a page under its heading; omitted if it has no content."""
 
     name: str
     title: str
@@ -221,11 +224,11 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Everything that a page says.
+    """The contents of a page.
 
-    `data` is what its charts draw with the script `drawing` of report/assets; None: it has no charts. `mark` sets names
-    in findings apart. `verdict` comes before the findings, as markup of its own. `in_place`: a live page replaces its
-    sections one by one, all but the charts; else as a whole.
+    data: what its charts draw with the script `drawing` of report/assets; None: no charts. mark: highlights names in
+    findings. verdict: markup before the findings. in_place: a live page replaces its sections one by one, except the
+    charts; otherwise it reloads.
     """
 
     title: str
@@ -240,7 +243,7 @@ class Page:
     in_place: bool = False
 
     def html(self, *, live: str = "") -> str:
-        """Returns the text of the page; `live`: its state, if a server keeps it up to date, see report.render."""
+        """Returns the HTML; `live` is the page's state if a server updates it, see report.render."""
         head = join(
             [
                 tag("meta", {"charset": "utf-8"}),
@@ -293,7 +296,7 @@ class Page:
 
 
 def finding_list(findings: Sequence[Finding], mark: Callable[[str], str] = str) -> Markup:
-    """Returns findings as a list; empty without any."""
+    """Returns findings as a list; empty if there are none."""
     items = [tag("li", {"class": finding.kind}, mark(finding.text)) for finding in findings]
     return tag("ul", {"class": "findings"}, *items) if items else Markup("")
 
@@ -304,17 +307,17 @@ def empty_note(text: str) -> Markup:
 
 
 def note(text: str) -> Markup:
-    """Returns a note that says how to read what follows it."""
+    """Returns a note that explains the content after it."""
     return tag("p", {"class": "note"}, text)
 
 
 def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
-    """Returns content that is shown when its title is pressed, or from the start."""
+    """Returns content that opens when its title is pressed, or is open from the start."""
     return tag("details", {"open": None} if shown else {}, tag("summary", {}, title), content)
 
 
 def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
-    """Returns a list of names, each with a sentence or with several values; empty without any. `code`: field names."""
+    """Returns a list of names, each with a sentence or several values; `code`: names are code."""
     lines: list[Markup] = []
     for name, value in found.items():
         values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]
@@ -329,14 +332,14 @@ def command_block(text: str, label: str = "Copy") -> Markup:
 
 
 def make_again(text: str) -> Markup:
-    """Returns the command that makes the runs of a page; empty without one."""
+    """Returns the command that reproduces the runs of a page; empty if there is none."""
     block = tag("div", {}, command_block(text))
     return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), block) if text else Markup("")
 
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-LIVE_POLICY = f"{POLICY}; connect-src 'self'"  # a live page asks the server it came from, and nobody else
+LIVE_POLICY = f"{POLICY}; connect-src 'self'"  # a live page may contact only its own server
 
 
 @functools.cache
@@ -353,7 +356,7 @@ _SAVE: Mapping[str, str | None] = {"type": "button", "class": "save", "hidden": 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure. `name` is what the script draws it by; `label` is read to those who cannot see it."""
+    """One figure. The script draws it by `name`; screen readers read `label`."""
 
     name: str
     title: str
@@ -381,5 +384,5 @@ class Chart:
 
 
 def choices(name: str) -> Markup:
-    """Returns the place of the choices of that name."""
+    """Returns the container for the choices with that name."""
     return tag("div", {"class": "controls", "data-controls": name})

@@ -1,4 +1,4 @@
-"""What `qkeel report` and `qkeel figures` write of a directory: its page, the live page, figures for a paper."""
+"""`qkeel report` and `qkeel figures`: the page of a directory, the live page, and figures for a paper."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ from qkeel.report.study.compare import gains
 from qkeel.report.study.page import study_page
 from qkeel.report.watch_page import Watched, is_watched, read_watched, short_names, watch_page
 
-# The page that a set of directories gets, and the file it is written to.
+# The page of a set of directories.
 
 
 def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline: str = BASELINE) -> Path:
-    """Writes one self-contained HTML page about a study, a run, a watched model, or several of one of them.
+    """Writes one self-contained HTML page about a study, a run, a watched model, or several of the same kind.
 
-    Of watched models and a study, the page is about the models, with what the study says of the remedies.
+    If both watched models and a study are given, the page is about the models and includes the study's advice on
+    remedies.
 
     Args:
-        paths: what `qkeel study`, `qkeel run` or `qkeel.watch` wrote.
-        out: the .html file to write; an existing file is replaced as a whole.
-        baseline: of a study, the remedy that the others are compared with.
+        paths: directories written by `qkeel study`, `qkeel run` or `qkeel.watch`.
+        out: the .html file to write; an existing file is replaced atomically.
+        baseline: for a study, the remedy to compare the others with.
 
-    Returns: the path of the page.
+    Returns:
+        The path of the page.
 
-    Raises: RunDirectoryError if a path is not a run or a study, a file is damaged, or `out` cannot be written.
+    Raises:
+        RunDirectoryError: a path is not a run or a study, a file is damaged, or `out` cannot be written.
 
     >>> import tempfile, torch, qkeel
     >>> folder = Path(tempfile.mkdtemp())
@@ -61,7 +64,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path, *, baseline
 
 
 def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> Page:
-    """Returns the page of the directories; see `write`."""
+    """Builds the page of the directories; see `write`."""
     given = as_paths(paths)
     watched = [path for path in given if is_watched(path)]
     if not watched:
@@ -70,15 +73,16 @@ def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> 
     return watch_page(read_watched(watched), collect(others, baseline) if others else None)
 
 
-# The live page of a run, kept up to date by a server that answers this machine only.
+# The live page of a run, served to this machine only.
 
 HOST = "127.0.0.1"
-NAMES = frozenset({HOST, "localhost"})  # names of this machine; a request by another name comes from a foreign page
+# Requests with another host name come from foreign pages (DNS rebinding) and are rejected.
+NAMES = frozenset({HOST, "localhost"})
 
 
 @final
 class LiveServer:
-    """A server that runs in a thread of its own until `close()`; it only reads what the run writes."""
+    """A server in its own thread, until `close()`; it only reads the files of the run."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
@@ -118,29 +122,31 @@ class LiveServer:
 
 
 def serve(directory: str | Path, port: int = 0) -> LiveServer:
-    """Shows a run directory or a study on http://127.0.0.1; the page is made again whenever the files change.
+    """Serves the page of a run directory or a study on http://127.0.0.1, and updates it when the files change.
 
     Args:
-        directory: what `qkeel.watch`, `qkeel run` or `qkeel study` writes; it need not exist yet.
+        directory: the directory that `qkeel.watch`, `qkeel run` or `qkeel study` writes; it need not exist yet.
         port: the port to listen on; 0 for any free one.
 
-    Returns: the running server: `url`, `wait()`, `close()`; a context manager.
+    Returns:
+        The running server, a context manager with `url`, `wait()` and `close()`.
 
-    Raises: InvalidValueError if nothing can listen on the port.
+    Raises:
+        InvalidValueError: nothing can listen on the port.
     """
     return LiveServer(Path(directory), port)
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = False
+    daemon_threads = True  # an open connection does not keep the process alive
+    allow_reuse_address = False  # a second server on the same port fails instead of shadowing the first
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing: a browser may close a connection in the middle of an answer."""
+        """Ignores the error, because browsers may close a connection in the middle of an answer."""
 
 
 class _LivePage:
-    """The page of a directory and the state of the files that it was made from."""
+    """The page of a directory, cached by the state of the files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -148,7 +154,8 @@ class _LivePage:
         self._made = ("", b"")
 
     def state(self) -> str:
-        """Returns a word that changes whenever a file changes that the page is made from."""
+        """Returns a string that changes whenever a file of the page changes."""
+        # Sizes and times are enough: records are only appended, and other files are replaced.
         places = [self.directory, *sorted(self.directory.glob("runs/*"))]
         seen = []
         for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
@@ -158,7 +165,7 @@ class _LivePage:
         return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
     def html(self) -> bytes:
-        """Returns the page of the files as they are now."""
+        """Returns the page for the present files."""
         with self._lock:
             state = self.state()
             if self._made[0] != state:
@@ -166,7 +173,7 @@ class _LivePage:
             return self._made[1]
 
     def over(self) -> bool:
-        """Returns whether the run is done."""
+        """Whether the run is done."""
         return RunDirectory(self.directory).status is RunStatus.DONE
 
     def _make(self, state: str) -> str:
@@ -175,7 +182,7 @@ class _LivePage:
             return _waiting("Waiting for the first record", f"The directory {self.directory} is empty so far.", state)
         try:
             return page(self.directory).html(live=state)
-        except QkeelError as error:  # such as a file that is being written; the next state has it whole
+        except QkeelError as error:  # e.g. a file that is just being written; the next state will be complete
             return _waiting("The page cannot be made", str(error), state)
 
 
@@ -193,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*rest)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """Answers with the page at /, and its state at /state.json."""
+        """Answers / with the page and /state.json with its state."""
         if not self._from_here():
             text = "This server answers only requests from this machine, to 127.0.0.1 or localhost."
             self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")
@@ -223,15 +230,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the terminal belongs to the run."""
+        """Logs nothing, because the terminal belongs to the run."""
 
 
-# The figures of a study or a watched run as files for a paper, drawn by matplotlib: PDF, SVG or PNG.
+# Figures of a study or a watched run for a paper, drawn by matplotlib.
 
 FORMATS = ("pdf", "svg", "png")
 WIDTH = 3.3  # inches: one column of a two-column page
-_RATIO = 0.68  # height by width
-# Colours of Okabe and Ito (2008), which readers who do not see red and green tell apart.
+_RATIO = 0.68  # height / width
+# Colours of Okabe and Ito (2008), which red-green colour-blind readers can distinguish.
 _COLOURS = ("#5a6169", "#0072b2", "#d55e00", "#009e73", "#b65a94", "#d99a00", "#56b4e9", "#7a5230")
 _STYLE = {
     "font.size": 8,
@@ -244,9 +251,9 @@ _STYLE = {
     "axes.linewidth": 0.6,
     "lines.linewidth": 1.1,
     "legend.frameon": False,
-    "pdf.fonttype": 42,  # letters stay letters, which journals ask for
+    "pdf.fonttype": 42,  # embeds TrueType fonts, which journals require
     "svg.fonttype": "none",
-    "svg.hashsalt": "qkeel",  # the same file for the same numbers
+    "svg.hashsalt": "qkeel",  # makes files reproducible
 }
 _UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 
@@ -259,19 +266,23 @@ def figures(
     width: float = WIDTH,
     baseline: str = BASELINE,
 ) -> list[Path]:
-    """Writes the figures of a study, a run of the lab or a watched run; returns the files.
+    """Writes the figures of a study, a lab run or a watched run; returns the files.
 
-    Of a watched run: the largest logit, the entropy and the length of queries and keys of each layer over the steps,
-    and the last record head by head. Of a study: held-out loss and largest logit over the learning rate with their
-    ranges over seeds, the largest logit over the steps at each rate, and the gains over a baseline with 95 % intervals.
+    A watched run gets the largest logit, the entropy and the norms of queries and keys of each layer over the steps,
+    and a heat map of the last record. A study gets held-out loss and largest logit over the learning rate with their
+    range over seeds, the largest logit over the steps at each rate, and the gains over a baseline with 95 % intervals.
 
     Args:
-        path: what `qkeel watch`, `qkeel run` or `qkeel study` wrote. out: the folder to write to.
-        formats: some of pdf, svg, png. width: of a figure, in inches.
-        baseline: of a study, the remedy that gains are over.
+        path: a directory written by `qkeel watch`, `qkeel run` or `qkeel study`.
+        out: the output folder.
+        formats: some of pdf, svg, png.
+        width: width of a figure in inches.
+        baseline: for a study, the remedy to compute gains over.
 
     Raises:
-        MissingLibraryError: matplotlib is not installed. UnknownNameError: another format. InvalidValueError: no width.
+        MissingLibraryError: matplotlib is not installed.
+        UnknownNameError: a format is unknown.
+        InvalidValueError: the width is out of range.
         RunDirectoryError: nothing is recorded, or the files cannot be read.
     """
     for one in formats:
@@ -294,11 +305,11 @@ def figures(
                 figure.savefig(target, dpi=300, metadata=_UNDATED[one])
                 written.append(target)
     if not written:
-        raise RunDirectoryError(f"{given} holds no record to draw; let it run, or name another directory")
+        raise RunDirectoryError(f"{given} has no record to draw; let it run, or name another directory")
     return written
 
 
-Drawing = Iterator[tuple[str, Foreign]]  # the name of a figure, and what draws it on Axes
+Drawing = Iterator[tuple[str, Foreign]]  # the name of a figure, and a function that draws it on Axes
 
 
 def _of_watched(run: Watched) -> Drawing:
@@ -327,7 +338,7 @@ def _of_watched(run: Watched) -> Drawing:
 def _layers(
     ax: Foreign, steps: Sequence[int], lines: np.ndarray, names: Sequence[str], label: str, *, alarm: bool
 ) -> None:
-    """Lines [n layers] by depth, with their names at their ends where there is room for them."""
+    """Draws lines [n layers] coloured by depth, with names at their ends if there are few."""
     shades = np.linspace(0.05, 0.85, max(2, len(names)))
     from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
@@ -347,7 +358,7 @@ def _layers(
 
 
 def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> None:
-    """The last record as a map, symmetric and logarithmic on both sides of zero where both signs are there."""
+    """Draws the last record as a heat map, on a symmetric logarithmic scale if both signs occur."""
     from matplotlib import colors  # pyright: ignore[reportMissingImports]
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
@@ -383,7 +394,7 @@ def _of_study(study: StudyData) -> Drawing:
 
 
 def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool) -> None:
-    """Means over seeds with their ranges."""
+    """Draws means over seeds with their ranges."""
     for i, remedy in enumerate(study.remedies):
         by_lr = {
             lr: [row[field] for row in study.rows() if row["remedy"] == remedy and row["lr"] == lr]
@@ -405,7 +416,7 @@ def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool
 
 
 def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
-    """The largest logit of each run at a rate, one colour for each remedy."""
+    """Draws the largest logit of each run at a rate, one colour per remedy."""
     for i, remedy in enumerate(study.remedies):
         runs = [r for r in study.runs if r.remedy == remedy and r.lr == lr and r.metrics and r.role == "grid"]
         for k, run in enumerate(runs):
@@ -419,7 +430,7 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
 
 
 def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
-    """Gains with 95 % intervals, one line for each remedy and rate, those of one remedy together."""
+    """Draws gains with 95 % intervals, one line per remedy and rate, grouped by remedy."""
     ordered = sorted(found, key=lambda gain: (study.remedies.index(gain.remedy), gain.lr), reverse=True)
     for y, gain in enumerate(ordered):
         colour = _COLOURS[study.remedies.index(gain.remedy) % len(_COLOURS)]
@@ -428,4 +439,4 @@ def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
         ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
     ax.set_yticks(range(len(ordered)), [f"{gain.remedy}, LR {rate(gain.lr)}" for gain in ordered], fontsize=6)
-    ax.set_xlabel(f"held-out loss of {study.baseline} minus that of the remedy ({study.loss_unit()})")
+    ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")

@@ -1,4 +1,7 @@
-"""The page of a watched run."""
+"""The page of a watched run: reading, findings, charts and sections.
+
+Shapes: n samples, layers, heads.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,21 @@ import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Row, drift, growth_exponent
 from qkeel.records import (
+    BLOCK_FIELDS,
     CLASS_FIELDS,
+    HEAD_FIELDS,
     LAYER_FIELDS,
+    MONITOR_FIELDS,
+    VALUE_FIELDS,
+    Field,
     Heads,
     RunDirectory,
     RunStatus,
     fold_heads,
     head_field,
+    layer_types,
     measured_field,
+    of_layers,
 )
 from qkeel.records.run_directory import note_checksums
 from qkeel.report.html import (
@@ -52,10 +62,10 @@ from qkeel.report.html import (
     thin,
     words,
 )
-from qkeel.report.study.collect import StudyData, differences, written_times
+from qkeel.report.study.collect import StudyData, as_number, differences, written_times
 from qkeel.report.study.provenance import advice
 
-# The directory of a watched model, read as plain data. Reading changes nothing on disk.
+# Reading the directory of a watched model. Nothing on disk is changed.
 
 KIND = "watch"
 INTERVENTIONS = ("autopilot", "decision", "refused", "effect")
@@ -73,7 +83,7 @@ class Leader:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched:
-    """A watched run. `records` [n] and `heads` [n layers heads] are those of the same n steps."""
+    """A watched run; `records` [n] and `heads` [n layers heads] belong to the same n steps."""
 
     path: Path
     name: str
@@ -85,7 +95,7 @@ class Watched:
     eval_records: Sequence[Row] = ()
     eval_heads: Heads
     alarms: Sequence[Row] = ()
-    interventions: Sequence[Row] = ()  # of an autopilot: its start, decisions, refusals and effects
+    interventions: Sequence[Row] = ()  # an autopilot's start, decisions, refusals and effects
     notes: Sequence[Row] = ()
 
     @property
@@ -95,20 +105,41 @@ class Watched:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the attention layers."""
+        """The names of the attention layers."""
         return self.heads.layers
 
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each layer, where the run says it."""
+        return layer_types(self.about, self.notes)
+
     def measured(self) -> list[str]:
-        """The head fields that were ever measured, in the order of the file."""
+        """Returns the head fields that were ever measured, in the order of the file."""
         return [name for name, values in self.heads.values.items() if not np.isnan(values).all()]
 
+    def by_layer(self, name: str) -> np.ndarray | None:
+        """Returns [n layers]: a head field folded over heads, or a number of each layer or block; None if unknown."""
+        if of_layers(name):
+            found = [[as_number(record.get(f"{name}/{layer}")) for layer in self.layers] for record in self.records]
+            return np.array(found).reshape(len(self.records), len(self.layers))
+        heads = self.heads.values.get(measured_field(name))
+        return None if heads is None or not len(heads) else fold_heads(name, heads)
+
+    def more(self) -> list[str]:
+        """The further numbers of each layer that were measured, by records.LAYER_FIELDS and BLOCK_FIELDS, and the
+        numbers of heads that the monitor's table shows."""
+        fields = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}
+        names = [n for n, f in fields.items() if n not in LINES and (f.column or n not in HEAD_FIELDS)]
+        known = {name: self.by_layer(name) for name in names}
+        return [name for name, values in known.items() if values is not None and not np.isnan(values).all()]
+
     def overall(self, name: str) -> np.ndarray:
-        """Returns [n], a number of the whole model: as recorded, else from its heads; NaN where neither is there."""
+        """Returns [n], a number of the whole model: as recorded, otherwise from its heads; NaN if neither exists."""
         return overall(self.records, self.heads, name)
 
     @property
     def acted(self) -> bool:
-        """Returns whether somebody acted on the run while it went on: an autopilot that decided something."""
+        """Whether an autopilot applied a remedy during the run."""
         return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
 
     def leader(self) -> Leader | None:
@@ -120,13 +151,13 @@ class Watched:
         return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
 
     def exponent(self) -> float:
-        """Returns the p of max_logit ~ steps^p over the later half of the samples; NaN with few samples."""
+        """Returns p of max_logit ~ steps^p over the later half of the samples; NaN with few samples."""
         since = -max(LEAST_SAMPLES, len(self.records) // 2)
         return growth_exponent(self.steps[since:], self.overall("max_logit")[since:].tolist(), LEAST_SAMPLES)
 
 
 def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
-    """Returns [n]: see Watched.overall."""
+    """See Watched.overall."""
     recorded = np.array([as_number(record.get(name)) for record in records])
     values = heads.values.get(name)
     if values is None or not len(values) or not np.isnan(recorded).all():
@@ -134,13 +165,8 @@ def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
     return fold_heads(name, values.reshape(len(values), -1))
 
 
-def as_number(value: object) -> float:
-    """Returns a recorded number; NaN for null and text."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else float("nan")
-
-
 def is_watched(path: Path) -> bool:
-    """Returns whether a directory was written by a watched model."""
+    """Whether the directory belongs to a watched model."""
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
         return False
@@ -148,9 +174,10 @@ def is_watched(path: Path) -> bool:
 
 
 def read_watched(paths: Sequence[Path]) -> list[Watched]:
-    """Reads the runs; those of one name are called by their path, and several also by what differs.
+    """Reads the runs. Runs of equal name are named by their path, and several runs also by the settings that differ.
 
-    Raises: RunDirectoryError if a file is damaged.
+    Raises:
+        RunDirectoryError: a file is damaged.
     """
     runs = [_read(path) for path in paths]
     times = Counter(run.name for run in runs)
@@ -188,7 +215,7 @@ def _heads(directory: RunDirectory, name: str) -> Heads:
 
 
 def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:
-    """Records and heads of the steps that both have: a run that was killed may lack the heads of its last step."""
+    """Restricts records and heads to the steps that both have; a killed run may lack the heads of its last step."""
     if not heads.values:
         return records, heads
     row = {int(step): i for i, step in enumerate(heads.steps)}
@@ -198,18 +225,18 @@ def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads
     return records, Heads(steps=heads.steps[rows], values=values, layers=heads.layers)
 
 
-# The table of token classes on the page of a watched model: norms of a class over another's, attention by pairs.
+# The table of token classes: ratios of norms between classes, and attention by pairs of classes.
 
 _INDEX = {"query_competition": "|q| ratio", "key_competition": "|k| ratio"}
 
 
 def class_names(run: Watched) -> list[str]:
-    """Returns the measured numbers that are split by token classes."""
+    """Returns the measured fields that are split by token class."""
     return [name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS]
 
 
 def class_tables(runs: Sequence[Watched]) -> Markup:
-    """Returns a table per run of its last sample, by layer: competition index and its change, attention by pairs."""
+    """Returns a table per run for its last sample, by layer: ratios of norms and their change, attention by pairs."""
     parts = []
     for run in runs:
         names = class_names(run)
@@ -246,14 +273,14 @@ def _line(run: Watched, layer: int, shown: Sequence[str], pairs: Sequence[str]) 
     return table_row(run.layers[layer], *cells)
 
 
-# The sentences at the top of a watched run's page. Each is computed from numbers and left out where they lack.
+# The sentences at the top of the page, each computed from numbers and omitted if they are missing.
 
-LEVEL = 0.05  # an exponent smaller than this is no growth to speak of
-CLEAR = 1.25  # a factor smaller than this explains nothing
+LEVEL = 0.05  # a smaller exponent does not count as growth
+CLEAR = 1.25  # a smaller factor does not count as a cause
 
 
 def findings(runs: Sequence[Watched]) -> list[Finding]:
-    """Returns the sentences below the verdict: of several runs one verdict for each, of a single one its numbers."""
+    """Returns the sentences below the verdict: for several runs one verdict each, for a single run its numbers."""
     if len(runs) > 1:
         return [Finding("note", f"{run.name}: {verdict(run).text}") for run in runs]
     run = runs[0]
@@ -264,14 +291,14 @@ def findings(runs: Sequence[Watched]) -> list[Finding]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first sentence of a page and its light: good, large, bad, or none where nothing is known."""
+    """The first sentence of a page and its traffic light: good, large, bad, or none if nothing is known."""
 
     light: str
     text: str
 
 
 def verdict(run: Watched) -> Verdict:
-    """Returns whether the run is healthy, in one sentence with its number and its threshold."""
+    """Returns whether the run is healthy, in one sentence with the number and the threshold."""
     if not run.records:
         return Verdict("none", "Nothing is recorded yet.")
     values = run.overall("max_logit")
@@ -282,6 +309,7 @@ def verdict(run: Watched) -> Verdict:
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
     head = run.leader()
     where = "" if head is None else f" in {head.name}, head {head.head}"
+    # An alarm is outdated once an autopilot has brought the logits back under the alarm line.
     if grave and not (run.acted and now <= ALARM_THRESHOLD):
         first = grave[0]
         cause = str(first.get("cause") or CAUSE)
@@ -305,13 +333,15 @@ def verdict(run: Watched) -> Verdict:
     return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
 
 
-CAUSE = "attention logits have grown too large"  # of alarms that were recorded without one
+CAUSE = "attention logits have grown too large"  # the default for alarms recorded without a cause
 _LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
 
 
 def fix(run: Watched) -> list[str]:
-    """Returns what to do about the gravest alarms: a command for the shell where the run was started by one, or a line
-    of code; nothing where nothing is to be done, or is being done already."""
+    """Returns the fix for the most severe alarms: a shell command if one started the run, or a line of code.
+
+    The list is empty if there is nothing to do, or if an autopilot already acts.
+    """
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice" and alarm.get("remedy")]
     if run.acted or not grave:
         return []
@@ -328,13 +358,13 @@ _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer')
 
 
 def place(alarm: object) -> str:
-    """Returns `, h.3.attn head 5`, as far as it is known."""
+    """Returns `, h.3.attn head 5`, as far as known."""
     layer, head = (alarm.get(name) if isinstance(alarm, dict) else None for name in ("layer", "head"))
     return "" if layer is None else f", {layer}" + ("" if head is None else f" head {head}")
 
 
 def movement(run: Watched) -> str:
-    """Returns how the largest logit moves: `grows as step^0.31`; with few samples, where it was at the start."""
+    """Returns how the largest logit changes, e.g. `grows as step^0.31`; with few samples, its value at the start."""
     values = run.overall("max_logit")
     power = run.exponent()
     if math.isfinite(power) and abs(power) >= LEVEL:
@@ -345,7 +375,7 @@ def movement(run: Watched) -> str:
 
 
 def _growth(run: Watched) -> str:
-    """How the largest logit moves, as what a doubling of the training does to it."""
+    """How the largest logit changes, as the factor per doubling of the training."""
     values, power = run.overall("max_logit"), run.exponent()
     if not math.isfinite(power):
         if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
@@ -358,7 +388,7 @@ def _growth(run: Watched) -> str:
 
 
 def norm_product(run: Watched) -> np.ndarray | None:
-    """Returns [n layers heads], the largest |q| times the largest |k| of each head, or the mean ones, or None."""
+    """Returns the product of the largest (otherwise mean) norms of q and k [n layers heads]; None if unknown."""
     values = run.heads.values
     for query, key in (("query_norm_max", "key_norm_max"), ("query_norm", "key_norm")):
         if query in values and key in values and not np.isnan(values[query] * values[key]).all():
@@ -367,7 +397,7 @@ def norm_product(run: Watched) -> np.ndarray | None:
 
 
 def _growth_or_angle(run: Watched) -> str:
-    """The cause of the leading head's growth: longer q and k, or a smaller angle between them."""
+    """Why the leading head's logit grew: longer q and k, or a smaller angle between them."""
     head, product, cosine = run.leader(), norm_product(run), run.heads.values.get("cos_max")
     if head is None or product is None or cosine is None:
         return ""
@@ -378,6 +408,7 @@ def _growth_or_angle(run: Watched) -> str:
     logit, norm, angle = (float(s[fine[-1]] / s[fine[0]]) for s in series)
     if not logit > CLEAR:
         return ""
+    # The logit is a product of norms and cosine, so their shares of its growth add up on a logarithmic scale.
     share = math.log(norm) / math.log(norm * angle) if norm * angle > CLEAR else math.nan
     cause = ""
     if math.isfinite(share):
@@ -440,7 +471,7 @@ def _cautions(run: Watched) -> list[str]:
     return found + ([f"Noted while watching: {listing(notes)}."] if notes else [])
 
 
-# The charts of a watched model and their data; assets/watch.js draws them. Records are left out, not averaged.
+# The charts and their data; assets/watch.js draws them. Long runs are thinned by leaving records out, not by averaging.
 
 RUNS = Chart(
     "runs",
@@ -509,7 +540,7 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
         (ENTROPY, _any(shown, "entropy")),
         (NORMS, bool({"query_norm", "key_norm"} & measured)),
         (ANGLE, "cos_max" in measured and any(norm_product(run) is not None for run in shown)),
-        (MORE, any(name in measured for name in EXTRA) or any(map(class_names, shown))),
+        (MORE, any(name in measured for name in EXTRA) or any(class_names(run) or run.more() for run in shown)),
         (LOSS, _any(shown, "train_loss")),
     ]
     return [chart for chart, wanted in present if wanted]
@@ -521,19 +552,25 @@ def _any(runs: Sequence[Watched], name: str) -> bool:
 
 LINES = ("max_logit", "entropy", "query_norm", "key_norm", "cos_max", "logit_change_rms", "gain_bound")
 VALUES = ("max_logit", "entropy", "train_loss", "val_loss", "grad_norm", "lr", "final_hidden_norm")
-MOST_LINES = 120_000  # numbers of all lines of a page: about 600 KB
-MOST_CELLS = 60_000  # numbers of all head maps of a page
+MOST_LINES = 120_000  # numbers in all lines of a page: about 600 KB
+MOST_CELLS = 60_000  # numbers in all head maps of a page
 LEAST_RECORDS = 30
 
 
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
-    """Returns everything the charts need, as plain JSON values."""
+    """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
-    width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run))) for run in shown)
+    width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run), *run.more())) for run in shown)
+    # Large models show fewer records, so that the size of the page stays bounded.
     most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
-    fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
-    known = {n: {"meaning": _meaning(n, f.meaning), "unit": f.unit} for n, f in fields.items()}
+    fields: dict[str, Field] = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
+    more = {**LAYER_FIELDS, **BLOCK_FIELDS}
+    fields |= {name: more[name] for run in shown for name in run.more() if name in more}
+    known = {
+        name: {"meaning": ": ".join(filter(None, (field.meaning, name.partition("/")[2]))), "unit": field.unit}
+        for name, field in fields.items()
+    }
     return {
         "alarm": ALARM_THRESHOLD,
         "fields": known,
@@ -541,21 +578,24 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     }
 
 
-def _meaning(name: str, meaning: str) -> str:
-    of = name.partition("/")[2]
-    return f"{meaning}: {of}" if of else meaning
-
-
 def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
     rows = np.array(thin(run.overall("max_logit").tolist(), most))
     head, names = run.leader(), (*class_names(run), *LINES)
+    more = {name: values for name in run.more() if (values := run.by_layer(name)) is not None}
     return {
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
         "values": {name: series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
         "layers": short_names(run.layers),
-        "lines": {name: _lines(run.heads, name, rows) for name in names if name in run.measured()},
+        "lines": {
+            **{
+                name: [series(layer) for layer in fold_heads(name, run.heads.values[name][rows]).T]
+                for name in names
+                if name in run.measured()
+            },
+            **{name: [series(line) for line in values[rows].T] for name, values in more.items()},
+        },
         "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
         "last": _last_value(run, cells),
         "alarms": [_alarm_mark(run, alarm) for alarm in run.alarms],
@@ -565,7 +605,7 @@ def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
 
 
 def short_names(layers: Sequence[str]) -> list[str]:
-    """Returns layer names without the words that all share, front and back.
+    """Removes the leading and trailing parts that all layer names share.
 
     >>> short_names(["model.layers.0.self_attn", "model.layers.1.self_attn"])
     ['0', '1']
@@ -577,12 +617,8 @@ def short_names(layers: Sequence[str]) -> list[str]:
     front = next((i for i in range(least) if len({p[i] for p in parts}) > 1), least)
     back = next((i for i in range(least - front) if len({p[-1 - i] for p in parts}) > 1), least - front)
     short = [".".join(p[front : len(p) - back]) for p in parts]
+    # Fall back to the full names if shortening makes them empty or ambiguous.
     return short if all(short) and len(set(short)) == len(short) else list(layers)
-
-
-def _lines(heads: Heads, name: str, rows: np.ndarray) -> list[list[float | int | None]]:
-    """One line per layer, folded over heads."""
-    return [series(line) for line in fold_heads(name, heads.values[name][rows]).T]
 
 
 def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
@@ -599,7 +635,7 @@ def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
 
 
 def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
-    """[layer][head] of each field in the last sample, the fields of LINES first, as many as there is room for."""
+    """[layer][head] of each field in the last sample, the fields of LINES first, as many as fit into `cells`."""
     if not run.records or not run.heads.values:
         return None
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
@@ -623,7 +659,7 @@ def _alarm_mark(run: Watched, alarm: Row) -> dict[str, object]:
 
 
 def _intervention_marks(run: Watched) -> list[dict[str, object]]:
-    """The decisions of each step that changed anything, with their sentences."""
+    """Returns, for each step, the decisions that changed anything, with their sentences."""
     found: dict[int, list[Row]] = {}
     for event in run.interventions:
         if event.get("event") == "decision" and event.get("action") != "watch_closer":
@@ -645,7 +681,7 @@ def _evaluation_chart(run: Watched) -> dict[str, object]:
     return {"step": steps[::every], **{n: series(v[::every]) for n, v in found.items() if np.isfinite(v).any()}}
 
 
-# The page about watched models, as a list of sections: alarms with their remedy, charts, layers, what was watched.
+# The sections of the page.
 
 COLUMNS = {
     "max_logit": "Largest logit",
@@ -659,11 +695,17 @@ COLUMNS = {
     "logit_change_rms": "Logit change",
     "gain_bound": "Bound by gains",
 }
+# Then the numbers that the monitor's table shows under their headings there.
+COLUMNS |= {
+    name: field.column
+    for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items()
+    if field.column and name not in COLUMNS
+}
 _FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
 
 
 def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
-    """Returns the page about watched runs, with what a study says of the remedies if one is given."""
+    """Returns the page about watched runs, with a study's advice on remedies if one is given."""
     present = charts(runs)
     empty = Markup("") if present else empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
     return Page(
@@ -690,7 +732,7 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
 
 
 def heading(runs: Sequence[Watched]) -> str:
-    """Returns what was watched, in a few words."""
+    """Returns the name of what was watched."""
     models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
     several = f"{count(len(runs), 'watched run')} of " if len(runs) > 1 else ""
     return f"{several}{listing(models)}" + ("" if several else ", watched")
@@ -714,23 +756,23 @@ def _meta(runs: Sequence[Watched]) -> str:
 
 
 def _verdict(runs: Sequence[Watched]) -> Markup | None:
-    """The light, its sentence, and what to do with a button that copies it."""
+    """The traffic light, its sentence, and the fix with a button that copies it."""
     if len(runs) > 1:
         return None
     found, lines = verdict(runs[0]), fix(runs[0])
     light = tag("span", {"class": "light", "aria-hidden": "true"})
-    said = tag("p", {"class": f"lead signal signal-{found.light}"}, light, tag("span", {}, found.text))
+    sentence = tag("p", {"class": f"lead signal signal-{found.light}"}, light, tag("span", {}, found.text))
     if not lines:
-        return said
+        return sentence
     parts = [tag("div", {"class": "remedy-line"}, command_block(lines[0], "Copy fix"))]
     if len(lines) > 1:
         other = tag("code", {}, lines[1])
         parts.append(tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
-    return join([said, tag("div", {"class": "fix"}, *parts)])
+    return join([sentence, tag("div", {"class": "fix"}, *parts)])
 
 
 def _alarms(runs: Sequence[Watched]) -> Markup:
-    """One card for each cause: since when, what was seen when, and what to do about it, once."""
+    """One card per cause: since when, what was observed at which step, and the fix."""
     items = []
     for run in runs:
         causes: dict[str, list[Row]] = {}
@@ -765,7 +807,7 @@ def _seen(alarm: Row) -> Markup:
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:
-    """Each decision with its reason, and the effect that was seen; what is alike at several sites stands once."""
+    """Each decision with its reason and its measured effect; equal decisions at several sites are merged."""
     items = []
     for run in runs:
         seen = {(e.get("of_step"), e.get("action"), e.get("site")): e for e in run.interventions if "of_step" in e}
@@ -800,7 +842,7 @@ def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
 
 
 def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
-    first = [chart.figure() for chart in present if chart is RUNS]  # of all runs; the others are of the chosen one
+    first = [chart.figure() for chart in present if chart is RUNS]  # shows all runs; the others show the selected run
     choice = choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
     return join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
 
@@ -835,26 +877,27 @@ def _last(values: np.ndarray) -> Markup:
 
 
 def _layers(runs: Sequence[Watched]) -> Markup:
-    """One line per layer of the last sample, of each run."""
+    """One row per layer for the last sample of each run."""
     parts = []
     for run in runs:
         if not run.records or not run.layers:
             continue
-        last = {n: run.heads.values[of][-1] for n in COLUMNS if (of := measured_field(n)) in run.heads.values}
-        shown = [name for name, heads in last.items() if not np.isnan(heads).all()]
-        folded = {name: fold_heads(name, last[name]) for name in shown}
-        head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
-        body = [_layer(run, i, folded) for i in range(len(run.layers))]
+        known = {name: run.by_layer(name) for name in COLUMNS}
+        folded = {n: values[-1] for n, values in known.items() if values is not None and not np.isnan(values[-1]).all()}
+        shown = list(folded)
+        names = ("Layer", "Type")[: 1 + any(of != "full" for of in run.types.values())]
+        head = [*columns(*names, kind="text"), *columns(*(COLUMNS[name] for name in shown))]
+        body = [_layer(run, i, folded, typed=len(names) > 1) for i in range(len(run.layers))]
         inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
         parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))
     return join(parts)
 
 
-def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
-    cells = []
+def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: bool) -> Markup:
+    cells = [words(run.types.get(run.layers[i], ""))] if typed else []
     for name, values in folded.items():
-        heads = run.heads.values[measured_field(name)][-1][i]
+        heads = run.heads.values.get(measured_field(name), np.full((1, len(run.layers), 1), np.nan))[-1][i]
         field = head_field(name)
         fold = "mean" if field is None else field.fold
         which = ""
@@ -865,7 +908,7 @@ def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
 
 
 def _facts(runs: Sequence[Watched]) -> Markup:
-    """The facts that each directory records of its run, name by name."""
+    """The settings and versions that the runs recorded, by name."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         versions = run.env.get("versions")
@@ -909,4 +952,7 @@ def _definitions(runs: Sequence[Watched]) -> Markup:
     fields = {name: field for name in recorded if (field := head_field(name)) is not None}
     found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
     found |= {n: f"{field.meaning} [{field.unit}]" for n, field in LAYER_FIELDS.items() if field.of in recorded}
+    values = dict.fromkeys(name.partition("/")[0] for run in runs for record in run.records[-1:] for name in record)
+    more = {**VALUE_FIELDS, **BLOCK_FIELDS, **{f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}}
+    found |= {n: f"{field.meaning} [{field.unit}]" for n, field in more.items() if n in values}
     return facts(found, code=True)

@@ -117,7 +117,9 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
         dataclasses.replace(one, module=within(name, one.module)) for name, sites in of.items() for one in sites.missed
     )
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
-    return Sites((_renamed(site, inside) for inside, sites in named for site in sites), missed)
+    pairs = [(inside, sites) for inside, sites in named]
+    indexers = (_renamed(site, inside) for inside, sites in pairs for site in sites.indexers)
+    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers)
 
 
 def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
@@ -197,7 +199,17 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             f"none of the sites ({', '.join(site.name for site in sites)}) has a module of its name in this "
             f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
         )
-    return Sites(found, sites.missed if isinstance(sites, Sites) else ())
+    return Sites(found, sites.missed, _bound_indexers(sites, model)) if isinstance(sites, Sites) else Sites(found)
+
+
+def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
+    """The indexers whose layers are in this model; their modules are those of the layers' names."""
+    modules, here = dict(model.named_modules()), (_site_now(model, site) for site in sites.indexers)
+    return [
+        dataclasses.replace(site, module=modules[home])
+        for site in here
+        if (home := site.name.partition("#")[0]) in modules
+    ]
 
 
 def _site_now(model: nn.Module, site: AttentionSite) -> AttentionSite:
@@ -269,7 +281,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
 def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
     own = _own_sites(model)
     trace = traced(model, args, kwargs, expected=not own)
-    return Sites([*own, *trace.sites], trace.sites.missed), trace
+    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
@@ -303,6 +315,8 @@ def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
         terms=_terms(name, module),
         query_gains=spec_gains(norm, prefix, "q", module.n_heads, module.head_dim),
         key_gains=spec_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
+        visible="full" if module.spec.position.reach is None else "window",
+        origin="latent" if isinstance(module, MLA) else "tokens",
     )
 
 

@@ -29,7 +29,7 @@ from qkeel.capture.readers import (
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, Sites
+from qkeel.heads.site import INDEX, AttentionSite, Sites, layer_of
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.native.operators import is_plain
 from qkeel.kernels.statistics import Found, find_plain_rows, fused_with_logsumexp
@@ -38,6 +38,7 @@ from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
+    SDPA_BY_NAME,
     Args,
     FaultGuard,
     Function,
@@ -233,13 +234,13 @@ Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _NOTHING: Look = "nothing"
 _SELDOM = 17  # a prime: batches of kinds that take turns are all met
-_FUSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, functional_attention})
+_FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
 # The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
 _LOCAL: dict[str, frozenset[Function] | None] = {
     "scaled_dot_product_attention": _FUSED,
     "multi_head_attention_forward": _FUSED,
     "softmax": None,
-    **dict.fromkeys(FLASH_AND_FLEX, frozenset()),
+    **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
 }
 
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
@@ -254,6 +255,7 @@ class _Known:
     described: list[AttentionSite]
     layouts: Mapping[str, HeadLayout]
     key_heads: Mapping[str, tuple[int, int]]
+    indexers: Mapping[str, HeadLayout | None]  # by the name of the layer
 
 
 class Visitor:
@@ -268,6 +270,9 @@ class Visitor:
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
         """An attention call of a site is measured."""
+
+    def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
+        """An indexer has scored the keys of this layer, of which it chooses some."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         """The model's own pass is over; seen: attention was seen in it."""
@@ -461,6 +466,7 @@ class Tap(Handle):
                 described=[site for site in self.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.sites if site.layout is not None},
                 key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
+                indexers={site.name.removesuffix(INDEX): site.layout for site in self.sites.indexers},
             )
         return self._known
 
@@ -486,10 +492,12 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
-        if self._keeps and phase == "train" and not is_empty(args, kwargs):
-            self.latest = LastPass(self.model, args, kwargs)
+        empty = is_empty(args, kwargs)
+        if self._keeps and phase == "train" and not empty:
+            first = self.tree.first_parameter()
+            self.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs)
         look = self._due(self.model.training, compiled)
-        if is_empty(args, kwargs):
+        if empty:
             self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.tree)
@@ -572,6 +580,7 @@ class _ForwardPass:
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
         self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
+        self.indexers: dict[str, nn.Module] = {}  # modules that chose keys
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
@@ -599,6 +608,8 @@ class _ForwardPass:
         )
         interceptor.maxima = self.tap.measure is find_maxima  # nothing else of a call is read
         interceptor.key_heads = self.tap.known.key_heads
+        if self.tap.known.indexers and self.kept is None:
+            interceptor.index, interceptor.index_layouts = self._index, self._index_layout
         if call is not None and only_in is None:
             interceptor.stack.begun(call[0], dict(call[1]))
         if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
@@ -611,15 +622,25 @@ class _ForwardPass:
         if watcher is None or self.kept is not None:
             return
         if not watcher.whole:
-            if 0 in [frame.calls for frame in watcher.called_in]:
+            if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 self.tap.searched(self.phase, None)  # its attention is computed otherwise now
             return
+        self._add_indexers()
         local = not (watcher.hidden or self.tap.sees_operators)
         for name, place in self.places.items():
             # Attention of qkeel's modules inside is not to be taken for the module's own.
             if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
                 self.places[name] = None
         self.tap.searched(self.phase, self.places if local and None not in self.places.values() else None)  # type: ignore[arg-type]
+
+    def _add_indexers(self) -> None:
+        """Adds the modules that chose keys to the places. Of two places, one in the other, every function would be seen
+        twice: the outer one is enough, unless attention in the inner one would get its name."""
+        for name, module in self.indexers.items():
+            outer = next((place for place in self.places if name == place or name.startswith(f"{place}.")), None)
+            holds = any([place.startswith(f"{name}.") for place in self.places])  # noqa: C419
+            known = (module, None) if outer is None else self.places[outer]
+            self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
 
     def _note_place(self, sighting: CapturedCall) -> None:
         """Notes in which module attention was seen, and by which function."""
@@ -628,7 +649,7 @@ class _ForwardPass:
         if sighting.below or sighting.headless or not name or not known or sighting.how not in _LOCAL:
             self.places[name] = None
         else:
-            only = _LOCAL[sighting.how]
+            only = SDPA_BY_NAME if sighting.named else _LOCAL[sighting.how]
             if name not in self.places:
                 self.places[name] = sighting.frame.module, only
             elif (old := self.places[name]) is not None:
@@ -658,6 +679,27 @@ class _ForwardPass:
         self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), found, None)
         self.tap.calls_seen[self.phase] += 1
         return True
+
+    def _layer(self, frame: ModuleCall) -> str | None:
+        """The layer whose keys a module chooses, where it is one of a known indexer."""
+        known = self.tap.known.indexers
+        layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if known else None
+        return layer if layer in known else None
+
+    def _index_layout(self, name: str) -> HeadLayout | None:
+        known = self.tap.known.indexers
+        return known.get(layer_of(name, [site.name for site in self.tap.sites]) or "")
+
+    def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
+        layer = self._layer(frame)
+        if layer is None or not self.tap.active or extra_of_another(self.tap):
+            return
+        if self.watcher is None or self.watcher.whole:
+            if frame.name:
+                self.indexers[frame.name] = frame.module
+            else:
+                self.places[""] = None
+        self.tap.visitor.index(layer, call, self.phase)
 
     def _foreign(self, sighting: CapturedCall) -> None:
         if not self.tap.active:
@@ -717,6 +759,9 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
     (True, False)
     """
+    for x in (*args, *kwargs.values()):  # most often the first one tells, without a call of Python's
+        if isinstance(x, Tensor) and x.ndim and x.numel():
+            return False
     sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
     return bool(sizes) and not any(sizes)
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, final
 
@@ -25,11 +25,22 @@ from qkeel import dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.scores import reached
+from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
 from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, UnrecognizedAttention
+from qkeel.heads.site import (
+    INDEX,
+    AttentionSite,
+    HeadSlice,
+    NormGain,
+    QKProduct,
+    Sites,
+    UnrecognizedAttention,
+    layer_of,
+)
 from qkeel.heads.verification import RecordedCall, Verification
 from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
 from qkeel.patching.autograd import CheckpointedParts
@@ -186,7 +197,9 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
                 trace = _traced(model, short.args, short.kwargs, undo, expected=expected)
                 sites = trace.sites
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
-                if known and (minima := _same_calls(model, args, kwargs, trace, undo)) is not None:
+                if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
+                    minima, types = whole
+                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers)
                     if short.cut and any(s.normed for s in sites):
                         sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
                     return dataclasses.replace(trace, sites=sites, minima=minima)
@@ -248,7 +261,7 @@ def _traced(
         raise NoAttentionError(unseen(model, watcher, unowned))
     if below:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
-    sites = [reading.sites[name] for name in reading.order if name in reading.sites]
+    sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
     if read == "verified" and below:
         why = f"a pass in which operators are recorded failed: {below}"
         sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
@@ -257,7 +270,7 @@ def _traced(
     least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
     return ModelTrace(
         model=model,
-        sites=Sites(sites, (*watcher.missed, *unowned)),
+        sites=Sites(sites, (*watcher.missed, *unowned), _indexers(watcher, [site.name for site in sites])),
         unowned=unowned,
         given=reading.given,
         calls=calls,
@@ -269,10 +282,20 @@ def _traced(
     )
 
 
-def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo) -> dict[str, float] | None:
-    """The smallest visible logits of a pass without a graph, of which nothing is kept; None unless it shows the sites
-    of the trace with as many heads, and misses what that missed."""
+def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> list[AttentionSite]:
+    """The sites with the types of their visible sets, where those were seen."""
+    types = told_apart(seen)
+    return [dataclasses.replace(s, visible=types.get(s.name, s.visible)) for s in sites]
+
+
+def _same_calls(
+    model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
+) -> tuple[dict[str, float], dict[str, VisibleSets]] | None:
+    """The smallest visible logits of a pass without a graph, of which nothing is kept, and the visible sets that it
+    shows; None unless it shows the sites of the trace with as many heads, and misses what that missed."""
     sites = trace.sites
+    origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
+    types: dict[str, VisibleSets] = {}
     found: dict[str, int] = {}
     names: set[str] = set()
     least: dict[str, Tensor] = {}
@@ -285,6 +308,8 @@ def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace,
         if name in names:
             return
         names.add(name)
+        if name in origins:
+            types[name] = visible_sets(sighting.call, origins[name])
         if sighting.headless:
             name, _ = groups.setdefault(id(sighting.frame), (name, sighting.frame))
         found[name] = found.get(name, 0) + scored(sighting).shape[1]
@@ -298,11 +323,11 @@ def _same_calls(model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace,
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
         if below or not (watcher.hidden or scripted or any(site.below for site in sites)):
             break
-        for kept in (found, names, least, groups):
+        for kept in (found, names, least, groups, types):
             kept.clear()
     same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unowned}
     same = same and found == {site.name: site.n_heads for site in sites}
-    return {name: float(x) for name, x in least.items()} if same else None
+    return ({name: float(x) for name, x in least.items()}, types) if same else None
 
 
 def _least(call: object) -> Tensor | None:
@@ -330,7 +355,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
     found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
-    return Sites(found, sites.missed)
+    return Sites(found, sites.missed, sites.indexers)
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
@@ -370,6 +395,8 @@ class _Reading:
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
+        self.visible: dict[str, VisibleSets] = {}
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = names_of(model)
         self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
@@ -396,7 +423,8 @@ class _Reading:
                 continue
             self._recorded[calls[0].name] = [self.order[call.name] for call in calls]
             with unrounded(scored(calls[0])):
-                self.sites[calls[0].name] = _site(calls, self._names, self._wanted)
+                site = _site(calls, self._names, self._wanted)
+            self.sites[calls[0].name] = self._with_origin(site, calls)
         self._waiting = left
 
     def run(self) -> None:
@@ -415,7 +443,7 @@ class _Reading:
         try:
             with torch.enable_grad():
                 for calls in grouped(self._waiting):
-                    self.sites[calls[0].name] = self._site(calls, checks)
+                    self.sites[calls[0].name] = self._with_origin(self._site(calls, checks), calls)
         except RuntimeError:
             if not self.parts.missed:
                 raise
@@ -429,6 +457,16 @@ class _Reading:
         weights = {memory(x) for x in watcher.handwritten.tags.weights or ()}
         record, dynamic = self.checks.record, self.checks.dynamic
         return unowned_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
+
+    def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
+        """The site with what its keys are made of; the visible sets of its first call are kept."""
+        origin: KeyOrigin = "tokens"
+        if _of_other_source(calls[0]):
+            origin = "other"
+        elif _of_latents(site, self._parameters):
+            origin = "latent"
+        self.visible[site.name] = visible_sets(calls[0].call, origin)
+        return dataclasses.replace(site, origin=origin)
 
     def _site(self, calls: list[CapturedCall], checks: Verification | None) -> AttentionSite:
         """The site of a call, which may be of the kind of one that is known and confirmed."""
@@ -602,6 +640,56 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         key_heads=used,
         layout=layout,
     )
+
+
+def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]:
+    """What chooses the keys of one of the sites of these names, one for each layer that has any."""
+    found: dict[str, AttentionSite] = {}
+    for frame, call in watcher.chosen:
+        layer = layer_of(frame.name, names)
+        if layer is not None and layer not in found:
+            found[layer] = AttentionSite(
+                name=f"{layer}{INDEX}",
+                module=frame.module,
+                spec=call.spec,
+                n_heads=call.logits.shape[1],
+                n_kv_heads=call.logits.shape[1],
+                head_dim=0,
+                why="its scores choose keys and weigh no values",
+                layout=call.layout,
+                chooses=True,
+            )
+    return list(found.values())
+
+
+def _of_other_source(sighting: CapturedCall) -> bool:
+    """True if the queries and the keys of a call come of different inputs of its module, or of one further out."""
+    call = sighting.call
+    pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
+    nodes = [[None if x is None else x.grad_fn for x in pair] for pair in pairs[:1]]
+    if not nodes or any(node is None for node in nodes[0]):
+        return False
+    query, key = ([node] for node in nodes[0])
+    for frame in sighting.frame.line():
+        stops = nodes_of(frame.inputs)
+        of_query, of_key = reached(query, stops), reached(key, stops)  # type: ignore[arg-type]
+        if of_query and of_key:
+            return of_query.isdisjoint(of_key)
+    return False
+
+
+def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """True if the keys of all heads are made, each by rows of its own, of one vector of each token that is narrower
+    than what the widest weight on the way takes; an adapter beside a whole weight is no such vector."""
+
+    def width(part: HeadSlice) -> int:
+        weight = parameters.get(part.parameter)
+        return 0 if weight is None or weight.ndim < 2 else weight.shape[1 - part.axis] if weight.ndim == 2 else 0
+
+    last = [term.key[-1] for term in site.terms if term.key]
+    widest_of = max((width(part) for part in (*site.query, *site.key)), default=0)
+    own = [width(part) for part in last if part.n > 1]
+    return bool(own) and all(0 < n < widest_of for n in own)
 
 
 def _as_another(

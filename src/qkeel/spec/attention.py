@@ -1,4 +1,7 @@
-"""AttentionSpec: what attention computes, as data."""
+"""AttentionSpec: what attention computes, as data.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "c
 class AttentionSpec:
     """The attention out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
 
-    Five closed slots, each holding an object. Immutable and comparable; `dataclasses.replace` gives variants.
+    Each of the five slots holds one object. Specs are immutable and comparable; `replace` makes variants.
 
     >>> AttentionSpec().explain().splitlines()[2]
     '  z = 1/√d · q̃·k̃'
@@ -48,7 +51,7 @@ class AttentionSpec:
                 )
 
     def replace(self, **slots: Norm | Position | Scale | Cap | Normalizer) -> Self:
-        """The same spec with other slots."""
+        """Returns a copy with the named slots replaced."""
         for name in slots:
             lookup("slot", SLOTS, name)
         return dataclasses.replace(self, **slots)  # type: ignore[arg-type]
@@ -56,20 +59,25 @@ class AttentionSpec:
     def extrapolate(
         self, method: str, *, factor: float = 1.0, train_length: int | None = None, **options: float | int | str
     ) -> Self:
-        """This spec for contexts longer than those it was trained on: another position or scale, the same weights.
+        """Adapts a trained spec to longer contexts: another position or scale, the same weights.
+
+        A sliding window no wider than the training length keeps its rotation, since training covered its distances.
 
         Args:
             method: a name of `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
-                leaky_rerope, self_extend, rope, window, log_n, none. Under a sliding window that is no wider than
-                the training length the rotation stays: its distances are all trained.
-            factor: test length / training length, at least 1. train_length: where the method needs it.
+                leaky_rerope, self_extend, rope, window, log_n, none.
+            factor: test length / training length, at least 1.
+            train_length: in tokens, for methods that need it.
             options: window= (rerope, leaky_rerope, self_extend: half of train_length; window: train_length), leak= (how
                 much slower distances grow beyond it, default 2·factor), power= (ntk_mixed), base= (abf), ramp=, fast=,
                 slow= (yarn).
 
         Raises:
-            UnknownNameError: no such method or option. InvalidValueError: a value that is known to fail.
-            RefusedError: the position is no plain RoPE.
+            UnknownNameError: unknown method or option.
+            InvalidValueError: the value is known to fail.
+            RefusedError: the position is not a plain RoPE.
+
+        Example:
 
         >>> from qkeel.spec import Rope
         >>> AttentionSpec(position=Rope()).extrapolate("pi", factor=8).position.formula()
@@ -79,12 +87,12 @@ class AttentionSpec:
         return dataclasses.replace(self, position=position, scale=scale_for(self.scale, method, train_length))
 
     def init_params(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> Params:
-        """The learnable tensors this spec needs, by name, at their initial values; empty for most specs."""
+        """Returns the spec's learnable tensors by name, at their initial values; most specs have none."""
         needed = self.parameters(n_heads, n_kv_heads, head_dim)
         return {name: parameter.tensor() for name, parameter in needed.items()}
 
     def parameter_shapes(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> dict[str, Shape]:
-        """The shapes of the learnable tensors this spec needs, by name; no tensor is made.
+        """Returns the shapes of the spec's learnable tensors by name, without creating tensors.
 
         >>> from qkeel.spec import RMSNorm
         >>> AttentionSpec(norm=RMSNorm(gain="head_dim")).parameter_shapes(8, 2, 16)
@@ -94,14 +102,19 @@ class AttentionSpec:
         return {**shapes(self, n_heads, n_kv_heads, head_dim)}
 
     def parameters(self, n_heads: int, n_kv_heads: int | None, head_dim: int) -> dict[str, Parameter]:
-        """Shapes and initial values of the learnable tensors this spec needs, by name."""
+        """Returns the shapes and initial values of the spec's learnable tensors by name."""
         geometry = ParameterSizes(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
         slots: tuple[Slot, ...] = (self.norm, self.position, self.scale, self.cap, self.normalizer)
         return {name: parameter for slot in slots for name, parameter in slot.parameters(geometry).items()}
 
     def core(self, params: Params) -> tuple[Self, Params]:
-        """This spec for q, k and v that are encoded already, and the parameters it still needs. A cache holds encoded
-        keys, so norm and rotation run once per token. Positions that do not fold into q and k cannot be split off."""
+        """Returns the spec for encoded q, k and v, and the parameters that it still needs.
+
+        A cache holds encoded keys, so that norm and rotation run once per token.
+
+        Raises:
+            RefusedError: the position depends on pairs or on the length, so keys must stay raw.
+        """
         if not self.position.keeps:
             raise RefusedError(
                 f"{self.position.formula()} needs raw keys; keep those in the cache and attend with the full spec"
@@ -110,7 +123,7 @@ class AttentionSpec:
         return spec, {name: p for name, p in params.items() if "_norm" not in name}
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> tuple[Queries, Keys]:
-        """Returns q [b h t d] and k [b g s d] as they enter the dot product: normed and rotated, float32 or wider."""
+        """Returns q [b h t d] and k [b g s d] after norm and rotation, float32 or wider."""
         kind = wide(q.dtype)
         q, k = q.to(kind), k.to(kind)
         if self.position.order == "rotate_then_norm":
@@ -120,21 +133,21 @@ class AttentionSpec:
         return self.position.encode(q, k, pos_q, pos_k)
 
     def values(self, v: Values, params: Params) -> Values:
-        """The v that is averaged: normed where the norm is on v too."""
+        """Returns v after its norm, if the norm covers v."""
         return self.norm.apply("v", v, params)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Factor:
-        """The scale: a float, or a tensor that broadcasts to [b h t 1], in dtype or float32 if that is wider."""
+        """Returns the scale: a float, or a tensor that broadcasts to [b h t 1], in dtype or float32 if wider."""
         reach = self.position.reach
-        # A scale reads from the position how many keys a query sees.
+        # A position-dependent scale reads how many keys the query sees; a window bounds that number.
         at = pos_q if reach is None else pos_q.clamp_max(reach - 1)
         value = self.scale.factor(at, head_dim, params)
         return value.to(wide(dtype)) if isinstance(value, Tensor) else value
 
     def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
-        """Logits [b h t s] of *encoded* q and k: scaled, before the cap. On full or block shapes."""
+        """Logits [b h t s] of *encoded* q and k, or of blocks of them: scaled, before the cap."""
         scale = self.factor(pos_q, q.shape[-1], params, q.dtype)
-        # The scale goes on q (t·d numbers), not on the scores (t·s numbers).
+        # Scaling q takes t·d multiplications, scaling the scores t·s.
         return self.position.scores(q * scale, k, pos_q, pos_k, params)
 
     def logits(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
@@ -142,7 +155,7 @@ class AttentionSpec:
         return self.scores(*self.encode(q, k, pos_q, pos_k, params), pos_q, pos_k, params)
 
     def explain(self) -> str:
-        """The formula in use, one line a step."""
+        """Returns the formula of this spec, one line per step."""
         position = self.position.formula()
         lines = ["attention of this spec, per head (logits in nats):"]
         lines.append(f"  {self.norm.formula()}; {position}")
@@ -159,4 +172,4 @@ def _shapes(spec: AttentionSpec, n_heads: int, n_kv_heads: int | None, head_dim:
     return {name: parameter.shape for name, parameter in needed.items()}
 
 
-_shapes_once = functools.lru_cache(maxsize=256)(_shapes)  # asked at every call
+_shapes_once = functools.lru_cache(maxsize=256)(_shapes)  # every call asks for the shapes

@@ -1,4 +1,7 @@
-"""One attention call: q, k, v, the spec and the visible pairs, checked once; its banded form for windows."""
+"""One attention call: q, k, v, the spec and the visible pairs, validated once; BandCall holds windows and packing.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head, e numbers per value.
+"""
 
 from __future__ import annotations
 
@@ -30,31 +33,31 @@ from qkeel.spec.slot import (
     Visible,
 )
 
-# AttentionCall: q, k, v, the spec and which keys are visible, on their way into attention.
+# AttentionCall: the validated inputs of one attention.
 
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCall:
-    """One attention call, checked. q [b h t d]; k, v [b g s d]; pos_q [b|1 t]; pos_k [b|1 s].
+    """One attention call, validated. q [b h t d]; k, v [b g s d]; pos_q [b|1 t]; pos_k [b|1 s].
 
-    `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
-    kernel may use a causal flag instead of comparing positions. `query_mask` [b t] is read by statistics only:
-    False leaves a query row, a padded one say, out of them; attention computes it all the same. `classes` splits them.
+    `plain` is True for default positions (0 .. s-1, queries aligned to the end of the keys), where a kernel may use
+    a causal flag instead of comparing positions. Only statistics read `query_mask` [b t]: False excludes a query row,
+    for instance a padded one. Attention computes that row all the same. `classes` splits statistics by token class.
     """
 
     spec: AttentionSpec  #: what is computed
     q: Queries
     k: Keys
     v: Values
-    params: Params  #: the spec's learned numbers by name
+    params: Params  #: the spec's learned parameters by name
     causal: bool
-    mask: Mask | None  #: what is visible, or what is added to logits
+    mask: Mask | None  #: boolean (True = visible) or added to the logits
     pos_q: PosQ
     pos_k: PosK
     plain: bool
-    dropout: float = 0.0  #: of the weights, in [0, 1)
+    dropout: float = 0.0  #: probability of dropping an attention weight, in [0, 1)
     query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
 
@@ -70,14 +73,14 @@ class AttentionCall:
 
     @property
     def whole(self) -> bool:
-        """True if one fused call without a mask does: everything visible, or square and causal at default positions."""
+        """True if one fused call without a mask suffices: no key hidden, or square and causal with plain positions."""
         if self.mask is not None or self.window is not None:
             return False
         return not self.causal or (self.plain and self.q.shape[2] == self.k.shape[2])
 
     @property
     def window(self) -> int | None:
-        """A query sees the keys less than this many tokens away; None where that is known to be all."""
+        """A query sees the keys fewer than this many tokens away; None if the window hides nothing."""
         reach = self.spec.position.reach
         if reach is not None and self.plain and reach >= max(self.q.shape[2], self.k.shape[2]):
             return None
@@ -95,14 +98,14 @@ class AttentionCall:
         return z if bias is None else z + bias.to(z.dtype)
 
     def bias(self, rows: slice, keys: slice) -> Mask | None:
-        """The additive mask of a block, -inf taken out, or None."""
+        """The additive mask of a block with 0 in place of -inf; None without an additive mask."""
         block = self._mask_block(rows, keys)
         if block is None or block.dtype == torch.bool:
             return None
         return block.masked_fill(_hides(block), 0.0)
 
     def visible(self, rows: slice, keys: slice) -> Visible | None:
-        """True where a query may see a key; broadcasts to [b h rows keys]; None where all is visible."""
+        """True where a query may see a key; broadcasts to [b h rows keys]. None if everything is visible."""
         seen = None
         if self.causal:
             seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
@@ -117,7 +120,7 @@ class AttentionCall:
         return seen
 
     def span(self, rows: slice) -> slice:
-        """The keys that the rows can see at most, known without reading data; perhaps none."""
+        """A range that holds every key the rows can see, found without reading data; possibly empty."""
         s, t, reach = self.k.shape[2], self.q.shape[2], self.spec.position.reach
         if not self.plain:
             return slice(0, s)
@@ -137,7 +140,7 @@ class AttentionCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Visibility:
-    """The keys that each query sees: `causal`, a `mask`, and the positions of both; see `qkeel.attention`."""
+    """Which keys each query sees: a `causal` flag, a `mask` and the positions; see `qkeel.attention`."""
 
     causal: bool = True
     mask: GivenMask | None = None
@@ -147,7 +150,7 @@ class Visibility:
     def call(
         self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
     ) -> AttentionCall:
-        """The call of raw q [b h t d], k [b g s d], v [b g s d'] under `spec`, checked once, here at the border."""
+        """Validates raw q [b h t d], k [b g s d], v [b g s e] and returns their call under `spec`."""
         if not isinstance(spec, AttentionSpec):
             raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
         _check_tensors(q, k, v)
@@ -158,7 +161,7 @@ class Visibility:
         plain = self.pos_q is None and self.pos_k is None
         keys = counted(0, s, q.device) if self.pos_k is None else _positions("pos_k", self.pos_k, q, s)
         if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
-            queries = keys  # one object: what is made of it is made once
+            queries = keys  # the same object, so that tables derived from it are built once
         elif self.pos_q is not None:
             queries = _positions("pos_q", self.pos_q, q, t)
         else:
@@ -179,7 +182,7 @@ class Visibility:
 
 
 class _QueryMasked(Protocol):
-    """A frozen dataclass of queries [b t] that statistics may leave out."""
+    """A frozen dataclass with query rows [b t] that statistics may exclude."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -194,13 +197,14 @@ _Call = TypeVar("_Call", bound=_QueryMasked)
 
 
 def with_query_mask(call: _Call, mask: Bool[Tensor, "b t"]) -> _Call:
-    """The call with statistics over the query rows where mask [b t] is True; output and gradients are not touched.
+    """Restricts the statistics of a call to the query rows where mask [b t] is True.
 
-    A mask of any other shape than the call's own [b t] says nothing about its rows (the batch is folded into windows,
-    the call is one of a decoder's cross-attention, of a single cached step): the call comes back as it is.
+    Output and gradients do not change. The call is returned unchanged if the mask's shape differs from the call's
+    [b t], for instance when the batch is folded into windows, or for cross-attention or a single cached step.
 
     Args:
-        call: an AttentionCall, or a hand-written one (sites.scores.ScoresCall). mask: boolean, on any device.
+        call: an AttentionCall, or the ScoresCall of a hand-written attention.
+        mask: boolean, on any device.
 
     Raises:
         InvalidTypeError: the mask is not boolean.
@@ -216,7 +220,7 @@ def with_query_mask(call: _Call, mask: Bool[Tensor, "b t"]) -> _Call:
 
 
 def _hides(block: Tensor) -> Tensor:
-    # Additive masks hide with -inf or, as in transformers, with their dtype's most negative number.
+    # Additive masks hide a key with -inf or, as in transformers, with the most negative number of their dtype.
     return block <= torch.finfo(block.dtype).min
 
 
@@ -233,7 +237,7 @@ def make_call(
     pos_k: GivenPosK | None = None,
     dropout: float = 0.0,
 ) -> AttentionCall:
-    """The checked call of raw q, k, v under `spec`; for the arguments see `qkeel.attention`."""
+    """Returns the validated call of raw q, k, v under `spec`; see `qkeel.attention` for the arguments."""
     seen = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
     return seen.call(spec, q, k, v, params, dropout)
 
@@ -244,7 +248,7 @@ def _check_tensor(name: str, x: object) -> None:
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device and x.ndim:  # a number of a CPU is taken everywhere
+    if x.device != q.device and x.ndim:  # torch accepts a 0-dim CPU tensor on any device
         raise InvalidValueError(f"expected {name} on {q.device} as q, got it on {x.device}; move it with .to(q.device)")
 
 
@@ -340,7 +344,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
     return given
 
 
-# BandCall: a call whose queries see a span of the keys each: a window, or packed sequences' own tokens.
+# BandCall: each query sees one contiguous range of keys, because of a window or of packed sequences.
 
 Ends = Int[Tensor, " n"]
 CuSeqlens = Ends | tuple[Ends, Ends]
@@ -349,12 +353,12 @@ CuSeqlens = Ends | tuple[Ends, Ends]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BandCall(AttentionCall):
-    """A call in which query i sees no keys but those from `low[i]` to `high[i]`, without that one.
+    """A call in which query i sees only keys from `low[i]` up to, not including, `high[i]`. Made by `band_call`.
 
-    Made by `band_call`. low, high [1 t] count in the whole tensor of keys. `slopes` [1 h 1|t] are those of ALiBi: the
-    bias is -slope · |i - j|, i counted from the end of the keys, as flash-attn has it. `of_key` [s] is the number of
-    the sequence that a key is of, where sequences are packed; no query sees a key that is `longest` places away. The
-    mask is the caller's where `masked` says so, else one that only says that visibility is to be asked for.
+    low, high [1 t] are indices into the whole key tensor. `slopes` [1 h 1|t] are ALiBi's: the bias is
+    -slope · |i - j| with i counted from the end of the keys, as in flash-attn. `of_key` [s] is the sequence number of
+    each key of packed sequences. `longest` bounds how far away a visible key can be. `masked` is True if `mask` is the
+    caller's; otherwise `mask` is a placeholder that hides nothing, so that kernels read `visible`.
     """
 
     low: Int[Tensor, "1 t"]
@@ -383,7 +387,7 @@ class BandCall(AttentionCall):
         if self.low.device.type == "cpu" and not torch.compiler.is_compiling() and rows.stop > rows.start:
             low, high = self.low[:, rows], self.high[:, rows]
             some = high > low
-            stop = int(high.where(some, 0).max())  # only a CPU reads it without waiting
+            stop = int(high.where(some, 0).max())  # on a GPU this read would wait for the device
             return slice(min(int(low.where(some, s).min()), stop), stop)
         if self.longest is None:
             return slice(0, s)
@@ -391,20 +395,20 @@ class BandCall(AttentionCall):
 
     @property
     def padding(self) -> Tensor | None:
-        """The caller's mask, if there is one."""
+        """The caller's mask, if any."""
         return self.mask if self.masked else None
 
 
-_FIELDS = tuple(f.name for f in dataclasses.fields(AttentionCall))  # torch's compiler does not ask for them
+_FIELDS = tuple(f.name for f in dataclasses.fields(AttentionCall))  # torch.compile can't trace dataclasses.fields
 
 
 def fields_of(call: AttentionCall) -> dict[str, Any]:
-    """The fields that every call has, by name."""
+    """The fields of AttentionCall by name, without those of a subclass."""
     return {name: getattr(call, name) for name in _FIELDS}
 
 
 def of_key(call: AttentionCall) -> Int[Tensor, " s"] | None:
-    """The number of the sequence of each key of packed ones, -2 for none; None where no sequences are packed."""
+    """The sequence number of each key, -2 for keys of no sequence; None if no sequences are packed."""
     return call.of_key if isinstance(call, BandCall) else None
 
 
@@ -416,20 +420,23 @@ def band_call(
     cu_seqlens: CuSeqlens | None = None,
     longest: int | None = None,
 ) -> AttentionCall:
-    """The call with a window, ALiBi or packed sequences; the call itself where none of them is asked for.
+    """Adds a window, ALiBi or packed sequences to a call; returns the call itself if none is given.
 
-    Sequence n has the queries cu_seqlens[n] to cu_seqlens[n + 1] and as many keys, or those of the second tensor of
-    two. Its last query is at its last key. Tokens of no sequence see nothing. Nothing is read from a device.
+    Sequence n has the queries cu_seqlens[n] to cu_seqlens[n + 1] and as many keys, or the keys of the second tensor
+    if two are given. Its last query is aligned with its last key. Tokens of no sequence see nothing. Nothing is read
+    back from a GPU.
 
     Args:
-        call: checked, at default positions; of one sequence where several are packed into it.
+        call: validated, with plain positions; a batch of one if sequences are packed.
         window: query i sees the keys from i - left to i + right; -1 for no bound.
-        slopes: [h] or [b h]; [n h] where n sequences are packed.
-        cu_seqlens: where each begins, and last where the last one ends, from 0 on.
-        longest: the number of tokens of the longest one, if it is known.
+        slopes: ALiBi's slopes, [h] or [b h]; [n h] for n packed sequences.
+        cu_seqlens: cumulative lengths: the start of each sequence and the end of the last one, from 0 on.
+        longest: number of tokens of the longest sequence, if known.
 
     Raises:
-        ShapeError, InvalidTypeError, InvalidValueError: cu_seqlens is not that, on a CPU down to its numbers.
+        ShapeError: cu_seqlens or the batch has the wrong shape.
+        InvalidTypeError: cu_seqlens is not a tensor of int32 or int64.
+        InvalidValueError: cu_seqlens does not ascend from 0 to the number of tokens (checked on a CPU only).
     """
     if window == (-1, -1) and slopes is None and cu_seqlens is None:
         return call
@@ -456,15 +463,15 @@ def band_call(
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
     low, high = _spans(call, at, begin, length, window)
     mask = call.mask
-    if mask is None:  # one that neither hides nor adds anything
+    if mask is None:  # a placeholder that neither hides nor adds anything
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
-    elif slopes is not None and mask.dtype == torch.bool:  # a bias has to be an added mask's
+    elif slopes is not None and mask.dtype == torch.bool:  # only an additive mask can carry ALiBi's bias
         mask = call.q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return BandCall(**{**fields_of(call), **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
 
 
 def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens, the number of the sequence of each, and whether it is of one: of none has the nearest one's."""
+    """Tokens 0 .. total-1, the sequence number of each (of the nearest one outside all), and whether it is inside."""
     token = torch.arange(total, device=ends.device)
     found = torch.searchsorted(ends, token, right=True) - 1
     n = found.clamp(0, len(ends) - 2)
@@ -474,7 +481,8 @@ def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
 def _spans(
     call: AttentionCall, at: Tensor, begin: Tensor, length: Tensor, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """The keys that each query sees at most: `at` is its place among `length` keys, the first of which is `begin`."""
+    """Bounds [1 t] of the keys that each query can see. `at` is a query's position among its `length` keys, which
+    start at key `begin`."""
     left, right = window
     if (reach := call.spec.position.reach) is not None:
         left, right = (reach - 1 if x < 0 else min(x, reach - 1) for x in window)
@@ -492,7 +500,7 @@ def _spans(
 def _check(call: AttentionCall, *ends: object) -> None:
     if call.q.shape[0] != 1:
         raise ShapeError(
-            f"expected packed sequences one after the other in one, q [1 heads tokens dim], got {tuple(call.q.shape)}; "
+            f"expected packed sequences in a batch of one, q [1 heads tokens dim], got {tuple(call.q.shape)}; "
             "without cu_seqlens each row of a batch is a sequence"
         )
     if not call.plain:
@@ -505,7 +513,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], of queries and keys alike, got {x.shape}")
         if x.device != call.q.device:
             raise InvalidValueError(f"expected cu_seqlens on {call.q.device} as q, got it on {x.device}")
-        wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere to look would be to wait
+        wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(
                 f"expected cu_seqlens to ascend from 0 to at most the {total} tokens of its tensor, got {x.tolist()}"

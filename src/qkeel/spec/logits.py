@@ -1,4 +1,7 @@
-"""The slots that act on logits: the scale, soft caps, and the normalizer that makes weights of them."""
+"""The three slots behind q·k: the scale, the soft cap, and the normalizer that turns logits into weights.
+
+Shapes: b batch, t queries, s keys, h heads.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ Factor = Float[Tensor, "*#bht1"]
 
 
 class Scale(Slot):
-    """A factor: a float, or a tensor that broadcasts to [b h t 1]. Never depends on the key."""
+    """A factor on q·k: a float, or a tensor that broadcasts to [b h t 1]. It never depends on the key."""
 
     __slots__ = ()
     kind: ScaleKind = "other"
 
     @property
     def follows_position(self) -> bool:
-        """True if it is another one for queries further on, as a factor of log n is."""
+        """True if the factor depends on the query's position, as log n does."""
         return self.kind in ("log_n", "floor_log", "other")
 
     @abc.abstractmethod
@@ -40,7 +43,7 @@ class Scale(Slot):
         """The factor for queries at pos_q [b|1 t]."""
 
     def constant(self, head_dim: int) -> float | None:
-        """The factor where it is one number for every query of any model, None where it is learned or moves."""
+        """The factor if it is one constant for all queries; None if it is learned or depends on the position."""
         learned = self.parameters(ParameterSizes(n_heads=1, n_kv_heads=1, head_dim=head_dim))
         if learned or self.follows_position:
             return None
@@ -48,20 +51,20 @@ class Scale(Slot):
 
     @property
     def base(self) -> Scale:
-        """The scale without factors of the position."""
+        """The scale without its position-dependent factors."""
         return self
 
     def with_base(self, base: Scale) -> Scale:
-        """The same factors of the position on another scale."""
+        """Applies this scale's position-dependent factors to another scale."""
         return base
 
     @property
     def last_position(self) -> int:
-        """The position of the last query of training where the factor grows up to it; 0 for any other scale."""
+        """The last training position of a factor that grows up to it; 0 for any other scale."""
         return 0
 
     def with_multiplier(self, multiplier: float) -> Scale:
-        """The same scale with its 1/√d times a number; itself where it has no 1/√d."""
+        """The same scale with its 1/√d multiplied by a number; a scale without 1/√d returns itself."""
         return self
 
 
@@ -89,7 +92,7 @@ class InverseSqrt(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sqrt(Scale):
-    """√d: what unit-norm q and k need to equal RMS-normed ones under 1/√d."""
+    """√d: with unit-norm q and k this equals RMS-normed q and k under 1/√d."""
 
     kind = "sqrt"
 
@@ -102,7 +105,7 @@ class Sqrt(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fixed(Scale):
-    """A constant."""
+    """A constant scale."""
 
     value: float  #: the finite factor on q·k
     kind = "fixed"
@@ -119,13 +122,16 @@ class Fixed(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMax(Scale):
-    """The scale of cosine attention for `keys` visible keys and heads of any size, see functional.scaling."""
+    """The scale at which cosine attention over `keys` visible keys passes the most gradient, for any head size.
+
+    See `qkeel.functional.logits.gradient_scale`.
+    """
 
     keys: float
     kind = "gradient_max"
 
     def __post_init__(self) -> None:
-        gradient_scale(self.keys, 128)  # checks the number
+        gradient_scale(self.keys, 128)  # validates the number
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return gradient_scale(self.keys, head_dim)
@@ -136,9 +142,9 @@ class GradientMax(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learned(Scale):
-    """A learned scale per layer or head; with `log`, its logarithm is stored and may be clamped by `maximum`."""
+    """A learned scale per layer or head. `log` stores its logarithm, which `maximum` may clamp."""
 
-    init: float  #: the scale at the start, above 0
+    init: float  #: initial scale, above 0
     per: Literal["layer", "head"] = "layer"  #: one number for the layer, or one for each head
     log: bool = False
     maximum: float | None = None
@@ -171,7 +177,7 @@ class Learned(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PositionFactor(Scale):
-    """The scale `inner` times a factor of the query's position."""
+    """The scale `inner` times a factor that depends on the query's position."""
 
     inner: Scale = dataclasses.field(default_factory=InverseSqrt)  #: the scale that the factor multiplies
 
@@ -208,12 +214,13 @@ class PositionFactor(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(PositionFactor):
-    """Scale inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, never under `inner`.
+    """Scale inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; `clip` keeps the ratio at ≥ 1.
 
-    `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
+    With `learned`, per layer or head: inner · s · ln(n), where the parameter `log_n_scale` (s) starts at
+    1/ln(train_length).
 
-    Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399; where s starts is
-    qkeel's choice: the constant form at the training length.
+    Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399. The initial value of
+    s is qkeel's choice: it equals the constant form at the training length.
     """
 
     train_length: int  #: tokens, at least 2
@@ -227,7 +234,7 @@ class LogN(PositionFactor):
         check_known("extent of a learned factor of log n", self.learned, ("none", "layer", "head"))
         if self.clip and self.learned != "none":
             raise InvalidValueError(
-                "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; use one"
+                "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; choose one of the two"
             )
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
@@ -278,17 +285,17 @@ class FloorLogTemperature(PositionFactor):
         return f"{self.inner.formula()} · (1 + {self.alpha:g} ln(1 + ⌊n/{self.floor}⌋))"
 
 
-# Cap slot: what happens to a logit before the normaliser.
+# Cap slot: a map of the logits before the normalizer.
 
 CapKind = Literal["none", "softcap", "other"]
 
 
 class Cap(Slot):
-    """A monotone map of logits."""
+    """A monotone map of the logits."""
 
     __slots__ = ()
     kind: CapKind = "other"
-    limit: float | None = None  # c where the map is c·tanh(z/c); None where it is the identity, as at c = infinity
+    limit: float | None = None  # c of c·tanh(z/c); None for the identity, also at c = infinity
 
     @abc.abstractmethod
     def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -297,7 +304,7 @@ class Cap(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoCap(Cap):
-    """Logits as they are."""
+    """No cap: logits pass unchanged."""
 
     kind = "none"
 
@@ -330,21 +337,21 @@ class Softcap(Cap):
         return f"{self.cap:g}·tanh(z/{self.cap:g})"
 
 
-# Normalizer slot: logits to weights.
+# Normalizer slot: turns logits into weights.
 
 NormalizerKind = Literal["softmax", "sink", "sigmoid", "squared_relu", "softpick", "other"]
 
 
 class Normalizer(Slot):
-    """Turns logits [b h t s] into weights; `visible` broadcasts to them, None means all."""
+    """Turns logits [b h t s] into weights; `visible` broadcasts to them, None means all keys."""
 
     __slots__ = ()
     kind: NormalizerKind = "other"
-    softmax_over_keys: bool = False  # are the weights, made to sum to one, those of a plain softmax?
+    softmax_over_keys: bool = False  # True if weights rescaled to sum to one are those of a plain softmax
 
     @abc.abstractmethod
     def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
-        """Weights, 0 where not visible."""
+        """Returns the weights [b h t s], 0 where a key is not visible."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -363,10 +370,10 @@ class Softmax(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sink(Normalizer):
-    """Weights exp(z) / (exp(s) + Σ exp(z)): s learned per head (gpt-oss), or the constant 0 ("off by one")."""
+    """Weights exp(z) / (exp(s) + Σ exp(z)); s is learned per head (gpt-oss) or the constant 0 ("off by one")."""
 
-    learned: bool = True  #: whether s is learned, per head
-    init: float = 0.0  #: s, at the start where it is learned; below +inf
+    learned: bool = True  #: whether s is learned, one per head
+    init: float = 0.0  #: s, or its initial value if learned; below +inf
     kind = "sink"
     softmax_over_keys = True
 
@@ -386,10 +393,10 @@ class Sink(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sigmoid(Normalizer):
-    """σ(z + b); b = -ln(training length) is the published start."""
+    """Weights σ(z + b). The published initial value is b = -ln(training length)."""
 
     bias: float  #: b, finite
-    learned: bool = False  #: whether b is learned, per head
+    learned: bool = False  #: whether b is learned, one per head
     kind = "sigmoid"
 
     def __post_init__(self) -> None:
@@ -408,7 +415,7 @@ class Sigmoid(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SquaredReLU(Normalizer):
-    """Weights relu(z)² / n."""
+    """Weights relu(z)² / n for n visible keys."""
 
     kind = "squared_relu"
 
@@ -423,7 +430,7 @@ class SquaredReLU(Normalizer):
 class Softpick(Normalizer):
     """Weights relu(e^z - 1) / Σ|e^z - 1|."""
 
-    eps: float = 1e-8  #: above 0, added to the sum
+    eps: float = 1e-8  #: added to the sum, above 0
     kind = "softpick"
 
     def __post_init__(self) -> None:

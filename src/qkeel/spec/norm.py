@@ -1,4 +1,7 @@
-"""Norm slot: what is normalised before q meets k, over what, with which gain."""
+"""The norm slot: which of q, k and v are normalised, over which axis, and with which gain.
+
+Shapes: b batch, t tokens, h heads, d numbers per head.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ On = Literal["q", "k", "qk", "qkv"]
 Over = Literal["head", "layer"]
 GainKind = Literal["none", "dim", "one_plus_dim", "head_dim", "scalar", "head"]
 NormedPart = Literal["q", "k", "v"]
-# What a norm divides by; "other" is one that no kernel knows, so torch computes it.
+# The statistic that a norm divides by. No kernel knows "other", so torch computes it.
 NormKind = Literal["none", "rms", "l2", "layer", "other"]
 
 _PARTS: tuple[NormedPart, ...] = ("q", "k", "v")
-# How each gain is written, and its shape for so many heads of so many numbers.
+# How a formula writes each gain, and the gain's shape for a number of heads and a head size.
 _GAINS: dict[GainKind, tuple[str, Callable[[int, int], Shape]]] = {
     "none": ("", lambda heads, dim: ()),
     "dim": (" · w", lambda heads, dim: (dim,)),
@@ -34,7 +37,7 @@ _GAINS: dict[GainKind, tuple[str, Callable[[int, int], Shape]]] = {
 
 
 class Norm(Slot):
-    """Normalises q, k or v of shape [b h t d]. Its questions say what a kernel or an audit has to know of it."""
+    """Normalises q, k or v of shape [b h t d]. Kernels and audits read the attributes to choose what they compute."""
 
     __slots__ = ()
     kind: NormKind = "other"
@@ -42,45 +45,45 @@ class Norm(Slot):
     gain: GainKind = "none"
     eps: float = 0.0
     bias: bool = False
-    shared: bool = False  # is the gain of q that of k too?
+    shared: bool = False  # True if q and k share one gain
 
     @property
     def sides(self) -> str:
-        """The parts of q, k and v that it normalises, such as "qk"; all of them for a norm that does not say."""
+        """The parts of q, k and v that this norm normalises, such as "qk"; all of them for an unknown norm."""
         return "qkv"
 
     @property
     def commutes_with_rotation(self) -> bool:
-        """True if it gives the same before and behind a rotation of q and k: not with a mean, a bias or d gains."""
+        """True if normalising before or after a rotation gives the same: no mean, no bias, no gain per dimension."""
         known = self.kind in ("none", "rms", "l2")
         return known and not self.bias and self.gain in ("none", "scalar", "head")
 
     def weight(self, part: NormedPart, params: Params) -> Float[Tensor, "*gain"] | None:
-        """The gain that a part is multiplied by after the normalisation, None for nothing."""
+        """The gain that multiplies a part after the normalisation; None without one."""
         return None
 
     def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
-        """The factor on x, [... 1], float32 or wider, where the norm is a product (kinds "rms" and "l2")."""
+        """The factor [... 1] by which the norm multiplies x (kinds "rms" and "l2"), float32 or wider."""
         raise RefusedError(f"{type(self).__name__} does not say what it multiplies a vector by")
 
     def with_eps(self, eps: float) -> Norm:
-        """The same norm with another eps; itself where it has none."""
+        """The same norm with another eps; a norm without eps returns itself."""
         return self
 
     def without_keys(self) -> Norm:
-        """The same norm that leaves k as it is; itself where it does that already."""
+        """The same norm without its normalisation of k; a norm that leaves k alone returns itself."""
         if "k" not in self.sides:
             return self
-        raise RefusedError(f"{type(self).__name__} does not say what it is without its norm of the keys")
+        raise RefusedError(f"{type(self).__name__} does not define a form without its norm of the keys")
 
     @abc.abstractmethod
     def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
-        """Returns x normalised, or x itself where this norm leaves that part alone."""
+        """Returns x normalised, or x itself if this norm leaves the part alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoNorm(Norm):
-    """No normalisation: q and k as they come."""
+    """No normalisation: q and k enter the dot product unchanged."""
 
     kind = "none"
 
@@ -100,11 +103,11 @@ class GainNorm(Norm):
     """A normalisation with an optional gain."""
 
     on: On = "qk"  #: which of q, k, v
-    over: Over = "head"  #: each head's d numbers, or all heads of a token (a logit is then up to √d·√(H·Hk), not √d)
+    over: Over = "head"  #: each head's d numbers, or all heads of a token (a logit then reaches √d·√(H·Hk), not √d)
     gain: GainKind = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
     eps: float = 1e-6  #: at least 0
-    bias: bool = False  #: whether b is added, with gain "dim" [d] or "head_dim" [h d]
-    value_gain: GainKind | None = None  #: v's own gain if it differs (Gemma 4 norms v without)
+    bias: bool = False  #: whether a bias is added; needs gain "dim" [d] or "head_dim" [h d]
+    value_gain: GainKind | None = None  #: the gain of v if it differs (Gemma 4 normalises v without a gain)
     shared: bool = False  #: whether q and k use the same gain
 
     symbol = "norm"
@@ -142,7 +145,7 @@ class GainNorm(Norm):
 
     @abc.abstractmethod
     def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        """The bare normalisation over the last axis."""
+        """Normalises over the last axis, without gain or bias."""
 
     def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
         if part not in self.on:
@@ -207,7 +210,7 @@ class GainNorm(Norm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class L2Norm(GainNorm):
-    """The L2 norm, x / max(‖x‖₂, eps), norm 1."""
+    """L2 norm: x / max(‖x‖₂, eps). The result has length 1."""
 
     eps: float = 1e-12
     kind = "l2"
@@ -222,7 +225,7 @@ class L2Norm(GainNorm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RMSNorm(GainNorm):
-    """The RMS norm, x / sqrt(mean(x²) + eps), norm √d."""
+    """RMS norm: x / sqrt(mean(x²) + eps). The result has length √d."""
 
     kind = "rms"
     symbol = "RMS"
@@ -236,7 +239,7 @@ class RMSNorm(GainNorm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorm(GainNorm):
-    """(x - mean) / sqrt(var + eps)."""
+    """LayerNorm without affine part: (x - mean) / sqrt(var + eps)."""
 
     eps: float = 1e-5
     kind = "layer"

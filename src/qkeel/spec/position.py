@@ -1,4 +1,7 @@
-"""Positions that are not plain rotations: biases on the logits, ReRoPE, and changes of a position after training."""
+"""Positions that are not plain rotations (ALiBi, Kerple, ReRoPE), and methods that adapt a trained position.
+
+Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per head. i is a query's position, j a key's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from qkeel.spec.norm import Norm
 from qkeel.spec.rope import NTK, PI, DynamicNTK, Position, Rope, SlidingWindow, Stretch, YaRN
 from qkeel.spec.slot import HeadTensor, Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries
 
-# Positions that add a number to the logit, by the distance of query and key.
+# Positions that add a bias to the logit, a function of the distance |i - j|.
 
 
 @final
@@ -42,7 +45,7 @@ class ALiBi(Position):
 class Kerple(Position):
     """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
 
-    a starts in (0, 1), p in (0, 2), spread evenly over the heads where the source draws them at random.
+    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). The source draws them at random.
     Source: Chi et al. 2022, arXiv 2205.09921.
     """
 
@@ -71,16 +74,16 @@ def _apart(pos_q: Tensor, pos_k: Tensor) -> Tensor:
     return (pos_q[:, :, None] - pos_k[:, None, :]).abs()[:, None]
 
 
-# Positions that clip the distance: rotated as usual near the query, by a nearly constant angle far from it.
+# Positions that clip the distance: the usual rotation near the query, a nearly constant angle far from it.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReRope(Position):
     """RoPE whose distance r = i - j stops growing at the window w: r where |r| < w, else ±w.
 
-    A score depends on the pair, so keys are kept unrotated (also in a cache), and a score is one of two products:
-    the usual one near the query, far from it that of q rotated to w and k as it is. Best windows: a quarter to a half
-    of the training length. Training with it is published to spoil extrapolation (kexue.fm 9948).
+    The score depends on the pair, so keys stay unrotated, also in a cache. Each score is one of two products: the
+    usual one near the query; far from it, q rotated to position w times the unrotated k. The best windows are a
+    quarter to a half of the training length. Training with it is published to spoil extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
     """
@@ -90,7 +93,7 @@ class ReRope(Position):
     rotary: float = 1.0  #: share of a head that is rotated
     kind = "rerope"
     folds = False
-    rounded = False  # are positions beyond the window whole?
+    rounded = False  # True if positions beyond the window are rounded to integers
 
     def __post_init__(self) -> None:
         check(self.window >= 1, "a window of at least 1 token", self.window)
@@ -99,7 +102,7 @@ class ReRope(Position):
 
     @property
     def leak(self) -> float:
-        """The tokens of distance that count as one beyond the window."""
+        """Tokens of distance beyond the window that count as one."""
         return math.inf
 
     def check(self, head_dim: int) -> None:
@@ -117,16 +120,16 @@ class ReRope(Position):
         return Position.scores(self, q, k, q, k, {})
 
     def near(self, x: HeadTensor, pos: PosQ) -> HeadTensor:
-        """Returns q or k rotated as usual: for pairs inside the window."""
+        """Returns q or k rotated as usual, for pairs inside the window."""
         return self._rotated(x, pos)
 
     def far_query(self, q: Queries, pos_q: PosQ, side: int = 1) -> Queries:
-        """Returns q as it meets keys at least a window before it (side 1) or behind it (side -1)."""
+        """Returns q for keys at least a window before it (side 1) or after it (side -1)."""
         within = math.floor(self.window / self.leak) if self.rounded else self.window / self.leak
         return self._rotated(q, self._slowed(q, pos_q) + side * (self.window - within))
 
     def far_key(self, k: Keys, pos_k: PosK) -> Keys:
-        """Returns k as queries outside its window meet it."""
+        """Returns k for queries at least a window away."""
         return self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
 
     def _slowed(self, x: HeadTensor, pos: Tensor) -> Tensor:
@@ -142,17 +145,17 @@ class ReRope(Position):
 
 
 def rerope(position: Position) -> ReRope | None:
-    """The position as a ReRope; None for any other, also for a subclass of it that states no kind."""
+    """Returns the position if it is a ReRope that fused kernels know; None for others and for unknown subclasses."""
     return position if isinstance(position, ReRope) and position.kind == "rerope" else None
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyReRope(ReRope):
-    """ReRoPE whose distance continues to grow beyond the window, `factor` times slower: w + (r - w)/factor.
+    """ReRoPE whose distance keeps growing beyond the window, `factor` times slower: w + (r - w)/factor.
 
-    Self-Extend is this with whole positions (`rounded`): ⌊i/f⌋ + w - ⌊w/f⌋ for q, ⌊j/f⌋ for k. InvLeaky ReRoPE trains
-    with a factor under 1 (1/16) and tests with plain RoPE.
+    Self-Extend is the form with integer positions (`rounded`): ⌊i/f⌋ + w - ⌊w/f⌋ for q, ⌊j/f⌋ for k. InvLeaky ReRoPE
+    trains with a factor below 1 (1/16) and tests with plain RoPE.
 
     Source: Su 2023, kexue.fm 9708, 9728; Self-Extend: Jin et al. 2024, arXiv 2401.01325.
     """
@@ -174,12 +177,12 @@ class LeakyReRope(ReRope):
         return f"{name}(window {self.window}, 1/{self.factor:g} beyond, base {self.base:g})"
 
 
-# Methods that change a trained spec for longer contexts: weights stay, positions or the scale do not.
+# Methods that adapt a trained spec to longer contexts: they change the position or the scale and keep the weights.
 
 OptionValue = float | int | str | bool
 Options = Mapping[str, OptionValue]
 
-# name -> (what it does, source). "log_n" changes the scale, all others the position.
+# Name -> what the method does [source]. "log_n" changes the scale, all others the position.
 METHODS: dict[str, str] = {
     "none": "as trained",
     "pi": "position interpolation, θ / factor [arXiv 2306.15595]",
@@ -201,7 +204,7 @@ METHODS: dict[str, str] = {
 def position_for(
     position: Position, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
 ) -> Position:
-    """The position in place of a trained one; see AttentionSpec.extrapolate."""
+    """Returns the position that replaces a trained one under `method`; see `AttentionSpec.extrapolate`."""
     check_known("extrapolation method", method, METHODS)
     sound = math.isfinite(factor) and factor >= 1
     check(sound, f"a factor of at least 1 (test length / train length) for {method}", factor)
@@ -211,7 +214,10 @@ def position_for(
     if method == "window":
         return _seeing(position, train_length, options)
     if isinstance(position, SlidingWindow):
-        return _beyond_window(position, norm, method, factor, train_length, options)
+        # A window inside the training length shows no untrained distance, so its rotation stays.
+        inner = position_for(position.inner, norm, method, factor, train_length, options)
+        trained = position.window <= _length(method, train_length)
+        return position if trained else dataclasses.replace(position, inner=inner)
     if method == "rope":
         _only(method, options)
         return _unclipped(position)
@@ -226,7 +232,13 @@ def position_for(
         return _clipped(position, method, factor, train_length, options)
     stretch = _stretch(method, factor, train_length, options)
     if stretch.magnitude != 1 and position.order == "rotate_then_norm":
-        position = _normed_first(position, norm)
+        # A norm behind the rotation would cancel the factor on cos and sin; before it, the scores are the same.
+        if not norm.commutes_with_rotation:
+            raise RefusedError(
+                f"YaRN's factor on cos and sin would be cancelled by the norm behind the rotation ({norm.formula()}), "
+                "which does not commute with it; use pi, ntk or rerope"
+            )
+        position = dataclasses.replace(position, order="norm_then_rotate")
     return dataclasses.replace(position, stretch=stretch)
 
 
@@ -243,14 +255,6 @@ def _seeing(position: Position, train_length: int | None, options: Options) -> P
     return SlidingWindow(window=narrow, inner=inner)
 
 
-def _beyond_window(
-    position: SlidingWindow, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
-) -> Position:
-    """A window inside the training length sees no distance that is new, so nothing in it is changed."""
-    inner = position_for(position.inner, norm, method, factor, train_length, options)
-    return position if position.window <= _length(method, train_length) else dataclasses.replace(position, inner=inner)
-
-
 def _unclipped(position: Position) -> Position:
     if isinstance(position, Rope) and not position.stretch.changes:
         return position
@@ -259,22 +263,12 @@ def _unclipped(position: Position) -> Position:
     return Rope(base=position.base, rotary=position.rotary)
 
 
-def _normed_first(rope: Rope, norm: Norm) -> Rope:
-    """The same scores with the norm before the rotation, so that it does not cancel a factor on cos and sin."""
-    if not norm.commutes_with_rotation:
-        raise RefusedError(
-            f"YaRN's factor on cos and sin would be cancelled by the norm behind the rotation ({norm.formula()}), "
-            "which does not commute with it; use pi, ntk or rerope"
-        )
-    return dataclasses.replace(rope, order="norm_then_rotate")
-
-
 def scale_for(scale: Scale, method: str, train_length: int | None) -> Scale:
-    """The scale in place of a trained one."""
+    """Returns the scale that replaces a trained one under `method`."""
     if method != "log_n":
         return scale
     if isinstance(scale, LogN):
-        raise RefusedError(f"log_n is in this scale already: {scale.formula()}")
+        raise RefusedError(f"the scale already contains log_n: {scale.formula()}")
     return LogN(inner=scale, train_length=_length(method, train_length), clip=True)
 
 

@@ -1,11 +1,11 @@
-"""Specs by name, and specs that differ by layer."""
+"""Tables of specs by name: placements of positions over layers, and published attention recipes."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check, unknown
@@ -17,7 +17,7 @@ from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import METHODS, ALiBi, Kerple, LeakyReRope
 from qkeel.spec.rope import NoPosition, Position, Rope, SlidingWindow, XPos
 
-# Positions by name, one per layer: the same in all, or windows in most and full attention in a few.
+# Positions by name. Each builder returns one spec per layer: equal ones, or windows in most layers and none in a few.
 
 Specs = tuple[AttentionSpec, ...]
 
@@ -88,7 +88,7 @@ def _deep_enough(name: str, n_layers: int) -> None:
         )
 
 
-# What is not here may be a method of `AttentionSpec.extrapolate`, used in training.
+# Names that are not here may be methods of `AttentionSpec.extrapolate`, here used in training.
 POSITIONS: dict[str, Recipe[Specs]] = {
     "rope": Recipe("rotary; base=, rotary= (share of each head)", "arXiv 2104.09864", _rope),
     "nope": Recipe("none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())),
@@ -114,7 +114,7 @@ POSITIONS: dict[str, Recipe[Specs]] = {
 
 
 def positions() -> dict[str, str]:
-    """Names of all positions and placements, each with one line and its source.
+    """Returns the names of all positions and placements, each with one line and its source.
 
     >>> "alibi" in positions()
     True
@@ -124,19 +124,23 @@ def positions() -> dict[str, str]:
 
 
 def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_length: int | None = None) -> Specs:
-    """One spec per layer: `spec` with the named position in place of its own.
+    """Returns one spec per layer: `spec` with its position replaced by the named one.
 
     Args:
+        spec: the attention of every layer.
+        n_layers: number of layers.
         positions: a name of POSITIONS or of `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
-            several joined by "/" are repeated over the layers, like "window:window=64/rope". Empty: `spec`.
-        train_length: for those that depend on it and do not say it themselves.
+            several joined by "/" alternate over the layers, like "window:window=64/rope". Empty: `spec` unchanged.
+        train_length: in tokens, for positions that depend on it, unless their options give it.
 
     Raises:
-        UnknownNameError: no such position or option. InvalidValueError: a value that cannot be. RefusedError: the form
-            cannot have this position.
+        UnknownNameError: unknown position or option.
+        InvalidValueError: the value is out of range.
+        RefusedError: the spec cannot have this position.
 
-    >>> [s.position.formula() for s in layer_specs(AttentionSpec(position=Rope()), 2, "hwfa", train_length=64)]
-    ['RoPE(base 10000), |i - j| < 48', 'no position']
+    Example:
+        >>> [s.position.formula() for s in layer_specs(AttentionSpec(position=Rope()), 2, "hwfa", train_length=64)]
+        ['RoPE(base 10000), |i - j| < 48', 'no position']
     """
     if not positions:
         return (spec,) * n_layers
@@ -147,10 +151,13 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
 def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | None) -> Specs:
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one position, got {len(terms)} in {text!r}; join those of layers by '/'")
+        raise InvalidValueError(f"expected one position, got {len(terms)} in {text!r}; join positions of layers by '/'")
     name, options = terms[0].name, terms[0].options
     if name not in POSITIONS:
-        return (_stretched(spec, name, options, train_length),) * n_layers
+        if name not in METHODS or name in ("none", "log_n"):
+            raise unknown("position", name, {**POSITIONS, **METHODS})
+        adapted = spec.extrapolate(name, **{"train_length": train_length, **options})  # type: ignore[arg-type]
+        return (adapted,) * n_layers
     make = POSITIONS[name].build
     if "train_length" in inspect.signature(make).parameters and "train_length" not in options:
         if train_length is None:
@@ -161,24 +168,16 @@ def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | N
     return build(f"position {name!r}", make, options, spec, n_layers)
 
 
-def _stretched(
-    spec: AttentionSpec, name: str, options: Mapping[str, bool | int | float | str], train_length: int | None
-) -> AttentionSpec:
-    if name not in METHODS or name in ("none", "log_n"):
-        raise unknown("position", name, {**POSITIONS, **METHODS})
-    return spec.extrapolate(name, **{"train_length": train_length, **options})  # type: ignore[arg-type]
-
-
-# Every published recipe as one row. All constants of papers and models live here, with their source.
+# Every published recipe is one row. All constants of papers and models are here, with their source.
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
-FAR_OFF = 1.25  # a fixed λ and the best one this many times apart are worth a caution
+FAR_OFF = 1.25  # scale_advice speaks up if a fixed λ differs from the best one by more than this factor
 
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
-    """Norm and position: the norm behind the rotation, as in the source, but a gain per dimension before it. Behind
-    the rotation such a gain would make logits depend on more than the distance."""
+    """Norm and position slots. As in the source, the norm follows the rotation; a gain per dimension must precede it,
+    since behind the rotation it would make logits depend on more than the distance."""
     order = "norm_then_rotate" if gain else "rotate_then_norm"
     return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
@@ -192,7 +191,7 @@ def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec
 
 
 def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
-    """QNA or KNA, and the same with log n."""
+    """Builders of QNA or KNA, without and with log n."""
 
     def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
         return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
@@ -222,7 +221,7 @@ def _cosa_logn(
 
 
 def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
-    """Advice where a fixed λ = 4 ln n of cosine attention is far from the optimum for heads of this size."""
+    """Returns advice if a fixed λ = 4 ln n of cosine attention is far from the optimum for this head size."""
     scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
     if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
         return None
@@ -251,16 +250,12 @@ def _chameleon(base: float = 10_000.0) -> AttentionSpec:
     return AttentionSpec(norm=LayerNorm(gain="head_dim", bias=True), position=Rope(base=base))
 
 
-def _flat_rms(eps: float, base: float) -> Callable[..., AttentionSpec]:
-    def build(eps: float = eps, base: float = base, rotary: float = 1.0) -> AttentionSpec:
+def _flat_rms(eps: float, base: float, rotary: float = 1.0) -> Callable[..., AttentionSpec]:
+    def build(base: float = base, rotary: float = rotary, eps: float = eps) -> AttentionSpec:
         norm = RMSNorm(over="layer", gain="head_dim", eps=eps)
         return AttentionSpec(norm=norm, position=Rope(base=base, rotary=rotary))
 
     return build
-
-
-def _minimax_m2(base: float = 5_000_000.0, rotary: float = 0.5, eps: float = 1e-6) -> AttentionSpec:
-    return _flat_rms(eps, base)(rotary=rotary)
 
 
 def _qwen3(base: float = 1_000_000.0, eps: float = 1e-6) -> AttentionSpec:
@@ -351,7 +346,7 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
     "chameleon": Recipe("LayerNorm with gain and bias per head", "arXiv 2405.09818; " + _HF, _chameleon),
     "olmo2": Recipe("RMS norm over all heads of a token", "arXiv 2501.00656; " + _HF, _flat_rms(1e-6, 500_000.0)),
     "olmoe": Recipe("RMS norm over all heads of a token", "arXiv 2409.02060; " + _HF, _flat_rms(1e-5, 10_000.0)),
-    "minimax_m2": Recipe("RMS norm over all heads, partial RoPE", _HF, _minimax_m2),
+    "minimax_m2": Recipe("RMS norm over all heads, partial RoPE", _HF, _flat_rms(1e-6, 5_000_000.0, 0.5)),
     "qwen3": Recipe("RMS norm per head, gain shared by heads", "arXiv 2505.09388; " + _HF, _qwen3),
     "qwen3_next": Recipe(
         "RMS norm per head, gain 1 + w, partial RoPE (its output gate is not attention's)", _HF, _qwen3_next
@@ -377,7 +372,7 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
 
 
 def presets() -> dict[str, str]:
-    """Names of all presets, each with one line and its source.
+    """Returns the names of all presets, each with one line and its source.
 
     >>> presets()["qwen3"]
     'RMS norm per head, gain shared by heads [arXiv 2505.09388; as shipped in transformers 5.23]'
@@ -386,15 +381,19 @@ def presets() -> dict[str, str]:
 
 
 def preset(name: str, **options: float | int | bool) -> AttentionSpec:
-    """The spec of a published recipe.
+    """Returns the spec of a published recipe.
 
-    Options are the recipe's own constants (train_length, base, eps, …); an unknown one names the nearest.
+    Args:
+        name: a name of `presets()`.
+        options: the recipe's own constants (train_length, base, eps, …).
 
     Raises:
-        UnknownNameError: no such preset or option. InvalidTypeError: an option of another type.
+        UnknownNameError: unknown preset or option; the message names the nearest.
+        InvalidTypeError: an option has the wrong type.
 
-    >>> preset("kna", train_length=512).scale.formula()
-    '1'
+    Example:
+        >>> preset("kna", train_length=512).scale.formula()
+        '1'
     """
     if not isinstance(name, str):
         raise InvalidTypeError(f"expected the name of a preset, got {name!r}")
@@ -402,7 +401,7 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
 
 
 def attention_spec(text: str) -> AttentionSpec:
-    """The spec of a preset string.
+    """Returns the spec of a preset string.
 
     >>> attention_spec("gemma2:cap=30").cap
     Softcap(cap=30)

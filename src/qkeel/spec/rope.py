@@ -1,4 +1,7 @@
-"""The position slot's rotary embeddings: RoPE, its scaled forms, and the tables of angles that they keep."""
+"""Rotary position embeddings: RoPE, its context extensions (stretches), windows and xPos, and the cache of tables.
+
+Shapes: b batch, t queries, s keys, h heads, d numbers per head, half rotated pairs.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,22 @@ from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import in_python_mode, transformed
 from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Slot
 
-# Positions and tables that are made of them, kept on a GPU from layer to layer and from step to step.
+# Cache of positions and of the cos and sin tables built from them, shared by layers and steps on a GPU.
 #
-# There a table takes as many launches as a layer's attention; on a CPU making it costs no more than looking for it.
-# Only what is made of positions that were counted here is kept. Into another tensor of positions a caller may write
-# in ways that torch does not count (a collective, a kernel, the replay of a graph), and to read it would be to wait.
-# Nothing is kept, or taken from what is, where that would not be the same as making it: under torch's compiler, in a
-# CUDA graph's capture (its memory goes with the graph), in transforms, traces and modes that see or replace torch's
-# calls.
+# Building a table there takes as many kernel launches as the attention of a layer. On a CPU it costs no more than the
+# lookup. Only tables of positions that `counted` made are cached: a caller may write into other position tensors in
+# ways that torch does not count (a collective, a kernel, a replayed graph), and reading them would wait for the GPU.
+# The cache is bypassed where a cached tensor would differ from a new one: under torch.compile, during a CUDA graph's
+# capture (its memory belongs to the graph), in transforms and traces, and in modes that see or replace torch's calls.
 
-KEPT_ON = frozenset({"cuda"})  # kinds of devices
-MOST = 16  # tensors of positions and groups of tables together
-MOST_BYTES = 128 * 2**20  # of all of them
+KEPT_ON = frozenset({"cuda"})  # device types
+MOST = 16  # entries, counting position tensors and tables
+MOST_BYTES = 128 * 2**20  # of all entries together
 Tables = TypeVar("Tables", bound=tuple[tuple[Tensor, ...], ...])
 
 
 class _Kept(NamedTuple):
-    """Tables, and all tensors of them and of their positions: while those are held, their ids are theirs alone."""
+    """One cache entry. Holding all its tensors keeps their ids from being reused."""
 
     made: tuple[tuple[Tensor, ...], ...]
     tensors: list[Tensor]
@@ -46,32 +48,27 @@ class _Kept(NamedTuple):
 
     @property
     def untouched(self) -> bool:
-        """False once somebody who was handed one of the tensors has written into it, and for what may not be kept."""
+        """False if a caller has written into a tensor, or if a tensor may not be cached at all."""
         return not any(version_of(x) or x.requires_grad or type(x) is not Tensor for x in self.tensors)
 
 
 class _Store(OrderedDict[tuple[Hashable, Hashable], _Kept]):
-    """The tables that are kept, by device, stream and setting; those that were asked for last come last."""
+    """Entries by device, stream and setting, least recently used first."""
 
     def put(self, key: tuple[Hashable, Hashable], one: _Kept) -> None:
-        """Keep one more, and drop what was not asked for longest where that is too much."""
+        """Adds an entry and evicts the least recently used ones beyond the limits."""
         with _LOCK:
             self[key] = one
             while len(self) > MOST or sum(each.size for each in self.values()) > MOST_BYTES:
                 self.popitem(last=False)
 
 
-_LOCK = threading.Lock()  # of several threads, each of which drives a GPU say
+_LOCK = threading.Lock()  # several threads may each drive a GPU
 _KEPT = _Store()
 
 
-def kept_positions(first: int, stop: int, device: torch.device) -> Tensor:
-    """The positions first … stop - 1 as [1 n]: not to be written into."""
-    return _kept(lambda: ((torch.arange(first, stop, device=device)[None],),), (first, stop), device)[0][0]
-
-
 def kept(make: Callable[[], Tables], setting: Hashable, *positions: Tensor) -> Tables:
-    """The tables that `make` makes of these positions and of a setting that says all else: not to be written into."""
+    """Returns the tables that `make` builds from `positions` and `setting`, cached: do not write into them."""
     return _kept(make, (setting, *map(id, positions)), positions[0].device, positions)
 
 
@@ -87,6 +84,7 @@ def _kept(
     if found is not None and found.untouched:
         _KEPT.put((place, what), found)
         return found.made  # type: ignore[return-value]
+    # A position tensor must itself be a cache entry: only those are known to be unchanged.
     ours = [id(one.made[0][0]) for (where, _), one in others if where == place]
     if any(id(pos) not in ours for pos in positions):
         return make()
@@ -100,7 +98,7 @@ def _kept(
 
 
 def _stream(device: torch.device) -> int | None:
-    """The stream whose work sees what is kept, 0 where there are none; None where nothing may be kept."""
+    """The stream that may use cached tensors, 0 for devices without streams; None if nothing may be cached."""
     if transformed() or in_python_mode():
         return None
     if device.type != "cuda":
@@ -108,16 +106,16 @@ def _stream(device: torch.device) -> int | None:
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
 
 
-# RoPE's frequencies, slowed down for contexts longer than in training; a part of the position slot.
+# Stretches: RoPE frequencies for contexts longer than those of training.
 
 Frequencies = Float[Tensor, "half"]
 
 
 class Stretch(abc.ABC):
-    """Frequencies in place of θ_i = base^(-2i/d), at training or at test time.
+    """RoPE frequencies in place of θ_i = base^(-2i/d), at training or at test time.
 
-    `changes`: they are others than RoPE's own. `follows_length`: they depend on how many tokens there are, so rotated
-    keys can't be kept while more come. `magnitude`: a factor on cos and sin.
+    `changes` is False only if they equal RoPE's own. `follows_length`: they depend on the number of tokens, so rotated
+    keys can't be cached while the sequence grows. `magnitude` multiplies cos and sin.
     """
 
     __slots__ = ()
@@ -127,17 +125,17 @@ class Stretch(abc.ABC):
 
     @abc.abstractmethod
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
-        """[half] from RoPE's own [half] and the positions of all keys [b|1 s], which are not read back."""
+        """Returns frequencies [half] given RoPE's own [half]. Key positions [b|1 s] are not read back to the host."""
 
     @abc.abstractmethod
     def formula(self) -> str:
-        """In words of the formula."""
+        """Returns the formula on one line."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoStretch(Stretch):
-    """RoPE as it was trained."""
+    """RoPE's own frequencies."""
 
     changes = False
 
@@ -170,12 +168,12 @@ class PI(Stretch):
 class NTK(Stretch):
     """NTK-aware frequencies: kind old (base · factor), exact, fixed, or mixed with `power`.
 
-    Formulas: functional.rope_frequencies. Source: kexue.fm 9706. "exact" is the base that transformers uses.
+    Formulas: `qkeel.functional.rope`. Source: kexue.fm 9706. transformers uses the base of "exact".
     """
 
     factor: float  #: test length / training length, at least 1
-    kind: Literal["old", "exact", "fixed", "mixed"] = "old"  #: which of the published formulas
-    power: float = 0.625
+    kind: Literal["old", "exact", "fixed", "mixed"] = "old"  #: the published variant
+    power: float = 0.625  #: of kind "mixed"
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
@@ -195,10 +193,10 @@ class NTK(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicNTK(Stretch):
-    """NTK exact with the factor that the length asks for: s = max(n, L)/L, base · (factor·s - factor + 1)^(d/(d-2)).
+    """NTK exact with a factor from the current length n: s = max(n, L)/L, base · (factor·s - factor + 1)^(d/(d-2)).
 
-    Equal to RoPE up to the training length L. With factor 1 the base grows just with s. Every length has frequencies of
-    its own, so keys must be kept unrotated. Source: emozilla 2023, as in transformers ("dynamic").
+    Equals RoPE up to the training length L. Each length has its own frequencies, so caches hold unrotated keys.
+    Source: emozilla 2023, as in transformers ("dynamic").
     """
 
     train_length: int  #: L, in tokens, at least 2
@@ -220,16 +218,16 @@ class DynamicNTK(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class YaRN(Stretch):
-    """Slow pairs interpolated, fast ones left; cos and sin times 0.1 ln factor + 1, or `attention_factor`.
+    """YaRN: interpolates slow pairs and keeps fast ones; cos and sin times 0.1 ln factor + 1, or `attention_factor`.
 
-    ramp="code" as released (and in transformers), "paper" as printed: see functional.rope_frequencies.yarn.
+    ramp="code" is the released form (also in transformers), "paper" the printed one; see `qkeel.functional.rope.yarn`.
     Source: Peng et al. 2023, arXiv 2309.00071.
     """
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2
-    fast: float = 32.0  #: turns in training above which a pair stays
-    slow: float = 1.0  #: turns below which it is interpolated
+    fast: float = 32.0  #: a pair with more turns in training keeps its frequency
+    slow: float = 1.0  #: a pair with fewer turns is interpolated by the whole factor
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -245,7 +243,7 @@ class YaRN(Stretch):
 
     @property
     def magnitude(self) -> float:  # type: ignore[override]
-        """See Stretch."""
+        """The factor on cos and sin."""
         return f.yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
     def formula(self) -> str:
@@ -256,12 +254,12 @@ class YaRN(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3(Stretch):
-    """Llama 3.1's frequencies, see functional.rope_frequencies.llama3."""
+    """Llama 3.1's frequencies, see `qkeel.functional.rope.llama3`."""
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2
-    low: float = 1.0  #: turns in training below which a pair is slowed by the whole factor
-    high: float = 4.0  #: turns above which it stays
+    low: float = 1.0  #: a pair with fewer turns in training is slowed by the whole factor
+    high: float = 4.0  #: a pair with more turns keeps its frequency
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
@@ -282,40 +280,40 @@ def _check(stretch: Stretch, *, factor: float, train_length: int = 2) -> None:
     check(train_length >= 2, f"a train_length of at least 2 tokens for {name}", train_length)
 
 
-# Position slot: how positions enter the score; no position, RoPE, one that fades, one that sees the keys near it.
+# Position slot: how positions enter the logits. Here NoPE, RoPE, sliding windows and xPos; others in position.py.
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
 
 def counted(first: int, stop: int, device: torch.device) -> Int64[Tensor, "1 n"]:
-    """The positions first … stop - 1; on a GPU one tensor for all who ask for the same ones: not to be written into."""
+    """Positions first … stop - 1 as [1 n]. On a GPU all callers share one tensor, so they must not write into it."""
     if torch.compiler.is_compiling() or device.type not in KEPT_ON:
         return torch.arange(first, stop, device=device)[None]
-    return kept_positions(first, stop, device)
+    return _kept(lambda: ((torch.arange(first, stop, device=device)[None],),), (first, stop), device)[0][0]
 
 
 class Position(Slot):
-    """A position offers `encode` (what happens to q and k alone) and `scores` (what needs the pair).
+    """How positions enter the logits: `encode` changes q and k separately, `scores` may depend on the pair.
 
-    A position that is a rotation does all its work in `encode`. One that depends on the distance in another
-    way (a bias, ReRoPE) overrides `scores` and says so by `folds = False`. One that hides keys says how far it sees.
+    A rotation does all its work in `encode`. A position that depends on the pair in another way (a bias, ReRoPE)
+    overrides `scores` and sets `folds = False`. A position that hides keys sets `reach`.
     """
 
     __slots__ = ()
-    # "none", "rope", "alibi", "rerope", "xpos", "window", "other"; that of Kerple is the one of its two kernels.
+    # "none", "rope", "alibi", "rerope", "xpos", "window", "other"; Kerple's is "log" or "power".
     kind: str = "other"
     folds: bool = True
     order: Order = "norm_then_rotate"
 
     @property
     def keeps(self) -> bool:
-        """True if an encoded key stays what it is while more come, so that a cache may hold it."""
+        """True if a cache may hold encoded keys: they do not change as the sequence grows."""
         return self.folds
 
     @property
     def reach(self) -> int | None:
-        """A query sees the keys less than this many tokens away; None for all."""
+        """A query sees the keys fewer than this many tokens away; None for all keys."""
         return None
 
     @property
@@ -325,15 +323,15 @@ class Position(Slot):
 
     @property
     def rope(self) -> Rope | None:
-        """The RoPE whose tables say all that this position does to q and k; None for any other position."""
+        """The RoPE that this position consists of; None for any other position."""
         return None
 
     def encoded(self) -> Position:
-        """The position for q and k that are encoded already."""
+        """The position to use with q and k that are already encoded."""
         return NoPosition()
 
     def check(self, head_dim: int) -> None:
-        """Raise if this position cannot be used with that head size."""
+        """Raises if this position does not support the head size."""
         return None
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
@@ -350,12 +348,12 @@ class Position(Slot):
 
     @abc.abstractmethod
     def formula(self) -> str:
-        """The formula by which positions enter."""
+        """Returns the formula on one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoPosition(Position):
-    """NoPE: the causal mask is the only hint of order."""
+    """NoPE: order enters through the causal mask alone."""
 
     kind = "none"
 
@@ -367,17 +365,15 @@ class NoPosition(Position):
 class Rope(Position):
     """Rotary embedding of the first `rotary` share of each head.
 
-    stretch: other frequencies for longer contexts (PI, NTK, YaRN, …). A larger base (ABF) is just that.
-
-    order: the norm before the rotation or after it. The same for a norm without per-dimension gain; with one,
-    norm-then-rotate is the one that keeps scores a function of the distance.
+    `order` places the norm before or after the rotation. Both are equal for a norm without a gain per dimension. With
+    such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF), set `base`.
     """
 
     base: float = 10_000.0  #: of the frequencies base^(-2i/d)
-    rotary: float = 1.0
-    pairing: Pairing = "half"  #: which two numbers turn together, see functional.rope.rotate
+    rotary: float = 1.0  #: share of each head that is rotated, in (0, 1]
+    pairing: Pairing = "half"  #: which two numbers form a rotated pair, see functional.rope.rotate
     order: Order = "norm_then_rotate"
-    stretch: Stretch = dataclasses.field(default_factory=NoStretch)
+    stretch: Stretch = dataclasses.field(default_factory=NoStretch)  #: frequencies for longer contexts (PI, NTK, …)
     kind = "rope"
 
     def __post_init__(self) -> None:
@@ -405,16 +401,16 @@ class Rope(Position):
         check_pairs(self._rotated(head_dim))
 
     def _rotated(self, head_dim: int) -> int:
-        return round(int(head_dim) * self.rotary)  # a trace makes tensors of sizes
+        return round(int(head_dim) * self.rotary)  # tracing turns sizes into tensors
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
         (cos_q, sin_q), (cos_k, sin_k) = self.tables(q, k, pos_q, pos_k)
         return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
 
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
-        """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider.
+        """The cos and sin of q and those of k, [b|1 1 t half] each, float32 or wider.
 
-        On a GPU they are kept for the next layer and step: not to be written into.
+        On a GPU they are cached for later layers and steps, so callers must not write into them.
         """
         if torch.compiler.is_compiling() or q.device.type not in KEPT_ON:
             return self._made(q, k, pos_q, pos_k)
@@ -422,7 +418,7 @@ class Rope(Position):
         return kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
 
     def _made(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
-        # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
+        # Built on CUDA directly, since a copy from the host would wait. Other devices may lack float64.
         device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
         frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
@@ -445,10 +441,10 @@ class Rope(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(Position):
-    """`inner`, where query i sees the keys with |i - j| < window only: itself and window - 1 before it if causal.
+    """`inner`, where query i sees only the keys with |i - j| < window: itself and window - 1 before it if causal.
 
-    A window hides keys by the distance of positions, so it belongs to the slot of the position. log n counts the keys
-    that a query sees: n = min(position + 1, window). The window is that of Mistral and Gemma in transformers.
+    A window hides keys by their distance, so it belongs to the position slot. log n counts the keys that a query
+    sees: n = min(position + 1, window). Mistral and Gemma use this window in transformers.
 
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
     """
@@ -466,12 +462,12 @@ class SlidingWindow(Position):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """See Position."""
+        """The inner position's."""
         return self.inner.folds
 
     @property
     def order(self) -> Order:  # type: ignore[override]
-        """See Position."""
+        """The inner position's."""
         return self.inner.order
 
     @property
@@ -508,10 +504,10 @@ class SlidingWindow(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class XPos(Position):
-    """Interleaved RoPE, pair n of q times ζ_n^(i/scale), of k times ζ_n^(-j/scale): scores fade as ζ_n^((i - j)/scale).
+    """Interleaved RoPE with decay: q pairs times ζ_n^(i/scale), k pairs times ζ_n^(-j/scale): scores fade with i - j.
 
-    Causal attention only: forward in time they would grow. The released code centres positions, which changes no score;
-    here they are not, so that cached keys stay what they are. In float32 that holds to about 35,000 tokens.
+    For causal attention only, since scores would grow for keys ahead. The released code centres positions, which
+    changes no score. This code does not, so that cached keys stay valid; in float32 that holds to about 35,000 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
     """

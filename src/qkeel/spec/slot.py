@@ -1,4 +1,4 @@
-"""What the slots of a spec have in common, and the shape letters of their annotations."""
+"""The base class of spec slots, and the shape letters of tensor annotations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
 
-# The shapes of tensors at the borders of spec, kernels, ops and nn. b sequences, t queries, s keys; h query heads, g
-# key heads, h a multiple of g; heads of d numbers, values of e; #: or 1.
+# Shapes of tensors at the borders of spec, kernels, ops and nn: b batch, t queries, s keys, h query heads, g key heads
+# (h is a multiple of g), d numbers per head, e numbers per value, m width of the model. `#x` may also be 1.
 
 Queries = Float[Tensor, "b h t d"]
 Keys = Float[Tensor, "b g s d"]
@@ -27,7 +27,7 @@ HeadTensor = Float[Tensor, "b heads n d"]  # q, k or v
 Hidden = Float[Tensor, "b t m"]
 Tokens = Real[Tensor, "b t"]
 QueryMask = Bool[Tensor, "b t"]
-# As users give them, before `Visibility.call` puts them into the shapes above.
+# As callers pass them, before `Visibility.call` brings them into the shapes above.
 GivenMask = Shaped[Tensor, "..."]  # bool or float, broadcasting to [b h t s], or [b s]
 GivenPosQ = Real[Tensor, "*b t"]
 GivenPosK = Real[Tensor, "*b s"]
@@ -41,7 +41,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSizes:
-    """Heads and sizes a spec's parameters are made for."""
+    """Head counts and head size that determine the shapes of a spec's parameters."""
 
     n_heads: int
     n_kv_heads: int
@@ -49,13 +49,13 @@ class ParameterSizes:
 
 
 class Parameter(NamedTuple):
-    """A learnable tensor that a slot needs: its shape, and the number it starts with, or one number for each head."""
+    """A learnable tensor of a slot: its shape and its initial value, one number or one number per head."""
 
     shape: Shape
     start: float | tuple[float, ...]
 
     def tensor(self) -> Float[Tensor, "*shape"]:
-        """The tensor at its start."""
+        """Returns the tensor at its initial value."""
         start = self.start
         return torch.tensor(start) if isinstance(start, tuple) else torch.full(self.shape, float(start))
 
@@ -63,8 +63,8 @@ class Parameter(NamedTuple):
 class Slot(abc.ABC):
     """An immutable part of an AttentionSpec.
 
-    `kind` is its name for those who compute it in a way of their own, such as a fused kernel. It is that of the class
-    that states it: a subclass that states none may compute anything, so its kind is "other".
+    Fused kernels select their code by `kind`. A subclass that does not set `kind` itself may compute anything, so its
+    kind is "other".
     """
 
     __slots__ = ()
@@ -75,13 +75,13 @@ class Slot(abc.ABC):
             type.__setattr__(cls, "kind", "other")
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
-        """The learnable tensors this part needs, by name; none for most."""
+        """Returns this slot's learnable tensors by name; most slots have none."""
         return {}
 
     def init_params(self, geometry: ParameterSizes) -> Params:
-        """The learnable tensors this part needs, at their initial values; empty for most."""
+        """Returns this slot's learnable tensors by name, at their initial values."""
         return {name: parameter.tensor() for name, parameter in self.parameters(geometry).items()}
 
     @abc.abstractmethod
     def formula(self) -> str:
-        """This part of the formula in use, one line."""
+        """Returns this slot's part of the formula, on one line."""

@@ -224,7 +224,7 @@ def start(**environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_processes_at_once_compile_once_and_agree_with_one_that_may_not(
+def test_two_processes_at_once_compile_once_and_agree(
     library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = cache.parent / "ready"
@@ -235,14 +235,13 @@ def test_two_processes_at_once_compile_once_and_agree_with_one_that_may_not(
         (ready / name).write_bytes(found.read_bytes()[:-32])
     log = compiler(cache.parent, ready, monkeypatch, seconds=1.0)
     # New interpreters: one that is forked was seen to compile in the name of the server that it came from.
-    running = [start(), start(), start(CXX="/no/compiler", QKEEL_NATIVE_CACHE=str(cache / "other"))]
+    running = [start(), start()]
     said = [process.communicate(timeout=500) for process in running]
-    one, two, without = [out.split() for out, _ in said]
+    one, two = [out.split() for out, _ in said]
     assert one == two, said
     assert one[:3] == ["True", "True", "0"], said
     assert sorted(log.read_text().split()) == USED
     assert sum(err.count("compiling") for _, err in said) == len(USED)
-    assert without == ["False", "False", "1", one[3]], said  # one reason, one warning
 
 
 def test_every_operator_has_a_check_by_torch() -> None:

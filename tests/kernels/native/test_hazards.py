@@ -21,7 +21,7 @@ from qkeel import reference
 from qkeel.spec.call import Visibility
 
 from . import hazards as h
-from .hazards import Hazard
+from .hazards import Found, Hazard
 
 # Old doors of torch warn that they are old, and maps that they are slow.
 pytestmark = [
@@ -188,36 +188,39 @@ def both_calls(spec: str) -> tuple[Callable[[], tuple[Any, ...]], Callable[[], t
     return lambda: (attend, *given()), lambda: (oracle, *(x.double() for x in given()))
 
 
-def check(hazard: Hazard, native: str, own: Callable[[], Any], oracle: Callable[[], Any]) -> None:
-    error = hazard.on if native == "1" else hazard.off
-    if error:
-        with pytest.raises(Exception) as raised:
-            hazard.do(*own())
-        assert re.search(error, str(raised.value))
-        return
-    found, true = hazard.do(*own()), hazard.do(*oracle())
-    assert len(found) == len(true) > 0
-    for i, (a, b) in enumerate(zip(found, true)):
-        np.testing.assert_allclose(
-            a.detach().double().numpy(), b.detach().numpy(), rtol=hazard.tolerance,
-            atol=hazard.tolerance * max(1.0, b.detach().nan_to_num().abs().max().item() if b.numel() else 0.0),
-            err_msg=f"result {i}",
-        )  # fmt: skip
+def check(hazard: Hazard, own: Callable[[], Any], oracle: Callable[[], Any]) -> None:
+    """With the compiled kernels and without, against one oracle."""
+    true: Found | None = None
+    for native, error in (("1", hazard.on), ("0", hazard.off)):
+        os.environ["QKEEL_NATIVE"] = native
+        if hazard.alone:
+            torch._dynamo.reset()
+        if error:
+            with pytest.raises(Exception) as raised:
+                hazard.do(*own())
+            assert re.search(error, str(raised.value)), native
+            continue
+        true = hazard.do(*oracle()) if true is None else true
+        found = hazard.do(*own())
+        assert len(found) == len(true) > 0
+        for i, (a, b) in enumerate(zip(found, true)):
+            np.testing.assert_allclose(
+                a.detach().double().numpy(), b.detach().numpy(), rtol=hazard.tolerance,
+                atol=hazard.tolerance * max(1.0, b.detach().nan_to_num().abs().max().item() if b.numel() else 0.0),
+                err_msg=f"result {i} with QKEEL_NATIVE={native}",
+            )  # fmt: skip
 
 
-# With compiled kernels and without, one after the other.
 @pytest.mark.parametrize("name", [name for name, hazard in OF_MODULES.items() if not hazard.alone])
 def test_a_module_is_right_or_says_why_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for native in "10":
-        monkeypatch.setenv("QKEEL_NATIVE", native)
-        check(OF_MODULES[name], native, *both_modules(OF_MODULES[name].spec))
+    monkeypatch.setenv("QKEEL_NATIVE", "1")  # what it was comes back at the end
+    check(OF_MODULES[name], *both_modules(OF_MODULES[name].spec))
 
 
 @pytest.mark.parametrize("name", OF_CALLS)
 def test_a_call_is_right_or_says_why_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for native in "10":
-        monkeypatch.setenv("QKEEL_NATIVE", native)
-        check(OF_CALLS[name], native, *both_calls(OF_CALLS[name].spec))
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    check(OF_CALLS[name], *both_calls(OF_CALLS[name].spec))
 
 
 @pytest.mark.parametrize("native", ["1", "0"])
@@ -248,10 +251,8 @@ def test_what_compiles_or_traces_a_module_is_right_too() -> None:
 
 def check_those_alone() -> None:
     for name, hazard in OF_MODULES.items():
-        for native in "10" if hazard.alone else "":
-            os.environ["QKEEL_NATIVE"] = native
-            torch._dynamo.reset()
+        if hazard.alone:
             try:
-                check(hazard, native, *both_modules(hazard.spec))
+                check(hazard, *both_modules(hazard.spec))
             except Exception as error:
-                raise AssertionError(f"{name}, QKEEL_NATIVE={native}") from error
+                raise AssertionError(name) from error

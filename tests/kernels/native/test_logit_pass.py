@@ -18,7 +18,7 @@ from qkeel.capture.calls import flex_call
 from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats
-from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, SlidingWindow, Softcap
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [
@@ -34,7 +34,7 @@ SHAPES += [(1, 4, 2, 512, 512, 64), (1, 2, 2, 70, 200, 24), (1, 2, 1, 200, 70, 1
 SPECS = {
     "plain": AttentionSpec(),
     "capped": AttentionSpec(cap=Softcap(5.0), scale=Fixed(0.3)),
-    "sink": AttentionSpec(scale=Learned(init=0.2, per="head"), normalizer=Sink()),
+    "learned": AttentionSpec(scale=Learned(init=0.2, per="head")),
     "window": AttentionSpec(position=NARROW),
     "negative": AttentionSpec(scale=Fixed(-0.2), cap=Softcap(8.0)),
     **{name: qkeel.preset(name) for name in ("qwen3", "gemma2", "cosa_logn", "swin_v2")},

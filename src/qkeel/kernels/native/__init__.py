@@ -1,4 +1,4 @@
-"""Operators in C++, compiled on first use; without a compiler the same numbers come from torch."""
+"""C++ operators, compiled on first use. Without a compiler torch computes the same numbers."""
 
 from qkeel.kernels.native.operators import norm_rope_ready
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels on first use, keeps them in a cache, and loads only files that this user wrote."""
+"""Compiles the C++ kernels on first use, caches them, and loads only files that no other user could have written."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ import torch
 
 from qkeel.records.disk import hold_lock
 
-# The folder of compiled libraries, and which of its files may be loaded: those that no other user could have
-# written.
+# The cache folder of compiled libraries, and the checks before a file is loaded.
 #
-# Everything is asked of descriptors, never of names: what was checked is what is loaded, if files are renamed
+# All checks use file descriptors, never names, so the checked file is the loaded one even if files are renamed
 # meanwhile.
 
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -33,7 +32,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class BuildError(RuntimeError):
-    """There is no compiled library, for the reason that the message gives."""
+    """There is no compiled library; the message gives the reason."""
 
 
 def cache_folder() -> Path:
@@ -46,10 +45,11 @@ def cache_folder() -> Path:
 
 @contextmanager
 def opened_folder(make: bool) -> Iterator[int]:
-    """Lends a descriptor of the cache's folder; `make` makes it, and what is missing above it, for this user alone.
+    """Yields a descriptor of the cache folder; `make` creates it and missing parents, for this user alone.
 
     Raises:
-        BuildError: the folder is a link, or others own it or can write to it. OSError: it can't be opened.
+        BuildError: the folder is a link, or other users own it or can write to it.
+        OSError: it can't be opened.
     """
     path = cache_folder()
     if path.is_symlink():
@@ -66,14 +66,14 @@ def opened_folder(make: bool) -> Iterator[int]:
 
 
 def opened_library(folder: int, name: str) -> int | None:
-    """Returns a descriptor of a library in the folder, for the caller to close; None where it is missing or torn.
+    """Returns a descriptor of a library in the folder, which the caller closes; None if it is missing or incomplete.
 
     Raises:
-        BuildError: in its place is a link, a folder or a device, or others own the file or can write to it.
+        BuildError: it is a link, a folder or a device, or other users own it or can write to it.
     """
     where = f"the file {cache_folder() / name}"
     try:
-        # A pipe in its place would otherwise wait for a writer.
+        # Opening a pipe would otherwise wait for a writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:
         return None
@@ -98,18 +98,18 @@ def opened_library(folder: int, name: str) -> int | None:
 
 
 def sealed(content: bytes) -> bytes:
-    """A library with its checksum behind it, where a loader reads nothing."""
+    """Appends a library's checksum, in a place that loaders ignore."""
     return content + hashlib.sha256(content).digest()
 
 
 def _sound(content: bytes) -> bool:
-    """Returns whether the file is what the compiler wrote: loading a torn one could end the interpreter."""
+    """True if the checksum matches. Loading an incomplete library could crash the interpreter."""
     whole, digest = content[:-_DIGEST], content[-_DIGEST:]
     return bool(whole) and hashlib.sha256(whole).digest() == digest
 
 
 def _check_owner(found: os.stat_result, what: str) -> None:
-    """Raises where users other than this one and root could have put code there for this process to run."""
+    """Raises BuildError if users other than this one and root could have written the file or folder."""
     if found.st_uid not in (0, os.geteuid()):
         raise BuildError(
             f"{what} belongs to user {found.st_uid}, who could put any code there; "
@@ -122,11 +122,11 @@ def _check_owner(found: os.stat_result, what: str) -> None:
         )
 
 
-# The process of a compiler, which ends with this one, whatever ends that.
-
-# A shell in a process group of its own runs the command, and next to it a process that waits for the end of standard
-# input: a pipe that ends with the Python process, by kill -9 too. Then it kills the group. A compiler starts others
-# that do the work, so to kill it alone would not end them.
+# Running a compiler so that it ends with this process, however this process ends.
+#
+# A shell in its own process group runs the command, next to a process that waits for the end of standard input: a pipe
+# that closes when the Python process ends, even by kill -9. It then kills the whole group, since a compiler starts
+# further processes that would outlive it.
 _GUARDED = (
     'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) >/dev/null 2>&1 & "$@" 3<&-; code=$?; kill -9 $!; exit $code'
 )
@@ -135,16 +135,17 @@ _GUARDED = (
 def run_compiler(
     command: Sequence[str], *, timeout: float, folder: str, environment: Mapping[str, str], keep_open: Sequence[int]
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end and returns its exit code and output; no process of it outlives this one.
+    """Runs a command to its end and returns exit code and output. No process of it outlives this one.
 
     Args:
         command: the compiler and its options.
-        timeout: seconds after which it is ended.
-        folder: where it runs.
-        environment: its variables.
+        timeout: seconds after which it is killed.
+        folder: working directory.
+        environment: environment variables.
         keep_open: descriptors that it inherits.
 
-    Raises: subprocess.TimeoutExpired after `timeout`.
+    Raises:
+        subprocess.TimeoutExpired: the command took longer than `timeout`.
     """
     reading, writing = os.pipe()
     try:
@@ -165,9 +166,9 @@ def run_compiler(
         os.close(writing)
 
 
-# The compiler of the C++ sources: once per machine and torch, into a cache whose files are checked before use.
+# Compiling the C++ sources once per machine and torch version, into a cache whose files are checked before use.
 
-FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that they share
+FOLDER = Path(__file__).parent / "source"  # the sources and their shared headers
 FLAGS = (
     "-std=gnu++20",
     "-O3",
@@ -176,22 +177,22 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
-    # One rounding of a product and its sum everywhere: GCC for some processors splits them where a loop has one sum, so
-    # that the last rows of a block would not have the bits of the others.
+    # Makes a product and its sum round once everywhere. For some processors GCC splits them in loops with one sum, so
+    # the last rows of a block would get other bits than the rest.
     *(("--param=avoid-fma-max-bits=0",) if platform.machine() == "x86_64" else ()),
 )
 _TORCH = Path(torch.__file__).parent
-# torch's headers and Python's: where the latter are missing, a source is compiled without its Python functions.
+# Include paths of torch and Python. Without Python's headers, a source is compiled without its Python functions.
 _HEADERS = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include"))
 INCLUDE = tuple(f"-I{folder}" for folder in _HEADERS)
 OLDEST = {"GCC": 12, "clang": 14}  # GCC 11 has no __builtin_shufflevector
 LONGEST = 600.0  # seconds a compiler may take
-REPORT_AFTER = 2.0  # seconds of waiting for another process before a line on stderr says so
-PATIENCE = 300.0  # seconds of waiting before torch's path is taken
+REPORT_AFTER = 2.0  # seconds of waiting for another process before a message on stderr
+PATIENCE = 300.0  # seconds of waiting before torch is used instead
 
 
 def compiled(name: str) -> Path:
-    """Returns the place of the library of the source `name`.cpp, which is compiled now if it is not there.
+    """Returns the path of the library of `name`.cpp, compiling it if necessary.
 
     Raises:
         BuildError, OSError: see `opened`.
@@ -201,15 +202,20 @@ def compiled(name: str) -> Path:
 
 
 def opened(name: str, from_scratch: bool = False) -> int:
-    """Returns a descriptor of that library, checked, from the cache or compiled now; `from_scratch`: always the latter.
+    """Returns a checked descriptor of the library of `name`.cpp, from the cache or newly compiled.
 
-    Two processes that want it at once: one compiles, the other waits for the lock, which the system lifts when its
-    holder and the compiler that it started are gone. The file appears whole, by one rename, after everything else that
-    was written is removed: what a killed process leaves, the next one to compile removes.
+    If two processes need it, one compiles while the other waits for a lock, which the system releases when its holder
+    and the compiler are gone. The file appears complete, by one rename, after all other outputs are removed. The next
+    compilation removes what a killed process leaves.
+
+    Args:
+        name: the source's name.
+        from_scratch: True ignores the cache.
 
     Raises:
-        BuildError: no compiler, one that fails, another process that takes longer than PATIENCE, or a cache that other
-            users can write. OSError: a cache that can't be written.
+        BuildError: no compiler, a failing compiler, another process that takes longer than PATIENCE, or a cache that
+            other users can write.
+        OSError: the cache can't be written.
     """
     file_name = _file_name(name)
     if not from_scratch and cache_folder().exists():
@@ -240,16 +246,16 @@ def opened(name: str, from_scratch: bool = False) -> int:
 
 
 def flags() -> tuple[str, ...]:
-    """Returns FLAGS and the processor to compile for: this one, or the one that QKEEL_NATIVE_ARCH names.
+    """Returns FLAGS and the target processor: this machine's, or the one named by QKEEL_NATIVE_ARCH.
 
-    The name is the compiler's: `x86-64-v3` gives a machine with AVX512 the code of one that has AVX2 only.
+    Names are the compiler's: with `x86-64-v3` a machine with AVX512 runs the code of one with AVX2 only.
     """
     option = "-march" if platform.machine() == "x86_64" else "-mcpu"
     return (*FLAGS, f"{option}={os.environ.get('QKEEL_NATIVE_ARCH') or 'native'}")
 
 
 def key(name: str) -> str:
-    """Returns one key per source, headers, flags, torch, Python and processor: several machines may share a cache."""
+    """Returns a key from source, headers, flags, torch, Python and processor, so that machines may share a cache."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
     built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
     parts = (*texts, repr(flags()).encode(), built_for.encode())
@@ -258,7 +264,7 @@ def key(name: str) -> str:
 
 @functools.cache
 def _version(compiler: str) -> tuple[str, float]:
-    """Returns which compiler it is by its own macros, and its major version; ∞ where it does not say."""
+    """Returns the compiler's kind and major version by its own macros; version ∞ if it has none."""
     command, macros = [compiler, "-E", "-P", "-x", "c++", "-"], "__clang_major__ __GNUC__"
     try:
         found = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False)
@@ -269,7 +275,7 @@ def _version(compiler: str) -> tuple[str, float]:
 
 
 def _processor() -> str:
-    """Returns the instructions that code for this processor may use."""
+    """Returns the instruction sets of this processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -280,7 +286,7 @@ def _processor() -> str:
 
 @contextmanager
 def _locked(folder: int, name: str) -> Iterator[int]:
-    """Holds the lock of everything that is written for a source, once no other process does."""
+    """Yields the lock for everything that is written for a source, once no other process holds it."""
     lock = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     try:
         held = hold_lock(lock, min(REPORT_AFTER, PATIENCE))
@@ -305,8 +311,8 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
             command,
             timeout=LONGEST,
             folder=f"/proc/self/fd/{inside}",
-            environment={**os.environ, "TMPDIR": "."},  # what a killed compiler leaves lies there too
-            keep_open=(lock,),  # until the compiler has ended it keeps others away from its files
+            environment={**os.environ, "TMPDIR": "."},  # keeps temporary files of a killed compiler here
+            keep_open=(lock,),  # holds the lock until the compiler has ended
         )
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]
@@ -319,7 +325,7 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
 
 @contextmanager
 def _workplace(folder: int, name: str) -> Iterator[int]:
-    """Lends a descriptor of a new folder in the cache's, in place of one that a killed process left."""
+    """Yields a descriptor of a new folder in the cache, replacing one that a killed process left."""
     shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
     os.mkdir(name, 0o700, dir_fd=folder)
     inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
@@ -331,21 +337,21 @@ def _workplace(folder: int, name: str) -> Iterator[int]:
 
 
 def _write(folder: int, name: str, content: bytes) -> None:
-    """Writes a new file of this user alone, in place of one that a killed process left."""
+    """Writes a new file for this user alone, replacing one that a killed process left."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     try:
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700, dir_fd=folder)
         with open(file, "wb") as to:
             to.write(content)
-    except OSError:  # a full disk keeps no half of it
+    except OSError:  # e.g. a full disk: do not keep half a file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
         raise
 
 
 def _stamp(folder: int, name: str) -> tuple[int, int] | None:
-    """Returns what differs between a file and the one that replaced it."""
+    """Returns a stamp that differs between a file and its replacement."""
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

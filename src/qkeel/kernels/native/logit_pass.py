@@ -1,4 +1,4 @@
-"""The statistics of every query row's logits by one compiled pass over q and k."""
+"""Statistics of every query row's logits, by one compiled pass over q and k on a CPU."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ OperatorArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, 
 def rows_of(
     call: AttentionCall, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
-    """Returns FIELDS and the query norms of all rows, how many keys each sees, and the key norms; None for calls that
-    the pass does not compute.
+    """Returns FIELDS and query norms of all rows, how many keys each sees, and the key norms; None if unsupported.
 
-    It computes softmax over keys with or without a cap, a position that folds into q and k, no token classes; float32,
-    bfloat16 and float16 on a CPU; head_dim a multiple of 8; keys whose positions ascend, or do not matter.
+    Supported are softmax over keys with or without a cap, positions that fold into q and k, no token classes; float32,
+    bfloat16 and float16 on a CPU; a head_dim that is a multiple of 8; keys whose positions ascend or do not matter.
     """
     given = _arguments(call)
     if given is None:
@@ -47,8 +46,8 @@ def rows_of(
 
 
 def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"]] | None:
-    """Returns the largest and the smallest logit of each row, -inf and inf of one that does not count; None for the
-    same calls as `rows_of`."""
+    """Returns the largest and smallest logit of each row, -inf and inf for excluded rows; None for the calls that
+    `rows_of` does not support."""
     given = _arguments(call)
     if given is None:
         return None
@@ -62,20 +61,21 @@ def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tens
 def plain_rows(
     q: Tensor, k: Tensor, scale: float, causal: bool, threshold: float
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
-    """The same as `rows_of` where `reads_plain` is true of the call: no mask, no position, no cap."""
+    """Like `rows_of`, for a call that `reads_plain` accepts: no mask, no position, no cap."""
     given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
     return torch.ops.qkeel_native.logit_rows.default(q.detach(), k.detach(), *given, 0.0, threshold)
 
 
 def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
-    """The same as `extremes_of` of such a call."""
+    """Like `extremes_of`, for a call that `reads_plain` accepts."""
     given = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
     return torch.ops.qkeel_native.logit_extremes.default(q.detach(), k.detach(), *given)
 
 
 def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Returns whether the operators read q [b h t d] and k [b g s d] of a call without a mask; it is not asked whether
-    they are ready. What `reads` says, without a call of Python's for each: it is asked at every call of every layer."""
+    """True if the operators support q [b h t d] and k [b g s d] of a call without a mask; does not check `ready`.
+
+    It inlines `reads`, since it runs at every call of every layer."""
     a, b = q.shape, k.shape
     if len(a) != 4 or len(b) != 4 or a[0] != b[0] or a[3] != b[3] or (causal and a[2] != b[2]) or a[1] % b[1]:
         return False
@@ -98,9 +98,9 @@ def _plain_arguments(
 def bracket_of(
     lse: Float[Tensor, "b h t"], call: AttentionCall
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
-    """Returns max (lse - ln n) and max lse over the rows that count, n the number of keys visible to a row.
+    """Returns max (lse - ln n) and max lse over the counted rows, where n is the number of keys visible to a row.
 
-    None where lse is not float32 on a CPU. The call is square and at default positions where it is causal.
+    None unless lse is float32 on a CPU. A causal call must be square with default positions.
     """
     if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
         return None
@@ -108,18 +108,18 @@ def bracket_of(
 
 
 def holds(*tensors: Tensor) -> bool:
-    """Returns whether the operators read these: plain tensors on a CPU, head_dim a multiple of 8."""
+    """True if the operators support these: plain tensors on a CPU with a head_dim that is a multiple of 8."""
     return all(x.is_cpu and reads(x) for x in tensors)
 
 
 def _arguments(call: AttentionCall) -> OperatorArguments | None:
-    """Returns q, k, scale, low, high and mask as the operators take them."""
+    """Returns the operators' arguments q, k, scale, low, high and mask; None if unsupported."""
     banded = isinstance(call, BandCall) and call.slopes is None
     if type(call) is not AttentionCall and not banded:
-        return None  # a subclass has its own functions for visibility and biases
+        return None  # a subclass may override visibility and bias
     spec = call.spec
-    # The maxima alone need less, but are to have the bits of those among the full statistics.
-    if spec.cap.kind == "other" or not spec.normalizer.softmax_over_keys or call.classes is not None:
+    # The maxima alone would support more, but must equal those of the full statistics bit for bit.
+    if spec.cap.kind == "other" or spec.normalizer.kind != "softmax" or call.classes is not None:
         return None
     if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
         return None
@@ -140,19 +140,19 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
 
 
 def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Returns q and k as they enter the product: unchanged where the spec leaves them so, else in float32."""
+    """Returns q and k as they enter the product: unchanged if the spec does not encode them, else in float32."""
     spec = call.spec
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
         return call.q, call.k
-    if call.q.dtype == torch.float32:  # else the compiled pass would round
+    if call.q.dtype == torch.float32:  # otherwise the compiled encoding would round
         return encoded(spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
     return call.encoded()
 
 
 def _visibility(call: AttentionCall) -> VisibilityTensors | None:
-    """Returns the first key visible to each row and the one after the last [b|1 t], None for all, and the mask.
+    """Returns the first key visible to each row and the one after the last [b|1 t] (None: all), and the mask.
 
-    None alone where the visible keys are no such span.
+    Returns None if the visible keys are not a contiguous range.
     """
     if isinstance(call, BandCall):
         return call.low, call.high, None if call.padding is None else call.padding.detach()
@@ -163,14 +163,14 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
     q, k = call.pos_q, call.pos_k
     s = k.shape[1]
     if not call.plain:
-        ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()  # NaN is no position, and a search would not notice
+        ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()  # searchsorted would not notice NaN
         if q.dtype != k.dtype or not bool(ordered):
             return None
         b = max(len(q), len(k))
         q, k = q.expand(b, -1).contiguous(), k.expand(b, -1).contiguous()
 
     def upto(last: Tensor) -> Tensor:
-        """Returns how many keys are at `last` or before."""
+        """Returns how many keys have a position of at most `last`."""
         return (last + 1).clamp(0, s) if call.plain else torch.searchsorted(k, last, right=True)
 
     low = torch.zeros_like(q, dtype=torch.int64) if window is None else upto(q - window)
@@ -187,9 +187,9 @@ def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
-# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows of largest lse, and the next
-# largest lse, each [b h]. q [b h t d], k [b g s d] as they enter the product; `ready` and `holds` are true; lse [b h t]
-# float32, rows where it is -inf do not count; causal: keys up to i are visible to row i.
+# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows with the largest lse, and the next
+# largest lse, each [b h]. q [b h t d] and k [b g s d] are encoded; `ready` and `holds` must be True; lse [b h t] is
+# float32, -inf for excluded rows; causal: row i sees the keys up to i.
 OPERATORS = OperatorSource(
     "logit_pass",
     {

@@ -1,4 +1,4 @@
-"""The compiled operators as torch operators: norm and rotation, steps of AdamW, stacked runs."""
+"""The compiled C++ operators as torch operators: norm and rotation, AdamW steps, stacked runs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from qkeel.errors import caution
 from qkeel.kernels.native.build import opened
 from qkeel.patching.modes import constant_when_compiled, transformed
 
-# The mechanism of every compiled operator: built, loaded and described to torch's compiler on first use.
+# Building, loading and registering compiled operators on first use.
 
-STORED = (torch.float32, torch.bfloat16, torch.float16)  # what operators read; they compute in float32
+STORED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that operators read; they compute in float32
 WIDEST = 1024  # WIDEST in the sources
 _LOADING = threading.Lock()
 
@@ -35,8 +35,8 @@ _LOADING = threading.Lock()
 class OperatorSource:
     """The operators of one C++ source, `source/NAME.cpp`, which defines them as torch.ops.qkeel_native.OPERATOR.
 
-    `shapes` has, for each operator, a function of its arguments that returns empty tensors like its results: torch's
-    compiler calls these instead of the operators.
+    `shapes` maps each operator to a function of its arguments that returns empty tensors like its results, which
+    torch.compile calls instead of the operator.
     """
 
     name: str
@@ -44,10 +44,10 @@ class OperatorSource:
 
     @constant_when_compiled
     def ready(self) -> bool:
-        """Returns whether the operators can be used here and now; the first call may compile.
+        """True if the operators can be used now; the first call may compile them.
 
-        Not where QKEEL_NATIVE=0 switches them off, where they cannot be compiled, or under a torch.func transform, an
-        export or a trace. A failure is reported once; from then on torch computes, as with QKEEL_NATIVE=0.
+        False if QKEEL_NATIVE=0 disables them, if they cannot be compiled, and under a torch.func transform, an export
+        or a trace. A failure is reported once, after which torch computes instead.
         """
         if _switched_off() or transformed():
             return False
@@ -55,9 +55,9 @@ class OperatorSource:
             return _loaded(self) is not None
 
     def functions(self) -> ModuleType | None:
-        """Returns the source's Python functions, which call no dispatcher of torch; None where there are none.
+        """Returns the source's Python functions, which bypass torch's dispatcher; None if there are none.
 
-        They check themselves what is under way, and leave to the operators what they cannot compute.
+        They check the state of torch themselves and leave what they cannot compute to the operators.
         """
         if _switched_off():
             return None
@@ -67,12 +67,12 @@ class OperatorSource:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Returns whether it is a tensor of torch's own: a subclass has operators of its own."""
+    """True for torch's own tensor class; a subclass may override operators."""
     return type(x) in (Tensor, nn.Parameter)
 
 
 def reads(x: Tensor) -> bool:
-    """Returns whether operators read it: a plain tensor of STORED, rows of a multiple of 8 numbers, 1,024 at most."""
+    """True if operators support x: a plain tensor of a STORED dtype, rows of a multiple of 8 numbers, at most 1,024."""
     return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= WIDEST and x.numel() > 0
 
 
@@ -85,17 +85,17 @@ def _functions(name: str, library: str) -> ModuleType | None:
     found = importlib.machinery.ExtensionFileLoader(name, library)
     try:
         return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, found))  # type: ignore[arg-type]
-    except ImportError:  # compiled where Python's headers are missing
+    except ImportError:  # compiled without Python's headers
         return None
 
 
 @functools.cache
 def _loaded(source: OperatorSource) -> str | None:
-    """Loads the library and returns the path of what was loaded; None, and a warning, where there is none."""
+    """Loads the library and returns its path; returns None after a warning if there is none."""
     try:
         try:
             library = _load(opened(source.name))
-        except ImportError:  # sound, but not for this machine
+        except ImportError:  # intact, but built for another machine
             library = _load(opened(source.name, from_scratch=True))
         for operator, shapes in source.shapes.items():
             torch.library.register_fake(f"qkeel_native::{operator}", shapes)
@@ -106,10 +106,10 @@ def _loaded(source: OperatorSource) -> str | None:
 
 
 def _load(file: int) -> str:
-    """Loads an open file and returns its path in this process, under which the file stays open.
+    """Loads an open file and returns its path in this process, by which the file stays open.
 
-    torch.ops.load_library would go back to the file's name, where another file may lie by now. A loader tells
-    libraries apart by their paths, so that the descriptor of a loaded one must not be given to another.
+    torch.ops.load_library with the file's name could load another file that replaced it meanwhile. Loaders identify
+    libraries by path, so the descriptor of a loaded library must not be reused for another one.
     """
     path = f"/proc/self/fd/{file}"
     try:
@@ -126,17 +126,17 @@ def _reasons() -> set[str]:
 
 
 def _tell(name: str, reason: str) -> None:
-    """Says why, once for all sources that it keeps from being loaded."""
+    """Reports a reason once, even if it affects several sources."""
     if reason not in _reasons():
         _reasons().add(reason)
         caution(f"qkeel computes without its compiled {name}: {reason}. QKEEL_NATIVE=0 silences this.")
 
 
-# Norm and rotation of q or k as one compiled operator, and its derivative.
+# Norm and rotation of q or k as one compiled operator, with its derivative.
 
-NONE = 0  # the kind of a pass that only rotates
-WHOLE = 4  # added to the kind of a norm over all heads of a token, which only Triton's kernels take
-CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; 1 for any b and t
+NONE = 0  # kind of a call that only rotates
+WHOLE = 4  # added to the kind for a norm over all heads of a token, which only the Triton kernels support
+CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; b and t may be 1
 
 
 def norm_rope(
@@ -145,13 +145,16 @@ def norm_rope(
     """Returns rotation(gain · norm(x)), in x's dtype and layout.
 
     Args:
-        x: q or k. gain: [], [d], [h 1] or [h d]. table: cos and sin of the rotation.
-        kind: 0 no norm, 1 RMS, 2 L2, 3 LayerNorm. eps: of the norm.
-        keep_x: keep x for the backward pass, else the result, from which x̂ is computed again.
+        x: q or k.
+        gain: [], [d], [h 1] or [h d].
+        table: cos and sin of the rotation.
+        kind: 0 no norm, 1 RMS, 2 L2, 3 LayerNorm.
+        eps: eps of the norm.
+        keep_x: True keeps x for backward; False keeps the result, from which x̂ is recomputed.
     """
     cos, sin = (None, None) if table is None else table
     if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
-        return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # half the time of a small call
+        return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # halves the time of a small call
     return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
 
 
@@ -168,20 +171,20 @@ def _forward_shapes(
 
 
 def same_shape(x: Tensor, *_: object) -> Tensor:
-    """Returns an empty tensor for a result like x, whose rows are contiguous."""
+    """Returns an empty tensor like x, with contiguous rows."""
     return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
 def backward_shapes(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors for the gradients of x, and of the gain by head or for all of them."""
+    """Returns empty tensors for the gradients of x and of the gain, the latter per head or for all heads."""
     shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
     return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
-# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and of k with one table, without
-# a gradient, by one call instead of two. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
+# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and k with one table in one call,
+# without a gradient. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
 NORM_ROPE_OPERATORS = OperatorSource(
     "norm_rope",
     {
@@ -192,18 +195,18 @@ NORM_ROPE_OPERATORS = OperatorSource(
     },
 )
 norm_rope_ready = NORM_ROPE_OPERATORS.ready
-# Python functions that cost less than an operator, for one token:
-# - encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps) gives q and k as `norm_rope_two` does; None for tensors
-#   other than plain ones of a CPU, under transforms and modes, and where a gradient is wanted.
-# - place(pos) is the number that all of `pos` equals, or None.
+# Python functions with less overhead than an operator, for a single token:
+# - encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps) returns q and k like `norm_rope_two`; None for tensors
+#   other than plain CPU tensors, under transforms and modes, and if a gradient is needed.
+# - place(pos) is the number that all of `pos` equal, or None.
 functions = NORM_ROPE_OPERATORS.functions
 
 
-# The layers and updates of a stack of runs, except for attention, as compiled operators: see lab.stack.
+# The layers and updates of a stack of runs, except attention, as compiled operators: see lab.stack.
 
 
 def linear(x: Float[Tensor, "runs rows i"], weight: Float[Tensor, "runs o i"]) -> Float[Tensor, "runs rows o"]:
-    """Returns x Wᵀ of every run; the widths i and o are multiples of 8."""
+    """Returns x Wᵀ for every run; the widths i and o are multiples of 8."""
     return torch.ops.qkeel_native.stacked_linear(x, weight)
 
 
@@ -215,7 +218,7 @@ def linear_backward(
 
 
 def gelu_(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns gelu(x) = x Φ(x), to 1e-7; x becomes the slope there, Φ(x) + x φ(x)."""
+    """Returns gelu(x) = x Φ(x), to 1e-7, and overwrites x with the slope Φ(x) + x φ(x)."""
     return torch.ops.qkeel_native.stacked_gelu_(x)
 
 
@@ -232,22 +235,22 @@ def rms_norm_backward(
     inverse: Float[Tensor, "runs rows"],
     gain: Float[Tensor, "runs d"] | None,
 ) -> tuple[Float[Tensor, "runs rows d"], Float[Tensor, " ..."]]:
-    """Returns the gradients of x and of the gain, the latter [0] without one; `inverse` is 1 / rms(x)."""
+    """Returns the gradients of x and of the gain ([0] without one); `inverse` is 1 / rms(x)."""
     return torch.ops.qkeel_native.stacked_rms_norm_backward(dy, x, inverse, gain)
 
 
 def cross_entropy_(
     logits: Float[Tensor, "runs rows vocab"], targets: Int[Tensor, "_ rows"], grad: bool
 ) -> Float[Tensor, " runs"]:
-    """Returns each run's mean loss in nats; targets may be shared by all runs.
+    """Returns each run's mean loss in nats; runs may share targets.
 
-    With `grad` the logits become their gradient.
+    With `grad` the logits are overwritten by their gradient.
     """
     return torch.ops.qkeel_native.stacked_cross_entropy_(logits, targets, grad)
 
 
 def clip_(gradients: Sequence[Float[Tensor, "runs ..."]], limit: float) -> Float[Tensor, " runs"]:
-    """Returns the norm of each run's gradients, and scales those over the limit, if that is above 0."""
+    """Returns each run's gradient norm, and scales gradients down to the limit if that is above 0."""
     return torch.ops.qkeel_native.stacked_clip_(list(gradients), limit)
 
 
@@ -258,12 +261,14 @@ def adamw_(
     rates: Tensor,
     options: tuple[Sequence[float], float, float, float],
 ) -> None:
-    """Does a step of AdamW, each run at its own rate and step.
+    """Makes a step of AdamW in place, with each run at its own learning rate and step.
 
     Args:
-        weights, gradients: n of [runs ...]. state: means, variances, and steps done [n runs].
-        rates: [n runs] float64; a weight whose rate is below 0 stays unchanged.
-        options: n·runs weight decays, those of a weight in a row; β₁, β₂, ε.
+        weights: n tensors [runs ...].
+        gradients: n tensors [runs ...].
+        state: means, variances, and steps done [n runs].
+        rates: [n runs] float64; a weight with a rate below 0 stays unchanged.
+        options: n·runs weight decays, ordered by weight; β₁, β₂, ε.
     """
     means, variances, steps = state
     lists = (list(x) for x in (weights, gradients, means, variances))
@@ -289,9 +294,9 @@ STACKED_OPERATORS = OperatorSource(
 stacked_ready = STACKED_OPERATORS.ready
 
 
-# Updates of many weights as compiled operators: a step of Adam or AdamW with a rate for each line of a weight, and a
-# factor for each head.
-
+# Updates of many weights as compiled operators: an Adam or AdamW step with a rate per line of a weight, and scaling
+# with a factor per head.
+#
 # Both operators change their arguments and return nothing.
 ADAMW_OPERATORS = OperatorSource("adamw", {"adam_lines": lambda *_: None, "scale_heads": lambda *_: None})
 adamw_ready = ADAMW_OPERATORS.ready
@@ -299,7 +304,7 @@ adamw_ready = ADAMW_OPERATORS.ready
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """The options of a parameter group of torch's Adam. `plain`: decoupled decay at its full size at any rate."""
+    """Options of a parameter group of torch's Adam. `plain`: decoupled weight decay that rates do not scale."""
 
     lr: float
     beta1: float
@@ -313,11 +318,11 @@ class AdamOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamTensors:
-    """The n weights of a step, each a dense float32 matrix or vector, what torch's Adam keeps of them, and rates.
+    """The n weights of a step, each a dense float32 matrix or vector, with torch's Adam state and rates.
 
-    `maxima` is empty without amsgrad. `rates` [lines] float32, `squares` [lines] float64: a line is a row (axis 0) or
-    a column (axis 1) of its matrix, or a number of its vector. `grad_scale` and `found_inf` are a GradScaler's, which
-    only the kernel for GPUs reads.
+    `maxima` is empty without amsgrad. `rates` [lines] is float32, `squares` [lines] float64; a line is a row (axis 0)
+    or a column (axis 1) of a matrix, or one number of a vector. `grad_scale` and `found_inf` belong to a GradScaler;
+    only the GPU kernel reads them.
     """
 
     weights: Sequence[Tensor]
@@ -334,10 +339,10 @@ class AdamTensors:
 
 
 def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
-    """Does w ← w + rate · (Adam(w) - w) for each line, in place, and writes each line's new sum of squares.
+    """Updates w ← w + rate · (Adam(w) - w) line by line, in place, and writes each line's new sum of squares.
 
-    The state changes as in torch's step; a rate of 1 gives the weight of that step. With `options.plain` it is
-    w' + rate · (Adam(w) - w'), w' = (1 - lr · decay) · w.
+    The state changes as in torch's step, and a rate of 1 gives torch's weight. With `options.plain` the update is
+    w' + rate · (Adam(w) - w') with w' = (1 - lr · decay) · w.
     """
     t, o = tensors, options
     torch.ops.qkeel_native.adam_lines(
@@ -347,8 +352,8 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
 
 
 def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
-    """Writes the sums of squares of each line of weights, to the bit those that a step of them leaves: by a step of a
-    copy that leaves it as it is."""
+    """Writes the sum of squares of each line, bit for bit as `adam_lines` does, by a step on a copy that changes
+    nothing."""
     none = AdamOptions(lr=0, beta1=0.9, beta2=0.9, eps=1, decay=0, decoupled=True, maximize=False)
     for weight, own, axis in zip(weights, squares, axes):
         means, variances, gradients = ([torch.zeros_like(weight)] for _ in range(3))
@@ -368,5 +373,5 @@ def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequen
 
 def scale_heads(heads: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     """Multiplies each of the heads [n r m], float32, by its factor [n], in place; a factor of 1 changes no bit."""
-    if heads:  # an operator without tensors has no device
+    if heads:  # the operator needs a tensor to find its device
         torch.ops.qkeel_native.scale_heads(list(heads), list(factors))

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for a GPU."""
+"""GPU kernels in Triton."""

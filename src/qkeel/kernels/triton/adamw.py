@@ -1,4 +1,4 @@
-"""AdamW with a factor per head as one Triton pass, and the trial against torch's step before it writes weights."""
+"""AdamW with a rate per line of a weight, as one Triton pass."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from qkeel.kernels.triton.heads import sent
 from qkeel.kernels.triton.norm_rope import TritonObject
 from qkeel.patching.modes import add_to_all
 
-_FIELDS = tl.constexpr(11)  # of a weight in the table: where it, its gradient, mean, variance, maximum, step, rates and
-# squares lie; its lines, numbers in a line, and the distance of lines, or of a line's numbers where lines are adjacent
-# Lines of a program, and numbers of each that it takes at once: lines apart, or adjacent.
+_FIELDS = tl.constexpr(11)  # of a weight's row in the table: addresses of weight, gradient, mean, variance, maximum,
+# step, rates and squares; number of lines, numbers per line, stride of lines (of numbers if lines are adjacent)
+# Lines per program and numbers of each line per iteration, for separate and for adjacent lines.
 _TILE = {False: (4, 512), True: (64, 32)}
 _WARPS = 8
-# Where weight decay enters: nowhere, in the gradient, apart from the step and scaled with it, apart at full size.
+# Weight decay: none, in the gradient, decoupled and scaled with the step, decoupled at full size.
 _NONE, _COUPLED, _SCALED, _PLAIN = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
 def _tensor(row, field, EVEN):
-    """Returns where one of a weight's tensors begins."""
+    """Returns the address of one of a weight's tensors."""
     start = tl.load(row + field).to(tl.pointer_type(tl.float32))
     if EVEN:
         start = tl.multiple_of(start, 16)
@@ -37,15 +37,15 @@ def _tensor(row, field, EVEN):
 
 @triton.jit
 def _towards(a, b, c):
-    """Returns a + c · (b - a), from the nearer end, as torch.lerp has it: exactly b at c = 1."""
+    """Returns a + c · (b - a) computed from the nearer end, like torch.lerp: exactly b at c = 1."""
     return tl.where(c == 1.0, b, tl.where(c < 0.5, a + c * (b - a), b - (b - a) * (1.0 - c)))
 
 
 @triton.jit
 def _sizes(row, lr, log1, log2):
-    """The step's length over that of its direction, and the root of what the variance lacks, both of this step."""
+    """Returns the step size and the root of the variance's bias correction, both for this step."""
     t = tl.load(_tensor(row, 5, False)).to(tl.float64) + 1.0
-    # float32 would lose what 1 - βᵗ is in the first steps.
+    # float32 would lose digits of 1 - βᵗ in the first steps.
     return (lr / (1.0 - tl.exp(t * log1))).to(tl.float32), tl.sqrt(1.0 - tl.exp(t * log2)).to(tl.float32)
 
 
@@ -66,7 +66,7 @@ def _stepped(
     w, g, row, at, ok, mine, rate, size, root, drop, coupled, toward, beta2, grown, small,
     EVEN: tl.constexpr, DECAY: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """The new weights of some lines; their state is moved on."""
+    """Returns the new weights of some lines and updates their state."""
     mean, variance = _tensor(row, 2, EVEN), _tensor(row, 3, EVEN)
     m = tl.load(mean + at, mask=ok, other=0.0)
     v = tl.load(variance + at, mask=ok, other=0.0)
@@ -94,11 +94,11 @@ def _lines(
     LINES: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, STEP: tl.constexpr,
     DECAY: tl.constexpr, TOP: tl.constexpr, UP: tl.constexpr, UNSCALE: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """The step of some lines of a weight, and the sums of squares of what they are then; STEP=False: these alone."""
+    """Steps some lines of a weight and sums the squares of the result; STEP=False only sums."""
     own = plan + tl.program_id(0).to(tl.int64) * 2
     row = table + tl.load(own).to(tl.int64) * _FIELDS
     lines, others, lead = tl.load(row + 8).to(tl.int32), tl.load(row + 9).to(tl.int32), tl.load(row + 10)
-    if EVEN:  # 16 bytes at a time
+    if EVEN:  # aligned to 16 bytes
         lead = tl.multiple_of(lead, 16)
         lines, others = tl.multiple_of(lines, 16 if ACROSS else 1), tl.multiple_of(others, 1 if ACROSS else 16)
     i = tl.load(own + 1) * LINES + tl.arange(0, LINES)
@@ -126,9 +126,9 @@ def _lines(
 
 
 def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
-    """Does what `kernels.native.adamw.adam_lines` does, to CUDA tensors; the number of steps may lie on the device.
+    """Like `kernels.native.operators.adam_lines`, for CUDA tensors; the step count may be on the device.
 
-    Of a step that a GradScaler skips, the weights and their state stay, and their squares are summed.
+    If a GradScaler skips the step, weights and state stay, and the squares are still summed.
     """
     t, o = tensors, options
     drop = o.lr * o.decay
@@ -141,7 +141,7 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
     }
     numbers = (o.lr, drop, o.decay, 1 - o.beta1, o.beta2, 1 - o.beta2, o.eps, _log(o.beta1), _log(o.beta2))
     given = (t.weights, t.gradients, t.means, t.variances, t.maxima or t.weights, t.steps, t.rates, t.squares)
-    nothing = t.steps[0]  # in the place of a tensor that is not read
+    nothing = t.steps[0]  # placeholder for a tensor that the kernel does not read
     read = [nothing if x is None else x for x in (t.grad_scale, t.found_inf)]
     _launch(list(zip(*given, strict=True)), t.axes, (*read, *numbers), {**how, "STEP": True})
     add_to_all(list(t.steps), 1.0 if t.found_inf is None else 1.0 - t.found_inf.reshape(()))
@@ -149,7 +149,7 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
 
 
 def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
-    """Writes the sums of squares of each line of weights, to the bit those that a step of them leaves."""
+    """Writes the sums of squares of each line of weights, bit for bit as `adam_lines` leaves them."""
     how = {"STEP": False, "DECAY": _NONE.value, **dict.fromkeys(("TOP", "UP", "UNSCALE", "SKIPS"), False)}
     rows = [(*(w,) * 7, x) for w, x in zip(weights, squares)]
     _launch(rows, axes, (weights[0], weights[0], *(1.0,) * 9), how)
@@ -158,7 +158,7 @@ def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequen
 def _launch(
     rows: Sequence[tuple[Tensor, ...]], axes: Sequence[int], given: Sequence[Tensor | float], how: dict[str, object]
 ) -> None:
-    """One launch for the weights whose lines are apart, and one for those whose lines are adjacent."""
+    """Launches once for weights with separate lines, and once for weights with adjacent lines."""
     kinds: dict[bool, list[tuple[int, ...]]] = {}
     for tensors, axis in zip(rows, axes):
         lines, others, across = _lie(tensors[0], axis)
@@ -168,7 +168,7 @@ def _launch(
         table = sent(torch.tensor(fields), rows[0][0].device)
         lines, others = _TILE[across]
         plan = _plan(tuple(-(-n // lines) for *_, n, _, _ in fields), table.device)
-        # Addresses of the weight and of all that lies as it does.
+        # Addresses of the weight and of the tensors with its layout.
         even = all(lead % 16 == 0 and not any(p % 16 for p in where[:5]) for *where, _, _, lead in fields)
         kernel: TritonObject = _lines
         shape = {"LINES": lines, "OTHERS": others, "ACROSS": across, "EVEN": even, "num_warps": _WARPS}
@@ -178,13 +178,13 @@ def _launch(
 
 @functools.lru_cache(maxsize=8)
 def _plan(programs: tuple[int, ...], device: torch.device) -> Tensor:
-    """The weight, and the block of its lines, of every program."""
+    """Returns the weight and the block of lines of every program."""
     parts = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(programs)]
     return sent(torch.cat(parts).int(), device)
 
 
 def _lie(weight: Tensor, axis: int) -> tuple[int, int, bool]:
-    """Lines, numbers in each, and whether lines are adjacent in memory, of a dense matrix or vector."""
+    """Returns lines, numbers per line, and whether lines are adjacent in memory, of a dense matrix or vector."""
     if weight.ndim == 1:
         return len(weight), 1, True
     return weight.shape[axis], weight.shape[1 - axis], (axis == 1) == weight.is_contiguous()

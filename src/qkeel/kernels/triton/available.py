@@ -1,7 +1,7 @@
-"""The entry point to the Triton kernels: whether they can be used, and their loading for the first CUDA tensor.
+"""Access to the Triton kernels: whether they can be used, and their import for the first CUDA tensor.
 
-QKEEL_TRITON=0 leaves everything to torch. QKEEL_TRITON=write also allows the kernels that write weights: no GPU has
-recorded a result of them yet.
+QKEEL_TRITON=0 disables them. QKEEL_TRITON=write also enables the kernels that write weights, which have no recorded GPU
+result yet.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from qkeel.kernels.triton.heads import HeadTable
 
 
-# The families of kernels, each with a case of `first_use`.
+# The kernel families. Each has a test case in `first_use`.
 Family = Literal["norm and rotation", "statistics", "sampled statistics", "heads of weights", "step of AdamW"]
 
 _LOADING = threading.Lock()
-_OLDEST = (8, 0)  # compute capability with bfloat16
-_WIDEST = 256  # greatest head_dim of the statistics
-_LARGEST = 2**31  # numbers in a head, which are counted in 32 bits
+_OLDEST = (8, 0)  # least compute capability, the first with bfloat16
+_WIDEST = 256  # largest head_dim of the statistics
+_LARGEST = 2**31  # numbers in a head, indexed with 32 bits
 
 
 class RowNumbers(NamedTuple):
-    """The statistics of every query row, float32; of rows without a visible key: -inf, +inf, -inf, 0."""
+    """Statistics of every query row, float32; -inf, +inf, -inf, 0 for rows without a visible key."""
 
     largest: Float[Tensor, "b h t"]
     smallest: Float[Tensor, "b h t"]
@@ -43,9 +43,10 @@ class RowNumbers(NamedTuple):
 
 
 class HeadNumbers(NamedTuple):
-    """Statistics of heads over the rows that see a key and count: `largest` logit, mean and least entropy [h], how many
-    rows that are; the numbers -inf, inf, 0 and a count of 0, which come with them; and half the width of a 95 %
-    interval of the mean entropy, where it is of a sample of rows.
+    """Statistics of heads [h] over counted rows that see a key: largest logit, mean and least entropy, number of rows.
+
+    The neutral values -inf, inf, 0 and a count of 0 come from the same launch. `error` is half the width of a 95 %
+    interval of the mean entropy if rows were sampled.
     """
 
     largest: Float[Tensor, " h"]
@@ -57,7 +58,8 @@ class HeadNumbers(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, counts: Tensor, error: Tensor | None = None) -> HeadNumbers:
-        """Returns what a kernel wrote into numbers [6+ h]: the three, -inf, inf, 0; and counts [2 h]: the rows, 0."""
+        """Wraps a kernel's output: numbers [6+ h] hold the three statistics, -inf, inf, 0; counts [2 h] the rows and
+        0."""
         low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
         neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
         return cls(numbers[0], numbers[1], numbers[2], counts[0], neutral, error)
@@ -65,10 +67,10 @@ class HeadNumbers(NamedTuple):
 
 @constant_when_compiled
 def usable(device: torch.device) -> bool:
-    """Returns whether tensors on that device go through Triton here and now.
+    """True if Triton can be used for tensors on the device now.
 
-    Not where QKEEL_TRITON=0 says so, Triton is missing (reported once), the device is no GPU or too old for bfloat16,
-    or a torch.func transform, export or trace is under way: there torch computes the same numbers.
+    False if QKEEL_TRITON=0, if Triton is missing (reported once), if the device is no GPU or too old for bfloat16, or
+    during a torch.func transform, export or trace. torch then computes the same numbers.
     """
     if device.type != "cuda" or os.environ.get("QKEEL_TRITON", "1") == "0" or transformed():
         return False
@@ -78,11 +80,11 @@ def usable(device: torch.device) -> bool:
 
 @constant_when_compiled
 def trusted(family: Family, device: torch.device) -> bool:
-    """Returns whether tensors on that device go through the kernels of a family here and now.
+    """True if a family of kernels can be used for tensors on the device now.
 
-    At the first use on a device the kernels compute a small case, see `first_use`. Where that fails or differs from
-    torch's result, one warning says so, and the answer is no from then on. A case waits for the device, so there is
-    none while a CUDA graph is captured: until then the answer is no.
+    At the first use on a device the family computes a small test case, see `first_use`. If it fails or differs from
+    torch's result, one warning reports it and the family stays disabled. The test waits for the device, so during a
+    CUDA graph's capture an untested family counts as disabled.
     """
     if not usable(device):
         return False
@@ -94,15 +96,15 @@ def trusted(family: Family, device: torch.device) -> bool:
 
 
 def may_write() -> bool:
-    """Returns whether kernels that write weights were asked for, by QKEEL_TRITON=write."""
+    """True if QKEEL_TRITON=write enables the kernels that write weights."""
     return os.environ.get("QKEEL_TRITON", "1") == "write"
 
 
 class _CapturingError(Exception):
-    """A CUDA graph is being captured, so nothing may wait for the device."""
+    """A CUDA graph is being captured, so waiting for the device is not allowed."""
 
 
-@functools.cache  # not of an exception
+@functools.cache  # exceptions are not cached
 def _agrees(family: Family, device: torch.device) -> bool:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _CapturingError
@@ -113,7 +115,7 @@ def _agrees(family: Family, device: torch.device) -> bool:
         why = f"differ from torch's result by {off:.1e} times what rounding explains"
         if off <= 1:
             return True
-    except Exception as error:  # of Triton, its compiler or the driver
+    except Exception as error:  # from Triton, its compiler or the driver
         why = f"fail: {type(error).__name__}: {error}"
     caution(f"qkeel's Triton kernels ({family}) on {device} {why}. Torch is used. QKEEL_TRITON=0 silences this")
     return False
@@ -121,15 +123,14 @@ def _agrees(family: Family, device: torch.device) -> bool:
 
 @functools.cache
 def loaded() -> bool:
-    """Returns whether Triton can be imported; registers the operators the first time."""
+    """True if Triton can be imported; registers the operators at the first call."""
     try:
         from qkeel.kernels.triton import norm_rope
-        from qkeel.kernels.triton import norm_rope as norm_rope_two
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
     norm_rope.register()
-    norm_rope_two.register_two()
+    norm_rope.register_two()
     return True
 
 
@@ -139,13 +140,13 @@ def _modern(device: torch.device) -> bool:
 
 
 def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], family: Family = "statistics") -> bool:
-    """Returns whether `statistics.row_statistics`, or the passes of `sampled`, compute such q and k."""
+    """True if `statistics.row_statistics` and the sampled passes support such q and k."""
     plain = all(is_plain(x) and x.dtype in STORED for x in (q, k))
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and trusted(family, q.device)
 
 
 def takes_heads(heads: Sequence[Float[Tensor, "n r m"]], *, write: bool = False) -> bool:
-    """Returns whether `head_table` takes such views of weights of one device and dtype, to write them or to read."""
+    """True if `head_table` supports such views of weights of one device and dtype, for reading or writing."""
     if write and not may_write():
         return False
     small = all(view[0].numel() < _LARGEST for view in heads)
@@ -153,7 +154,7 @@ def takes_heads(heads: Sequence[Float[Tensor, "n r m"]], *, write: bool = False)
 
 
 def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
-    """Loads Triton's kernels for heads and returns the table of such views of weights."""
+    """Imports the Triton kernels for heads and returns the table of such views of weights."""
     from qkeel.kernels.triton.heads import HeadTable
 
     return HeadTable(heads)

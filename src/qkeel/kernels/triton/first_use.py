@@ -1,8 +1,8 @@
-"""The comparison of each family of Triton kernels with torch at its first use on a device.
+"""Compares each family of Triton kernels with torch at its first use on a device.
 
-Nobody has run these kernels on every kind of GPU. So before a family is used on a device it computes a small case
-there, which torch computes too. Where the numbers differ by more than rounding, or Triton fails, one warning says so
-and torch computes from then on.
+These kernels have not been run on every kind of GPU. Before a family is used on a device, it therefore computes a small
+case there that torch computes too. If the numbers differ by more than rounding, or if Triton fails, one warning reports
+it and torch is used from then on.
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d head_dim; n heads of r rows and m columns of a weight.
 """
@@ -24,23 +24,22 @@ from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.native.operators import AdamOptions, AdamTensors
 from qkeel.kernels.triton import adamw as adam_lines
 from qkeel.kernels.triton import heads, norm_rope, statistics
-from qkeel.kernels.triton import norm_rope as norm_rope_two
-from qkeel.kernels.triton import statistics as sampled
 
-Pairs = Iterator[tuple[Tensor, Tensor]]  # what a kernel computed, and what torch did
-_RMS = 1  # the kind of the norm, as in `kernels.encode`
+Pairs = Iterator[tuple[Tensor, Tensor]]  # a kernel's result and torch's
+_RMS = 1  # number of the norm's kind, as in `kernels.encode`
 _EPS = 1e-6
 _SCALE, _CAP = 0.3, 5.0
 
 
 def difference(family: str, device: torch.device) -> float:
-    """Returns how much more than rounding the kernels of a family differ from torch on a device; at most 1 is rounding.
+    """Returns how much a family's kernels differ from torch on a device, in units of expected rounding: at most 1 is
+    fine.
 
-    It is the largest difference over the largest number that torch computed, in units of what rounding explains; NaN or
-    infinite where one is not finite and the other is. Waits for the device.
+    The largest difference is divided by the largest number that torch computed and by the expected relative rounding;
+    NaN or infinite if only one of the results is not finite. Waits for the device.
 
-    A thread of its own computes the case: the caller's autocast, gradient mode, inference mode, default device and
-    whatever sees or replaces torch's calls do not reach it.
+    A separate thread computes the case, so that the caller's autocast, gradient mode, inference mode, default device
+    and modes do not affect it.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_difference, family, device).result()
@@ -48,24 +47,24 @@ def difference(family: str, device: torch.device) -> float:
 
 def _difference(family: str, device: torch.device) -> float:
     case, worst = CASES[family], torch.zeros((), dtype=torch.float64)
-    # The interpreter of Triton, which CPU tensors go through in tests, gets products of bfloat16 wrong.
+    # In tests, CPU tensors run through Triton's interpreter, which computes products of bfloat16 incorrectly.
     for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
         for own, theirs in case(_Drawn(device, dtype)):
             size = theirs.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(1e-30)
             off = torch.where(own == theirs, 0.0, (own.detach().double() - theirs.detach().double()).abs())
-            # torch.maximum passes a NaN on.
+            # torch.maximum propagates NaN.
             worst = torch.maximum(worst, (off.max() / size / _ROUNDING[own.dtype]).cpu())
     return float(worst)
 
 
-# What rounding in another order explains, over the largest number: ten times what the interpreter shows in float32, and
-# for bfloat16, whose steps are 2^-8, two of them.
+# Expected relative rounding of another summation order: ten times what the interpreter shows in float32, and two steps
+# of 2^-8 in bfloat16.
 _ROUNDING = MappingProxyType({torch.float32: 2e-5, torch.float64: 2e-5, torch.bfloat16: 2**-7})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Draws the tensors of a case, the same ones on every device."""
+    """Draws the tensors of a case, the same on every device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -77,7 +76,7 @@ class _Drawn:
 
 
 def _norm_and_rope(draw: _Drawn) -> Pairs:
-    """Norm and rotation of half and of interleaved pairs, of one tensor and of two, forward and backward."""
+    """Norm and rotation with half and interleaved pairs, of one tensor and of two, forward and backward."""
     angles = draw(1, 1, 5, 16, dtype=torch.float32)
     table = angles.cos(), angles.sin()
     ways: tuple[tuple[int, Pairing], ...] = ((1, "half"), (2, "interleaved"))
@@ -86,7 +85,7 @@ def _norm_and_rope(draw: _Drawn) -> Pairs:
         above = draw(2, 3, 5, 40), draw(2, 1, 5, 40)
         expected = [rotate((rms_norm(x.float(), _EPS) * gain.float()), *table, pairing) for x in (q, k)]
         alone = [norm_rope.norm_rope(x, gain, table, _RMS, _EPS, True, step) for x in (q, k)]
-        both = norm_rope_two.norm_rope_two(q, k, (gain, gain), table, (_RMS, _RMS), _EPS, (True, True), step)
+        both = norm_rope.norm_rope_two(q, k, (gain, gain), table, (_RMS, _RMS), _EPS, (True, True), step)
         slopes = torch.autograd.grad(expected, [q, k, gain], [x.float() for x in above])
         for own in (alone, both):
             found = [*own, *torch.autograd.grad(own, [q, k, gain], above)]
@@ -94,7 +93,7 @@ def _norm_and_rope(draw: _Drawn) -> Pairs:
 
 
 def _logits(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal logits [b h t s] in float64, -inf where hidden, and which are visible [t s]; the queries are the last."""
+    """Returns causal logits [b h t s] in float64, -inf where hidden, and the visible pairs [t s]; queries come last."""
     (h, t), (g, s) = q.shape[1:3], k.shape[1:3]
     z = _SCALE * q.double() @ k.double().repeat_interleave(h // g, 1).mT
     visible = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
@@ -102,7 +101,7 @@ def _logits(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Largest and smallest logit, logsumexp and entropy of each row, float32, of capped logits the last two."""
+    """Returns largest and smallest logit, and lse and entropy of capped logits, per row, float32."""
     z, visible = _logits(q, k)
     capped = (_CAP * torch.tanh(z / _CAP)).masked_fill(~visible, -torch.inf)
     lse = capped.logsumexp(-1)
@@ -129,18 +128,18 @@ def _sampled(draw: _Drawn) -> Pairs:
     """Extremes, bounds from logsumexps, and statistics of heads from a sample of rows."""
     q, k, strata = draw(2, 4, 72, 24), draw(2, 2, 90, 24), 6
     largest, smallest, lse, entropy = _rows(q, k)
-    tops, lows = sampled.extremes(q, k, _SCALE, causal=True)
+    tops, lows = statistics.extremes(q, k, _SCALE, causal=True)
     yield tops.amax((0, 2)), largest.amax((0, 2))
     yield lows.amin((0, 2)), smallest.amin((0, 2))
     visible = torch.arange(90 - 72 + 1, 91, device=q.device).float()
     expected = torch.stack([(lse - visible.log()).amax((0, 2)), lse.amax((0, 2))])
-    yield sampled.bracket_of(lse, 90, causal=True), expected
+    yield statistics.bracket_of(lse, 90, causal=True), expected
     rows, picked = statistics.rows_of(q, k, _SCALE, causal=True, cap=_CAP, sample=(strata, 1))
     places = picked.long()[:, None].expand(-1, 4, -1)
     yield rows.entropy, entropy.gather(2, places)
-    of_heads = sampled.sampled_head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
+    of_heads = statistics.sampled_head_numbers((tops, lows), (rows.lse, rows.entropy, picked), 72, 4.5, None)
     yield of_heads.largest, largest.amax((0, 2))
-    yield of_heads.entropy, entropy.gather(2, places).mean((0, 2))  # strata of one size
+    yield of_heads.entropy, entropy.gather(2, places).mean((0, 2))  # all strata have the same size
 
 
 def _heads(draw: _Drawn) -> Pairs:
@@ -165,9 +164,9 @@ def _heads(draw: _Drawn) -> Pairs:
 
 @torch.no_grad()
 def _adamw(draw: _Drawn) -> Pairs:
-    """Three steps of torch's fused AdamW, with rates of 1, or of 0 in every third line, and the squares they leave.
+    """Three steps of torch's fused AdamW with rates of 1 (0 in every third line), and the resulting sums of squares.
 
-    The rows of the first weight and the columns of the second are lines; both end inside a tile.
+    Lines are the rows of the first weight and the columns of the second; both end inside a tile.
     """
     if draw.dtype is not torch.float32:
         return

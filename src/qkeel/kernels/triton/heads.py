@@ -1,7 +1,7 @@
-"""Heads of many weights where they lie, in Triton: measured, copied, interpolated and scaled by a launch each.
+"""Measures, copies, interpolates and scales the heads of many weights in place, one Triton launch each.
 
-A table on the device says where every weight lies and how; a map says which numbers of which head each program takes.
-Both are made once, so a CUDA graph can hold the launches. Not measured on a GPU yet.
+A table on the device describes the layout of every weight; a map assigns numbers of heads to programs. Both are built
+once, so a CUDA graph can contain the launches. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-_BLOCK = 4096  # numbers a program takes: 16 for each of 256 threads, four loads of 16 bytes in float32
-_BLOCK_APART = 1024  # where every number has an address of its own, which takes registers
+_BLOCK = 4096  # numbers per program: 16 for each of 256 threads, four 16-byte loads in float32
+_BLOCK_APART = 1024  # if every number needs its own address, which takes registers
 _WARPS = 8
-_DEPTH = 32  # columns of a step of a product
+_DEPTH = 32  # columns per step of a product
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_FIELDS = tl.constexpr(11)  # of a weight in the table: where it lies, steps by head, outer and inner, inner numbers,
-# numbers of a head, its first head among all, its first number in a copy of all, steps by row and column, columns
-# How the weights of a table lie: rows are dense and aligned, or columns; else 0.
+_FIELDS = tl.constexpr(
+    11
+)  # of a weight's row: address; head, outer and inner strides; inner numbers; numbers of a head;
+# index of its first head; offset in a copy of all heads; row and column strides; columns
+# Layout of a table's weights: dense, aligned rows, or such columns; else 0.
 _ROWS = tl.constexpr(1)
 _COLUMNS = tl.constexpr(2)
 
 
 @triton.jit
 def _place(weights, plan, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """The head that this program works for, where its numbers lie, where in a copy of all heads, and which exist."""
+    """Returns this program's head, the offsets of its numbers, their offsets in a copy, and which of them exist."""
     own = plan + tl.program_id(0).to(tl.int64) * 3
     row = weights + tl.load(own).to(tl.int64) * _FIELDS
     head, e = tl.load(own + 1), tl.load(own + 2) * BLOCK + tl.arange(0, BLOCK)
     size = tl.load(row + 5)
     if EVEN:
         size = tl.multiple_of(size, 16)
-    kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # a dtype where it is compiled
+    kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # TYPE is a dtype when compiled
     x = tl.load(row).to(kind) + head * tl.load(row + 1)
-    if EVEN:  # dense and aligned heads: 16 bytes at a time
+    if EVEN:  # dense and aligned heads: 16-byte loads
         x = tl.multiple_of(x, 16) + e
     else:
-        inner = tl.load(row + 4).to(tl.int32)  # division in 64 bits takes many times as long
+        inner = tl.load(row + 4).to(tl.int32)  # 64-bit division takes many times as long
         x = x + (e // inner) * tl.load(row + 2) + (e % inner) * tl.load(row + 3)
     old = tl.load(row + 7) + head * size
     if EVEN:
@@ -66,7 +68,7 @@ def _copy(
 
 @triton.jit
 def _norms(sums, starts, norms, BLOCK: tl.constexpr):
-    """The root of the sum of each head's sums, in an order that only the shapes decide."""
+    """Computes the root of each head's sum, in an order that only shapes determine."""
     head = tl.program_id(0)
     at, stop = tl.load(starts + head), tl.load(starts + head + 1)
     total = tl.zeros([BLOCK], tl.float32)
@@ -81,12 +83,12 @@ def _grams(
     weights, plan, starts, grams, first,
     TYPE: tl.constexpr, LIE: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """W Wᵀ of head number `first` + that of the program: a tile on the diagonal or under it, and the one across."""
+    """Computes W Wᵀ for one head: a tile on or below the diagonal, and its mirror image."""
     i, j = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.program_id(2) * TILE + tl.arange(0, TILE)
     if tl.program_id(2) <= tl.program_id(1):
         own = plan + tl.load(starts + first + tl.program_id(0)).to(tl.int64) * 3
         row = weights + tl.load(own).to(tl.int64) * _FIELDS
-        kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # a dtype where it is compiled
+        kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # TYPE is a dtype when compiled
         x = tl.load(row).to(kind) + tl.load(own + 1) * tl.load(row + 1)
         by_row, by_column, columns = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10).to(tl.int32)
         if LIE == _ROWS:
@@ -120,7 +122,7 @@ def _move(
         was = tl.load(old + at, mask=ok, other=0.0).to(tl.float32)
         if KEEPS:
             was = was * tl.load(keeps + head)
-        w = tl.where(f < 0.5, was + f * (w - was), w - (w - was) * (1.0 - f))  # as torch.lerp
+        w = tl.where(f < 0.5, was + f * (w - was), w - (w - was) * (1.0 - f))  # like torch.lerp
         tl.store(x, w.to(TYPE), mask=ok)
 
 
@@ -135,8 +137,10 @@ def _scale(weights, plan, factors, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN
 
 @final
 class HeadTable:
-    """The views [n r m] of weights of one device and dtype, and what the kernels need to know of them. Factors and
-    norms are rows [all n], float32, view after view. The table holds while the weights' storage does.
+    """Views [n r m] of weights of one device and dtype, with the tables that the kernels need.
+
+    Factors and norms are rows [all n], float32, ordered by view. The table is valid while the weights keep their
+    storage.
     """
 
     def __init__(self, views: Sequence[Tensor]) -> None:
@@ -159,27 +163,27 @@ class HeadTable:
         self._how = {"TYPE": _TYPES[like.dtype], "BLOCK": block, "EVEN": even, "num_warps": _WARPS}
 
     def copy(self) -> Tensor:
-        """Returns all numbers of all heads, in an order of its own."""
+        """Returns all numbers of all heads, in an internal order."""
         old = torch.empty(self._numbers, dtype=self._dtype, device=self._device)
         self._run(_copy, [old, old], {"COPY": True, "SUMS": False})
         return old
 
     def copy_and_norms(self) -> tuple[Tensor, Tensor]:
-        """Returns the same, and ‖W^h‖_F [all n]: two launches, the weights read once."""
+        """Returns the copy and ‖W^h‖_F [all n], in two launches that read the weights once."""
         old = torch.empty(self._numbers, dtype=self._dtype, device=self._device)
         return old, self.norms(old)
 
     def norms(self, old: Tensor | None = None) -> Tensor:
-        """Returns ‖W^h‖_F [all n], by two launches; copies all numbers to `old` on the way."""
+        """Returns ‖W^h‖_F [all n] in two launches; also copies all numbers to `old`."""
         sums, norms = (torch.empty(n, dtype=torch.float32, device=self._device) for n in (self._programs, self._heads))
         self._run(_copy, [sums if old is None else old, sums], {"COPY": old is not None, "SUMS": True})
         self._launch(_norms, (self._heads,), [sums, self._starts, norms], {"BLOCK": 256, "num_warps": 1})
         return norms
 
     def grams(self, first: int, n: int, r: int) -> Tensor:
-        """Returns W Wᵀ [n r r], float32, of n heads of r rows from number `first` on, by one launch.
+        """Returns W Wᵀ [n r r], float32, of n heads of r rows from head `first` on, in one launch.
 
-        The products are those of the weights' numbers, float32 by three of TF32, summed in float32.
+        Products of float32 weights use three TF32 products; sums are in float32.
         """
         grams = torch.empty((n, r, r), dtype=torch.float32, device=self._device)
         tile = min(64, max(16, triton.next_power_of_2(r)))
@@ -189,12 +193,13 @@ class HeadTable:
         return grams
 
     def move(self, old: Tensor, factors: Tensor, keeps: Tensor | None) -> None:
-        """Does w ← old + f · (w - old), `old` a copy times `keeps` if given; heads at factor 1 are not touched."""
+        """Updates w ← old + f · (w - old), with `old` a copy, times `keeps` if given; factor 1 leaves a head
+        untouched."""
         self._run(_move, [old, factors, factors if keeps is None else keeps], {"KEEPS": keeps is not None})
-        increment_version(self._views)  # torch does not see a kernel's writes
+        increment_version(self._views)  # torch does not notice a kernel's writes
 
     def scale(self, factors: Tensor) -> None:
-        """Does w ← f · w; heads at factor 1 are not touched."""
+        """Updates w ← f · w; factor 1 leaves a head untouched."""
         self._run(_scale, [factors], {})
         increment_version(self._views)
 
@@ -210,8 +215,8 @@ class HeadTable:
 
 @functools.lru_cache(maxsize=8)
 def _plan(sizes: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The weight, head and block of numbers of every program, and the first program of each head and behind all, for
-    weights of so many heads of so many numbers."""
+    """Returns weight, head and block of every program, and each head's first program plus the total, for weights with
+    the given numbers of heads and numbers per head."""
     parts = [(torch.tensor([i]), torch.arange(n), torch.arange(-(-size // block))) for i, (n, size) in enumerate(sizes)]
     plan = torch.cat([torch.cartesian_prod(*part) for part in parts])
     starts = torch.cat([(plan[:, 2] == 0).nonzero().flatten(), torch.tensor([len(plan)])])
@@ -219,12 +224,12 @@ def _plan(sizes: tuple[tuple[int, int], ...], block: int, device: torch.device) 
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, without waiting for it."""
+    """Copies the tensor to the device without waiting."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _steps(view: Tensor) -> tuple[int, int, int, int]:
-    """Steps from head to head, outer and inner, and inner numbers; those of a dense head are all inner."""
+    """Returns head, outer and inner strides and the number of inner numbers; a dense head is all inner."""
     (r, m), (by_head, by_row, by_column) = view.shape[1:], view.stride()
     outer, inner, n = (by_row, by_column, m) if by_row >= by_column else (by_column, by_row, r)
     other = r * m // n
@@ -234,13 +239,13 @@ def _steps(view: Tensor) -> tuple[int, int, int, int]:
 
 
 def _even(view: Tensor) -> bool:
-    """Returns whether every head is dense and begins at a multiple of 16 bytes, and has a multiple of 16 numbers."""
+    """True if every head is dense, aligned to 16 bytes, and has a multiple of 16 numbers."""
     _, _, inner, n = _steps(view)
     places = (view.data_ptr(), view.stride(0) * view.element_size())
     return inner == 1 and n == view[0].numel() and n % 16 == 0 and all(p % 16 == 0 for p in places)
 
 
 def _dense(view: Tensor, dim: int) -> bool:
-    """Returns whether numbers along a dimension lie side by side, in lines of a multiple of 16 at multiples of 16."""
+    """True if numbers along a dimension are adjacent, in lines whose lengths and offsets are multiples of 16."""
     steps = (view.stride(other) for other in range(3) if other != dim and view.shape[other] > 1)
     return view.stride(dim) == 1 and view.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in (view.shape[dim], *steps))

@@ -12,25 +12,25 @@ from torch import Tensor
 
 from qkeel.kernels.native.operators import NONE, WHOLE, backward_shapes, same_shape
 
-# Norm, gain and rotation of q or k in one pass over a GPU's memory, and the way back, in Triton.
+# Norm, gain and rotation of q or k in one pass over GPU memory, and its derivative.
 #
-# The same operator as the C++ one in `kernels.native`: storage float32, bfloat16 or float16, arithmetic in float32.
-# A program takes some heads of some tokens. Not measured on a GPU yet: the sizes of tiles are reasoned, not tuned.
+# The same operator as in C++ (`kernels.native.operators`): storage float32, bfloat16 or float16, arithmetic in float32.
+# A program handles some heads of some tokens. Not measured on a GPU yet: tile sizes are reasoned, not tuned.
 
-TritonObject = Any  # a kernel of Triton, a context of autograd, arguments that torch's dispatcher passes on
-# The kinds of norms besides NONE.
+TritonObject = Any  # a Triton kernel, an autograd context, or arguments passed through torch's dispatcher
+# Numbers of the kinds of norms besides NONE.
 RMS = tl.constexpr(1)
 L2 = tl.constexpr(2)
 LAYER = tl.constexpr(3)
-# Rows of a tile by half the head: 1024 pairs, 8 for each of 128 threads, so that one of 16-bit numbers loads 16 bytes.
+# Rows of a tile by half the head size: 1024 pairs, 8 for each of 128 threads, so that 16-bit data loads 16 bytes each.
 _ROWS = {8: 64, 16: 64, 32: 32, 64: 16, 128: 8, 256: 4, 512: 2}
-_PROGRAMS = 2048  # of the way back where a gain's gradient is summed: several for each of 132 processors
-_PROGRAMS_BY_HEAD = 256  # where it is one per head, so that the partial sums stay small next to q and k
+_PROGRAMS = 2048  # in backward with a shared gain: several for each of 132 processors
+_PROGRAMS_BY_HEAD = 256  # with a gain per head, so that partial sums stay small next to q and k
 
 
 @triton.jit
 def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.constexpr):
-    """Sequence, head and time of each row of tile `pid`, and which of them exist."""
+    """Returns sequence, head and time of each row of tile `pid`, and which rows exist."""
     row = tl.arange(0, HEADS * TOKENS)
     token = pid // blocks * TOKENS + row // HEADS
     head = pid % blocks * HEADS + row % HEADS
@@ -44,8 +44,9 @@ def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.cons
 
 @triton.jit
 def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr):
-    """Loads the two numbers of pairs and the unrotated rest of the rows from `at` on, in float32; else 0. At STEP 1
-    pairs are x_i and x_{i+half}, at STEP 2 x_2i and x_{2i+1}.
+    """Loads the two numbers of each pair and the unrotated rest of the rows from `at` on, in float32; else 0.
+
+    At STEP 1 pairs are x_i and x_{i+half}, at STEP 2 x_2i and x_{2i+1}.
     """
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
@@ -60,7 +61,7 @@ def _store(
     p, at, ok, a, b, c,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Puts three pieces where `_pieces` finds them."""
+    """Stores three pieces at the places from which `_pieces` loads them."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     kind = p.dtype.element_ty
@@ -74,7 +75,7 @@ def _gains(
     gain, head, ok, gain_h, gain_d,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The gain of each number of the rows, whatever it is shared by; 1 where there is none."""
+    """Returns the gain of each number of the rows, in any sharing; 1 without a gain."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i * gain_d, mask=pair, other=1.0).to(tl.float32)
@@ -99,7 +100,7 @@ def _turn(a, b, c, s):
 
 @triton.jit
 def _total(a, b, c, WHOLE: tl.constexpr):
-    """The sum of each row; of the WHOLE heads of a token, which all rows of a tile are, the sum of all of them."""
+    """Returns the sum of each row; with WHOLE the sum over all heads of a token, which make up the tile."""
     total = tl.sum(a, 1) + tl.sum(b, 1) + tl.sum(c, 1)
     return tl.zeros([total.shape[0]], tl.float32) + tl.sum(total, 0) if WHOLE else total
 
@@ -109,7 +110,7 @@ def _centred(
     a, b, c, ok, n,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The pieces without the mean of the n numbers that are normed together; 0 stays where there is none."""
+    """Returns the pieces minus the mean of the n numbers that are normed together; absent numbers stay 0."""
     mean = (_total(a, b, c, WHOLE) / n)[:, None]
     pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
     rest = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)
@@ -118,7 +119,7 @@ def _centred(
 
 @triton.jit
 def _inverse(a, b, c, ok, eps, n, KIND: tl.constexpr, WHOLE: tl.constexpr):
-    """1 over the size of the n numbers that are normed together, 1 where there are none; NaN stays NaN."""
+    """Returns 1 / size of the n numbers that are normed together, 1 without any; NaN stays NaN."""
     squares = _total(a * a, b * b, c * c, WHOLE)
     if KIND == L2:
         size = tl.maximum(tl.sqrt_rn(squares), eps, propagate_nan=tl.PropagateNan.ALL)
@@ -135,7 +136,7 @@ def forward(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tensor there, by the programs of a launch from number `before` on."""
+    """Forward pass of one tensor, by the programs of a launch from number `before` on."""
     n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
@@ -160,14 +161,14 @@ def _hat(
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Returns x̂, the normed row before its gain, from what was kept: x, or y = rotation(gain · x̂)."""
+    """Returns x̂, the normed row before its gain, from the kept tensor: x, or y = rotation(gain · x̂)."""
     if KEPT_X:
         if KIND == LAYER:
             a, b, c = _centred(a, b, c, ok, n, D, HALF, WIDE, TAIL, WHOLE)
         a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
     else:
         if TURN:
-            undo = 1.0 / (cosine * cosine + sine * sine)  # some tables stretch what they turn
+            undo = 1.0 / (cosine * cosine + sine * sine)  # tables such as YaRN's also stretch
             a, b = _turn(a, b, cosine * undo, -sine * undo)
         if GAIN:
             a, b, c = a / ga, b / gb, c / gc
@@ -183,14 +184,14 @@ def backward(
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tensor back, by the programs of a launch from number `before` on."""
+    """Backward pass of one tensor, by the programs of a launch from number `before` on."""
     pid = tl.program_id(0) - before
     chunk, block = pid // blocks, pid % blocks
     size = D * heads if WHOLE else D
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
-    ga, gb, gc, cosine, sine = da, da, dc, da, da  # read only where they are loaded
+    ga, gb, gc, cosine, sine = da, da, dc, da, da  # placeholders if there is no gain or table
     for group in range(chunk * each, tl.minimum(chunk * each + each, groups)):
         n, head, time, ok = _rows(group * blocks + block, heads, times, outer, blocks, HEADS, TOKENS)
         ua, ub, uc = _pieces(dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL, STEP)
@@ -223,8 +224,8 @@ def _keep_sums(
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
     HEADS: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the gain's gradient into parts: [chunks h d], or [programs d] where heads share it."""
-    if BY_HEAD:  # a tile is then of one token
+    """Stores this program's part of the gain's gradient: [chunks h d], or [programs d] if heads share the gain."""
+    if BY_HEAD:  # such a tile has a single token
         head = block * HEADS + tl.arange(0, HEADS)
         _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL, STEP)
     else:
@@ -242,9 +243,9 @@ def norm_rope(
     keep_x: bool,
     step: int = 1,
 ) -> Float[Tensor, "b h t d"]:
-    """Returns rotation(gain · norm(x)), in x's dtype and layout; arguments as of `kernels.native.norm_rope`.
+    """Returns rotation(gain · norm(x)), in x's dtype and layout; arguments as in `kernels.native.operators.norm_rope`.
 
-    step: 1 where pairs are x_i and x_{i+half}, 2 where they are x_2i and x_{2i+1}.
+    step: 1 for pairs x_i and x_{i+half}, 2 for pairs x_2i and x_{2i+1}.
     """
     cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
     own = torch.ops.qkeel_triton
@@ -260,7 +261,7 @@ def _dense(x: Tensor) -> Tensor:
 def _constants(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, step: int, by_head: bool = False
 ) -> dict[str, int]:
-    """The cut of a head into pieces and of heads and tokens into tiles, what is done, and the warps of whole tokens."""
+    """Returns the constants of a launch: tile sizes, the requested computation, and warps for whole tokens."""
     d, h, whole = x.shape[-1], x.shape[1], kind >= WHOLE
     half = d // 2 if cos is None else cos.shape[-1]
     wide, tail = max(8, triton.next_power_of_2(half)), triton.next_power_of_2(max(1, d - 2 * half))
@@ -273,7 +274,7 @@ def _constants(
 
 
 def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int, int, int]:
-    """Strides of the gain by head and dimension, of the tables by sequence and token; 0 where they share."""
+    """Returns strides of the gain by head and dimension and of the tables by sequence and token; 0 if shared."""
     per_head = gain.stride(0) if gain is not None and gain.ndim == 2 else 0
     per_dim = gain.stride(-1) if gain is not None and gain.ndim and gain.shape[-1] > 1 else 0
     if cos is None:
@@ -282,7 +283,7 @@ def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int
 
 
 class Launch(NamedTuple):
-    """The launch of a kernel for one tensor: what it writes, its programs, arguments and constants."""
+    """The launch of a kernel for one tensor: outputs, number of programs, arguments and constants."""
 
     out: tuple[Tensor, Tensor]
     programs: int
@@ -294,7 +295,7 @@ def there(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     kind: int, eps: float, step: int, inverses: bool,
 ) -> Launch:  # fmt: skip
-    """The launch for norm and rotation of x, and its inverse norms if they are wanted."""
+    """Returns the launch for norm and rotation of x, and for its inverse norms if requested."""
     x = _dense(x)
     y, (b, h, t, _) = torch.empty_like(x), x.shape
     inverse = x.new_empty((b, t, h) if inverses and kind != NONE else (0,), dtype=torch.float32)
@@ -317,14 +318,14 @@ def _run_alone(*how: TritonObject) -> Tensor:
 
 
 def _run_tracked(*how: TritonObject) -> tuple[Tensor, Tensor]:
-    return _launched(forward, there(*[*how[:-1], True]))  # the last says what backward is to keep
+    return _launched(forward, there(*[*how[:-1], True]))  # the last argument tells backward what is kept
 
 
 def back(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     *how: TritonObject,
 ) -> Launch:  # fmt: skip
-    """The launch for the gradients of x, and of the gain in parts."""
+    """Returns the launch for the gradient of x and for parts of the gain's gradient."""
     kind, eps, step, kept_x = how
     dy, kept = _dense(dy), _dense(kept)
     dx = torch.empty_like(kept)
@@ -344,7 +345,8 @@ def back(
 
 
 def summed(parts: Tensor) -> Tensor:
-    """The gain's gradient [h or 1 d] of its parts, in an order that only shapes decide; empty where there is none."""
+    """Sums the parts of the gain's gradient to [h or 1 d], in an order that depends on shapes only; empty without
+    one."""
     return parts.sum(0) if parts.numel() else parts.new_empty(0)
 
 
@@ -368,7 +370,7 @@ def _setup(ctx: TritonObject, inputs: tuple[TritonObject, ...], output: tuple[Te
 def _derivative(ctx: TritonObject, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     kept, inverse, gain, cos, sin = ctx.saved_tensors
     own = torch.ops.qkeel_triton
-    if ctx.kind == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
+    if ctx.kind == NONE:  # the inverse rotation undoes a rotation and is differentiable itself
         back = None if sin is None else -sin
         return own.norm_rope(dy, None, cos, back, NONE, ctx.eps, ctx.step, False)[0], *[None] * 7
     dx, over = own.norm_rope_backward(dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.step, ctx.keep_x)
@@ -382,7 +384,7 @@ def once(*_: object) -> None:
 
 
 def register() -> None:
-    """Registers the operators with torch: what runs them, their shapes, their derivative."""
+    """Registers the operators with torch: implementation, shapes and derivative."""
     given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
     operators = {
         "norm_rope": (f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)", _run_tracked, _forward_shapes),
@@ -401,10 +403,10 @@ def register() -> None:
     torch.library.register_autograd("qkeel_triton::norm_rope_backward", once)
 
 
-# Norm, gain and rotation of q and k in one launch, and the way back in another, in Triton.
+# Norm, gain and rotation of q and k in one launch, and their derivative in another.
 #
-# The programs of q come first, those of k after them; each does what the kernels for one tensor do, so the numbers
-# are the same bits. Not measured on a GPU yet.
+# The programs of q come first, then those of k. Each does the same as the kernels for one tensor, so results are equal
+# bit for bit. Not measured on a GPU yet.
 
 
 @triton.jit
@@ -421,7 +423,7 @@ def _forward_two(
     TOKENS_K: tl.constexpr, STEP_K: tl.constexpr, KIND_K: tl.constexpr, GAIN_K: tl.constexpr, TURN_K: tl.constexpr,
     INVERSES_K: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """Programs of q, then of k."""
+    """Runs the programs of q, then of k."""
     if tl.program_id(0) < programs:
         forward(
             0, x_q, y_q, inverse_q, gain_q, cos_q, sin_q, eps_q, heads_q, times_q, outer_q, blocks_q, x_b_q,
@@ -452,7 +454,7 @@ def _backward_two(
     TOKENS_K: tl.constexpr, STEP_K: tl.constexpr, KIND_K: tl.constexpr, GAIN_K: tl.constexpr, BY_HEAD_K: tl.constexpr,
     TURN_K: tl.constexpr, KEPT_X_K: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """Programs of q, then of k."""
+    """Runs the programs of q, then of k."""
     if tl.program_id(0) < programs:
         backward(
             0, dy_q, kept_q, inverse_q, gain_q, cos_q, sin_q, dx_q, parts_q, eps_q, heads_q, times_q, outer_q,
@@ -481,11 +483,17 @@ def norm_rope_two(
     keep: tuple[bool, bool],
     step: int = 1,
 ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g t d"]]:
-    """Returns rotation(gain · norm(x)) of q and of k, the same bits as one after the other.
+    """Returns rotation(gain · norm(x)) of q and of k, bit for bit as one after the other.
 
     Args:
-        q, k: of one dtype and device. gains, kinds, keep: of q and of k, as of `norm_rope`. table, step: those of both.
-        eps: of the norms. kinds: both a norm, or both none.
+        q: queries.
+        k: keys, of the same dtype and device.
+        gains: of q and of k, as in `norm_rope`, like kinds and keep.
+        table: cos and sin for both.
+        kinds: both a norm, or both none.
+        eps: eps of the norms.
+        keep: what backward keeps.
+        step: as in `norm_rope`, for both.
     """
     cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, *gains))
@@ -545,7 +553,7 @@ def _derivative_of_two(ctx: TritonObject, dq: Tensor, dk: Tensor, *_: Tensor | N
     kept = ctx.saved_tensors
     gain_q, gain_k, cos, sin = kept[-4:]
     own = torch.ops.qkeel_triton
-    if ctx.how[0] == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
+    if ctx.how[0] == NONE:  # the inverse rotation undoes a rotation and is differentiable itself
         found = own.norm_rope_two(dq, dk, None, None, cos, -sin, *ctx.how, torch.is_grad_enabled())
         return found[0], found[1], *[None] * 11
     xq, xk, over_q, over_k = own.norm_rope_two_backward(dq, dk, *kept, *ctx.how)
@@ -557,7 +565,7 @@ def _derivative_of_two(ctx: TritonObject, dq: Tensor, dk: Tensor, *_: Tensor | N
 
 
 def register_two() -> None:
-    """Registers the operators with torch: what runs them, their shapes, their derivative."""
+    """Registers the operators with torch: implementation, shapes and derivative."""
     given = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps, int step"
     kept = "Tensor kept_q, Tensor kept_k, Tensor inverse_q, Tensor inverse_k"
     four = "(Tensor, Tensor, Tensor, Tensor)"

@@ -13,12 +13,12 @@ from torch import Tensor
 from qkeel.functional.statistics import KernelRows
 from qkeel.kernels.triton.available import HeadNumbers, RowNumbers
 
-# Largest and smallest logit, logsumexp and entropy of every query row from q and k alone, in one pass, in Triton.
+# Largest and smallest logit, logsumexp and entropy of every query row from q and k alone, in one pass.
 #
-# One of attention's two products, no values, no T×T matrix. The entropy is kept next to the sum of exponentials
-# while the maximum grows (W ← f (W + L (M - M')), L ← f L, f = e^(M - M'); H = ln L - W / L), so nothing cancels at
-# large logits. The maxima of the hardware pass NaN over, sums do not: a row with NaN or an infinite logit is known
-# by its sums. Not measured on a GPU yet.
+# This takes one of attention's two products, no values, and no T×T matrix. The entropy is updated together with the sum
+# of exponentials while the maximum grows (W ← f (W + L (M - M')), L ← f L, f = e^(M - M'); H = ln L - W / L), so
+# nothing cancels at large logits. The hardware's maxima drop NaN, sums do not, so the sums reveal rows with a NaN or
+# infinite logit. Not measured on a GPU yet.
 
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
@@ -40,7 +40,7 @@ def _capped(z, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr, ALL: tl.constexpr):
-    """One more block of keys: z [rows keys] where `seen`; with ALL all are, and it is not read."""
+    """Adds a block of keys with logits z [rows keys], restricted to `seen`; with ALL every key is seen."""
     z = tl.dot(q, k, input_precision="ieee") * scale
     low = tl.minimum(low, tl.min(z if ALL else tl.where(seen, z, float("inf")), 1))
     z = z if ALL else tl.where(seen, z, float("-inf"))
@@ -50,10 +50,10 @@ def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr
         z = _capped(z, cap, CAP) if ALL else tl.where(seen, _capped(z, cap, CAP), float("-inf"))
         largest = tl.max(z, 1)
     new = tl.maximum(most, largest)
-    base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: any number does
+    base = tl.where(new == float("-inf"), 0.0, new)  # before the first key any finite number works
     was = tl.where(most == float("-inf"), base, most)
     away = z - base[:, None]
-    p = tl.exp2(away * _LOG2_E)  # tl.exp takes four instructions more, for numbers under 1e-38
+    p = tl.exp2(away * _LOG2_E)  # tl.exp spends four more instructions on numbers below 1e-38
     if not ALL:
         away, p = tl.where(seen, away, 0.0), tl.where(seen, p, 0.0)
     fade = tl.exp(was - base)
@@ -64,14 +64,14 @@ def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr
 
 @triton.jit
 def stratum(u, times, strata):
-    """The first row of stratum `u` and its number of rows; strata differ by one row at most."""
+    """Returns the first row and the number of rows of stratum `u`; sizes of strata differ by at most one row."""
     size, more = times // strata, times % strata
     return u * size + tl.minimum(u, more), size + (u < more).to(tl.int32)
 
 
 @triton.jit
 def _sampled(r, n, times, strata, seed):
-    """The row of number `r` in the sample of sequence `n`: two different ones of each stratum, by Philox's numbers."""
+    """Returns the row of index `r` in the sample of sequence `n`: two distinct rows per stratum, by Philox."""
     u = r // 2
     begin, size = stratum(u, times, strata)
     at = (n.to(tl.int32) * strata + u) * 2
@@ -100,14 +100,14 @@ def reach(
 
 @triton.jit
 def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
-    """Returns the first key that each row sees and the one after the last; and, of all of these rows, where their keys
-    begin, up to where all rows see all of them, in whole tiles, and where they end.
+    """Returns the first key that each row sees and the one after the last; and for all rows together the first key, the
+    end of the whole tiles that every row sees, and the end of the last key.
     """
     low, high = tl.load(starts + row, mask=ok, other=0), tl.load(stops + row, mask=ok, other=0)
     some = low < high
     begin = tl.min(tl.where(some, low, length), 0)
     stop = tl.max(tl.where(some, high, 0), 0)
-    shared = tl.min(tl.where(some, high, tl.where(ok, begin, length)), 0)  # a row that sees nothing shares nothing
+    shared = tl.min(tl.where(some, high, tl.where(ok, begin, length)), 0)  # a row that sees nothing shares no tile
     alike = tl.max(tl.where(some, low, begin), 0) == begin
     whole = begin + tl.where(alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
     return low, high, begin, whole, stop
@@ -118,7 +118,7 @@ def bounds(
     starts, stops, row, ok, first, last, length, window,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Returns what `span` does; without spans the three of `reach`, and any numbers for the ends of each row."""
+    """Like `span`; without spans it returns `reach` and placeholders for the ends of each row."""
     low, high = row, row
     if SPANS:
         low, high, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
@@ -133,7 +133,7 @@ def visible(
     keys, key, at, ok, low, high, length, window, keys_s,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Returns which keys of a tile the rows at positions `at` see; `keys`: the mask of their sequence."""
+    """Returns which keys of a tile the rows at positions `at` see; `keys` is their sequence's key mask."""
     inside, away = key < length, at[:, None] - key[None, :]
     seen = inside[None, :] & ok[:, None]
     if SPANS:
@@ -155,9 +155,9 @@ def _rows(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, CAP: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
+    of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
-    start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest rows first
+    start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # longest rows first under a causal mask
     r, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = r < count
     row, first, last = r, start, start + ROWS - 1
@@ -178,7 +178,7 @@ def _rows(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
-    for past in range(begin, whole, KEYS):  # half of the instructions
+    for past in range(begin, whole, KEYS):  # half the instructions of a masked tile
         key = past + tl.arange(0, KEYS)
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
         top, low, most, mass, along = _more(x, y, scale, cap, True, top, low, most, mass, along, CAP, _YES)
@@ -197,10 +197,10 @@ def _rows(
 @triton.jit
 def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
     nan, some = float("nan"), mass > 0
-    lost = mass != mass  # NaN or +inf among the logits; where all of them are -inf, nothing is summed
+    lost = mass != mass  # NaN or +inf among the logits; rows of -inf only sum to 0
     bad = lost | ((mass == 0) & (low <= top))
     total = tl.log(tl.where(some, mass, 1.0))
-    spread = total - along / tl.where(some, mass, 1.0)  # NaN next to a logit of -inf
+    spread = total - along / tl.where(some, mass, 1.0)  # NaN if a logit is -inf
     unknown = lost & (top != float("inf"))
     tl.store(largest + to, tl.where(unknown, nan, top), mask=ok)
     tl.store(smallest + to, tl.where(unknown, nan, low), mask=ok)
@@ -212,7 +212,8 @@ def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
 def _heads(
     largest, lse, entropy, counted, numbers, counts, batch, heads, times, MASK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One head: numbers [6 h] are largest logit, mean and least entropy, -inf, inf, 0; counts [2 h] are rows and 0."""
+    """Reduces one head: numbers [6 h] get largest logit, mean and least entropy, -inf, inf, 0; counts [2 h] rows and
+    0."""
     h = tl.program_id(0)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     least, total, lost = -best, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
@@ -221,7 +222,7 @@ def _heads(
         i = start + tl.arange(0, BLOCK)
         at = (i // times).to(tl.int64) * heads * times + h * times + i % times
         inside = i < batch * times
-        over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # NaN is to be seen
+        over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # keeps NaN
         if MASK:
             over = over & (tl.load(counted + i, mask=inside, other=0) != 0)
         top = tl.load(largest + at, mask=over, other=float("-inf"))
@@ -246,9 +247,9 @@ LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadNumbers:
-    """Returns the statistics of heads from those of their rows in one launch; `counted`: which rows count, None: all.
+    """Returns head statistics from row statistics in one launch; `counted` selects rows, None: all.
 
-    Sums run in an order that only the shape decides. A NaN is passed on.
+    The order of summation depends on shapes only. NaN propagates.
     """
     b, h, t = rows.lse.shape
     numbers, counts = rows.lse.new_empty((6, h)), rows.lse.new_empty((2, h), dtype=torch.int64)
@@ -261,24 +262,24 @@ def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadN
 
 
 def tile_sizes(q: Float[Tensor, "b h t d"]) -> tuple[int, tuple[int, int, int]]:
-    """The width of q as a power of two; rows, keys and warps of a tile."""
+    """Returns the width of q as a power of two, and rows, keys and warps of a tile."""
     wide = max(16, triton.next_power_of_2(q.shape[-1]))
     return wide, (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
 
 
 def key_mask(q: Tensor, keys: Bool[Tensor, "_ s"] | None) -> tuple[Tensor, tuple[int, int]]:
-    """The mask of keys as kernels read it, any tensor where there is none, and its strides."""
+    """Returns the key mask for the kernels (a placeholder if there is none) and its strides."""
     mask = q if keys is None else keys.to(torch.uint8)
     return mask, (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
 
 
 def first_and_last(window: int | Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The two ends of spans as kernels read them, any tensors where there are none."""
+    """Returns the two ends of spans for the kernels; placeholders if there are none."""
     return (window[0][0].to(torch.int32), window[1][0].to(torch.int32)) if isinstance(window, tuple) else (q, q)
 
 
 def dense(x: Tensor) -> Tensor:
-    """The tensor with the numbers of each row in order, one after the other."""
+    """Returns the tensor with contiguous rows."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -292,18 +293,20 @@ def row_statistics(
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
 ) -> RowNumbers:
-    """Returns the statistics of the rows of logits scale · q kᵀ [b h t s], never made.
+    """Returns the statistics of the rows of logits scale · q kᵀ [b h t s] without forming them.
 
-    A row with a logit that is NaN has NaN in all four; one with an infinite logit has NaN for lse and entropy, which
-    a row that sees no key has not.
+    A row with a NaN logit has NaN in all four. A row with an infinite logit has NaN for lse and entropy, unlike a row
+    that sees no key.
 
     Args:
-        q, k: encoded, of one dtype: float32, bfloat16 or float16; d at most 256. h / g query heads share a key head.
-        scale: of the logits. causal: keys up to a query's position are visible to it, positions aligned at the end.
-        window: only keys less than so many positions away are visible; or, without `causal` and in all sequences alike,
-            those from a row's first number to its second one, without that.
-        cap: of a softcap; largest and smallest are before it, lse and entropy after.
-        keys: True where a key may be visible, for all sequences or each.
+        q: encoded queries: float32, bfloat16 or float16; d at most 256.
+        k: encoded keys of the same dtype; h / g query heads share a key head.
+        scale: factor on the logits.
+        causal: a query sees the keys up to its position, with positions aligned at the end.
+        window: a query sees only keys fewer than this many positions away; or, without `causal` and equal for all
+            sequences, the keys from a row's first index up to, not including, its second.
+        cap: cap of a softcap; largest and smallest logit are before it, lse and entropy after.
+        keys: True where a key may be visible, for all sequences or for each.
     """
     found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
     return found
@@ -320,19 +323,19 @@ def rows_of(
     keys: Bool[Tensor, "_ s"] | None = None,
     sample: tuple[int, int] = (0, 0),
 ) -> tuple[RowNumbers, Int[Tensor, "b r"]]:
-    """Returns the same of a sample of rows, and which ones those are.
+    """Returns row statistics of a sample of rows, and the indices of these rows.
 
     Args:
-        q, k, scale, causal, window, cap, keys: as of `row_statistics`.
-        sample: the number of strata of consecutive rows, of which two each are taken, the same ones in all heads of a
-            sequence, and the seed of the choice. Each has t / strata rows, at least two; 0 strata: all rows.
+        q: as in `row_statistics`, like k, scale, causal, window, cap and keys.
+        sample: the number of strata of consecutive rows and the seed. Two rows of each stratum are drawn, the same for
+            all heads of a sequence. A stratum has t / strata rows, at least two; 0 strata selects all rows.
     """
     strata, seed = sample
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
     q, k = dense(q), dense(k)
     wide, tile = tile_sizes(q)
-    if strata:  # a tile of sampled rows spans many more, and what lies between its first and its last is masked
+    if strata:  # a tile of sampled rows spans many more rows, whose keys are masked
         tile = min(tile[0], _SAMPLED_ROWS), *tile[1:]
     count, near = 2 * strata or t, None if isinstance(window, tuple) else window
     largest, smallest, lse, entropy = (q.new_empty((b, h, count), dtype=torch.float32) for _ in range(4))
@@ -351,12 +354,11 @@ def rows_of(
     return RowNumbers(largest, smallest, lse, entropy), picked
 
 
-# The exact extreme logits of every head in one pass, and its entropy from a sample of rows with its error, in
-# Triton.
+# Exact extreme logits of every head in one pass, and its entropy with an error from a sample of rows.
 #
-# The extremes read every logit, for a product and two comparisons each; where logsumexps of rows are known, tiles in
-# which none can hold the largest logit are left out. The entropy is read from two rows of each stratum of
-# consecutive positions, so rows that see few keys and rows that see many are in the sample as often as in the whole.
+# The extremes take a product and two comparisons per logit. If logsumexps of rows are known, tiles that cannot hold the
+# largest logit are skipped. The entropy comes from two rows of each stratum of consecutive positions, so rows that see
+# few keys and rows that see many are represented as in the whole.
 
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -369,10 +371,10 @@ def _extremes(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, COUNTED: tl.constexpr,
     BARS: tl.constexpr,
 ):  # fmt: skip
-    """The largest and the smallest logit of a tile of rows, NaN where one is; -inf and inf where nothing was read."""
-    of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
+    """Computes largest and smallest logit of a tile of rows: NaN if one is NaN, -inf and inf if nothing was read."""
+    of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
-    tile = tiles - 1 - tl.program_id(0) % tiles  # under a causal mask the longest rows first
+    tile = tiles - 1 - tl.program_id(0) % tiles  # longest rows first under a causal mask
     row, i = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
     if COUNTED:
@@ -383,7 +385,7 @@ def _extremes(
     low_key, high_key, begin, whole, stop = bounds(
         starts, stops, row, ok, first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
     )
-    if BARS:  # a logit is at most its row's logsumexp; NaN is not less
+    if BARS:  # a logit is at most its row's logsumexp; comparisons with NaN read the tile
         might = ok & ~(tl.load(lse + of * times + row, mask=ok, other=0.0) < tl.load(bars + h))
         none = tl.sum(might.to(tl.int32), 0) == 0
         whole, stop = tl.where(none, begin, whole), tl.where(none, begin, stop)
@@ -416,7 +418,7 @@ def _extremes(
 def _bracket(
     lse, counted, ends, batch, heads, times, length, CAUSAL: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One head: ends [2 h] are the largest lse - ln n and the largest lse of the rows that count."""
+    """Computes for one head the largest lse - ln n and the largest lse over the counted rows."""
     h = tl.program_id(0)
     low = tl.full([BLOCK], float("-inf"), tl.float32)
     high = low
@@ -436,8 +438,8 @@ def _bracket(
 
 @triton.jit
 def _value(lse, entropy, picked, counted, at, to, n, times, inside, MASK: tl.constexpr):
-    """The entropy of a sampled row, and 1 if it counts and sees a key, else 0 and 0."""
-    over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # NaN is to be seen
+    """Returns the entropy of a sampled row and 1 if it counts and sees a key, else 0 and 0."""
+    over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # keeps NaN
     if MASK:
         row = tl.load(picked + to, mask=inside, other=0)
         over = over & (tl.load(counted + n * times + row, mask=inside, other=0) != 0)
@@ -446,7 +448,7 @@ def _value(lse, entropy, picked, counted, at, to, n, times, inside, MASK: tl.con
 
 @triton.jit
 def _pair(lse, entropy, picked, counted, i, h, heads, strata, times, inside, MASK: tl.constexpr):
-    """The two sampled rows of stratum `i % strata` of sequence `i // strata`, and how many rows it has."""
+    """Returns the two sampled rows of stratum `i % strata` of sequence `i // strata`, and its number of rows."""
     n, u = (i // strata).to(tl.int64), i % strata
     _, size = stratum(u, times, strata)
     at, to = (n * heads + h) * 2 * strata + 2 * u, n * 2 * strata + 2 * u
@@ -457,7 +459,7 @@ def _pair(lse, entropy, picked, counted, i, h, heads, strata, times, inside, MAS
 
 @triton.jit
 def _quantile(df):
-    """Student's 97.5 % quantile for df >= 1 degrees of freedom, to 2e-4 of itself."""
+    """Returns Student's 97.5 % quantile for df >= 1 degrees of freedom, with relative error 2e-4."""
     x = 1.0 / df
     return 1.9598 + x * (2.3901 + x * (2.5456 + x * (3.9425 + x * (-1.2628 + x * 3.1305))))
 
@@ -467,7 +469,7 @@ def _sampled_heads(
     tops, lows, lse, entropy, picked, counted, numbers, counts, batch, heads, strata, times, tiles, widest,
     MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head: numbers [7 h] are largest logit, mean entropy, NaN, -inf, inf, 0, the error of the mean; see below."""
+    """Reduces one head: largest logit, mean entropy, NaN, -inf, inf, 0, error of the mean; see below."""
     h, j = tl.program_id(0), tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     low, total, share = -top, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -512,9 +514,9 @@ LAUNCHED.update(extremes=_extremes, bracket=_bracket, sampled_heads=_sampled_hea
 def bracket_of(
     lse: Float[Tensor, "b h t"], n_keys: int, *, causal: bool, counted: Bool[Tensor, "b t"] | None = None
 ) -> Float[Tensor, "2 h"]:
-    """Bounds on the largest logit of each head from logsumexps of rows without mask and window, in one launch.
+    """Returns bounds on the largest logit per head from row logsumexps without mask and window, in one launch.
 
-    max_i (lse_i - ln n_i) and max_i lse_i over the rows that count; n_i keys are visible to row i. A NaN is passed on.
+    max_i (lse_i - ln n_i) and max_i lse_i over the counted rows, where row i sees n_i keys. NaN propagates.
     """
     b, h, t = lse.shape
     ends, lse = lse.new_empty((2, h), dtype=torch.float32), lse.contiguous()
@@ -537,13 +539,13 @@ def extremes(
     counted: Bool[Tensor, "b t"] | None = None,
     known: tuple[Float[Tensor, "b h t"], Float[Tensor, " h"]] | None = None,
 ) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
-    """Returns the largest and the smallest logit, before a cap, of tiles of rows; NaN where a logit is.
+    """Returns the largest and the smallest logit, before a cap, of tiles of rows; NaN if a logit is NaN.
 
     Args:
-        q, k, scale, causal, window, keys: as of `statistics.row_statistics`.
-        counted: which query rows count; None: all.
-        known: logsumexps of the rows, and a number that the largest logit of each head reaches. With them a tile is
-            read only if one of its logsumexps is no less, and the smallest logit is that of the tiles that were read.
+        q: as in `row_statistics`, like k, scale, causal, window and keys.
+        counted: the query rows to count; None: all.
+        known: row logsumexps, and a lower bound on each head's largest logit. Tiles with smaller logsumexps are then
+            skipped, and the smallest logit covers the remaining tiles only.
     """
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
@@ -575,18 +577,20 @@ def sampled_head_numbers(
     widest: float,
     counted: Bool[Tensor, "b t"] | None,
 ) -> HeadNumbers:
-    """Returns the statistics of heads in one launch, their entropy as the mean over a sample of rows, with its error.
+    """Returns head statistics in one launch; the entropy is the mean over sampled rows, with its error.
 
     With N_u rows in stratum u, y and z the entropies of its two, N = Σ N_u and H̄ = Σ N_u (y + z) / 2N, the error is
-    half the width of a 95 % interval: t √(Σ N_u (N_u - 2) (y - z)² / 4) / N, t Student's quantile at Satterthwaite's
-    degrees of freedom, and (1 - n/N) · ln 20 / n · max(H̄, ln s - H̄) for what a sample of n rows misses of rare rows
-    at a possible extreme. Rows that do not count or see nothing are left out of sums and strata, so with those N is
-    an estimate. Every head with a logit that is NaN or infinite has NaN for entropy and error.
+    half the width of a 95 % interval: t √(Σ N_u (N_u - 2) (y - z)² / 4) / N with Student's quantile t at
+    Satterthwaite's degrees of freedom, plus (1 - n/N) · ln 20 / n · max(H̄, ln s - H̄) for rare rows at a possible
+    extreme that a sample of n rows misses. Rows that do not count or see nothing are excluded from sums and strata,
+    which makes N an estimate. A head with a NaN or infinite logit has NaN for entropy and error.
 
     Args:
-        tops: of `extremes`. rows: lse and entropy of the sampled rows and which ones they are, of `rows_of`.
-        t: query rows of a sequence. widest: the largest entropy that a row can have, ln s.
-        counted: which query rows count; None: all.
+        tops: result of `extremes`.
+        rows: lse, entropy and indices of the sampled rows, from `rows_of`.
+        t: query rows per sequence.
+        widest: largest possible entropy of a row, ln s.
+        counted: the query rows to count; None: all.
     """
     lse, entropy, picked = rows
     b, h, r = lse.shape

@@ -1,4 +1,4 @@
-"""Studies, one a file: this table names them, for `qkeel.lab.study` and as commands."""
+"""The table of studies, for `qkeel.lab.study` and as commands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from qkeel.options import lookup
 if TYPE_CHECKING:
     from qkeel.lab.plan import Study
 
-# Name -> where its Study is and its line in the list of commands. A module is imported when its study is asked for, so
-# that `qkeel --help` waits for no torch.
+# Name -> place of its Study, and its line in the list of commands. Modules are imported only when a study is used, so
+# that `qkeel --help` does not wait for torch.
 STUDIES: dict[str, tuple[str, str]] = {
     "lr": (
         "qkeel.lab.studies.grids:LR",
@@ -23,11 +23,11 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "demo": (
         "qkeel.lab.studies.grids:DEMO",
-        "See logits explode, and remedies hold them or not, on real text in two minutes.",
+        "See logits explode on real text, and which remedies prevent it, in about a minute.",
     ),
     "extrapolation": (
         "qkeel.lab.studies.grids:EXTRAPOLATION",
-        "Train short, test long: forms of attention × blocks × seeds, each tested as trained and changed post hoc.",
+        "Train short, test long: forms of attention × blocks × seeds, tested as trained and with post-hoc changes.",
     ),
     "translation": (
         "qkeel.lab.studies.grids:TRANSLATION",
@@ -47,7 +47,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "edge": (
         "qkeel.lab.studies.grids:EDGE",
-        "Pairs of runs one float32 step apart × remedies × rates × widths: the rate from which on they part.",
+        "Pairs of runs one float32 step apart × remedies × rates × widths: the rate above which they diverge.",
     ),
     "transfer": (
         "qkeel.lab.studies.grids:TRANSFER",
@@ -59,7 +59,8 @@ STUDIES: dict[str, tuple[str, str]] = {
 def find_study(name: str) -> Study:
     """Returns the study of this name.
 
-    Raises: UnknownNameError if the table has none.
+    Raises:
+        UnknownNameError: there is no such study.
     """
     module, _, attribute = lookup("study", STUDIES, name)[0].partition(":")
     study: Study = vars(importlib.import_module(module))[attribute]

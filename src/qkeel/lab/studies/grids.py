@@ -1,4 +1,4 @@
-"""Every study: what it varies, its baseline and its default grid."""
+"""All studies: what each varies, its baseline and its default grid."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from qkeel.metrics import fused_logit_error, stored_logit_error
 from qkeel.options import lookup, parse
 from qkeel.spec import PRESETS, AttentionSpec, Fixed, L2Norm, RMSNorm, Softcap
 
-# The learning-rate study: which remedies widen the range of rates that train well, and at what cost.
+# Learning-rate study: which remedies widen the range of usable learning rates, and at what cost.
 
 LR_GRID = Grid(remedies=("none", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
 LR = Study(
-    help="By default none, qk_norm and lalr:tau=0.1 at 0.01, 0.03, 0.1 and 0.3. Finished runs are kept, killed ones "
-    "resume, and the directory takes more remedies, rates and seeds later.",
+    help="By default none, qk_norm and lalr:tau=0.1 at 0.01, 0.03, 0.1 and 0.3. Finished runs are kept, interrupted "
+    "ones resume, and more remedies, rates and seeds can be added to the directory later.",
     grid=LR_GRID,
     runs=parts,
     options=(*AXIS_OPTIONS, OPTIMIZERS),
 )
 
 
-# The two-minute demo: six remedies at constant rates, one comparison that it decides, and a longer pair.
+# Two-minute demo: six remedies at constant rates, one primary comparison, and a longer pair of runs.
 
 DEMO_GRID = Grid(
     remedies=("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=30", "softcap:cap=50", "qk_lr:factor=0.1"),
@@ -61,13 +61,15 @@ PRIMARY = Primary(
     spread=0.06,
     source="as on seeds 1000 to 1015, which the demo does not use: 0.057 with AVX2, 0.059 without",
 )
-ELSEWHERE = 2  # seeds at the rates where nothing is to be decided: all runs of a remedy make one stack
+ELSEWHERE = 2  # seeds at the other rates, so that all runs of a remedy fit into one stack
 DEMO_DRIFT = Grid(remedies=("none", "qk_norm"), lrs=(0.03,), seeds=(0,))
 
 
 def demo_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid's runs, with all seeds at the rate of the primary comparison and the first two at the others,
-    then no remedy against qk_norm at a moderate rate for 16/3 as many steps."""
+    """Returns the grid's runs: all seeds at the rate of the primary comparison and the first two at the others.
+
+    Then follow runs without a remedy and with qk_norm at a moderate rate, for 16/3 as many steps.
+    """
     constant = with_values(base, optim={"schedule": "constant"})
     longer = with_values(constant, steps=base.steps * 16 // 3)
     kept = {lr: grid.seeds if lr == PRIMARY.lr else grid.seeds[:ELSEWHERE] for lr in grid.lrs}
@@ -76,7 +78,7 @@ def demo_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 DEMO = Study(
-    help="Six remedies at three constant rates, one comparison that is decided, and one longer pair.",
+    help="Six remedies at three constant rates, one primary comparison, and one longer pair of runs.",
     grid=DEMO_GRID,
     runs=demo_runs,
     options=(),
@@ -85,30 +87,30 @@ DEMO = Study(
 )
 
 
-# The drift study: how the largest logit grows with rate, steps, schedule and sizes.
+# Drift study: how the largest logit grows with rate, steps, schedule and sizes.
 
 GRID = Grid(remedies=("none",), lrs=(0.003, 0.01, 0.03, 0.1, 0.3), seeds=range(8))
 HELD_OUT = Grid(remedies=("none",), lrs=(0.01, 0.03, 0.1), seeds=range(104, 108))
-ModelSize = tuple[int, int, int]  # width, blocks, size of a head
+ModelSize = tuple[int, int, int]  # width, blocks, head size
 SIZES = tuple((width, depth, 16) for width in (32, 64, 128) for depth in (1, 2, 4))
-# Each is changed alone.
+# Head sizes and settings are varied one at a time, around MIDDLE.
 MIDDLE = (64, 2, 16)
 HEADS = ((64, 2, 8), (64, 2, 32))
 SETTINGS = ({"schedule": "constant"}, {"schedule": "wsd"}, {"steps": 75}, {"steps": 300})
-# What the law is tested on: sizes, then settings at the one that lies between those it was fitted on.
+# The law is tested on these sizes, and on these settings at the size between the fitted ones.
 HELD_OUT_SIZES = ((96, 3, 16), (64, 8, 16), (256, 2, 16), (256, 8, 16))
 HELD_OUT_SETTING = {"schedule": "constant", "steps": 225}
 
 
 def variant(base: RunConfig, size: ModelSize, **settings: object) -> RunConfig:
-    """Returns the configuration at width, blocks and size of a head, with schedule, steps and batch where given."""
+    """Returns the configuration with this width, number of blocks and head size, and other settings if given."""
     width, depth, head = size
     sizes = {"d_model": width, "n_layers": depth, "n_heads": width // head, "head_dim": head}
     return at(base, {**sizes, **settings})
 
 
 def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid at every size that the law is fitted on, and two of its rates with each setting apart."""
+    """Returns the grid at every size on which the law is fitted, and two of its rates for each setting."""
     few = dataclasses.replace(grid, lrs=grid.lrs[1::2] or grid.lrs)
     found = [run for size in SIZES for run in product(variant(base, size), grid, _role(size))]
     found += [run for size in HEADS for run in product(variant(base, size), few, _role(size))]
@@ -118,7 +120,7 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 def held_out_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid at sizes outside of the fitted ones, and its higher rates under a setting not fitted on."""
+    """Returns the grid at sizes that are not fitted, and its higher rates under a setting that is not fitted."""
     found = [run for size in HELD_OUT_SIZES for run in product(variant(base, size), grid, _role(size))]
     high = dataclasses.replace(grid, lrs=grid.lrs[1:] or grid.lrs)
     size = HELD_OUT_SIZES[0]
@@ -137,15 +139,15 @@ _DECIDES = (
     *(("data", "batch"), ("", "steps")),
 )
 DRIFT = Study(
-    help="Widths 32, 64 and 128, 1, 2 and 4 blocks, and heads, schedules, steps and batches apart from these: what the "
-    "law of logit growth is fitted on. With --held-out the sizes that it is tested on, up to width 256 and 8 blocks.",
+    help="Widths 32, 64 and 128 with 1, 2 and 4 blocks, and separately head sizes, schedules and steps: the runs on "
+    "which the law of logit growth is fitted. --held-out runs its test sizes, up to width 256 and 8 blocks.",
     grid=GRID,
     runs=runs,
     base=RunConfig(),
     decides=_DECIDES,
     instead={
         "held_out": Study(
-            help="The sizes that the law is tested on, up to width 256 and 8 blocks.",
+            help="The sizes on which the law is tested, up to width 256 and 8 blocks.",
             grid=HELD_OUT,
             runs=held_out_runs,
             base=RunConfig(),
@@ -155,7 +157,7 @@ DRIFT = Study(
 )
 
 
-# The latent-attention study: which remedies hold logits that are products of three matrices, under which optimizer.
+# Latent-attention study: which remedies limit logits that are products of three matrices, under which optimizer.
 
 MLA_GRID = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
@@ -167,7 +169,7 @@ MLA_GRID = Grid(
 # Source: Anson & Aitchison 2025, arXiv 2511.21377, section 4: remedies on MHA and MLA under Muon.
 MLA = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 and 0.3. "
-    "Finished runs are kept, killed ones resume, and the directory takes more of everything later.",
+    "Finished runs are kept, interrupted ones resume, and more runs can be added to the directory later.",
     grid=MLA_GRID,
     runs=parts,
     options=(
@@ -179,7 +181,7 @@ MLA = Study(
 )
 
 
-# The translation study: remedies on an encoder–decoder that learns from few pairs, where QK-norm comes from.
+# Translation study: remedies on an encoder–decoder with few training pairs, the setting that QK-norm comes from.
 
 # Henry et al. 2020, arXiv 2010.04245: unit queries and keys, and one learned scale for all heads of a layer.
 ORIGIN = "qk_norm:kind=l2,gain=scalar"
@@ -196,8 +198,8 @@ TRANSLATION_BASE = RunConfig(
     eval_sequences=128,
 )
 TRANSLATION = Study(
-    help="By default none, the norm of the first paper, qk_norm and lalr:tau=0.1 at 0.003, 0.01, 0.03 and 0.1, on 1000 "
-    "pairs of 48 bytes. Finished runs are kept, killed ones resume, and the directory takes more later.",
+    help="By default none, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1 at 0.003, 0.01, 0.03 and 0.1, "
+    "on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones resume, and more can be added later.",
     grid=TRANSLATION_GRID,
     runs=parts,
     base=TRANSLATION_BASE,
@@ -206,7 +208,7 @@ TRANSLATION = Study(
 )
 
 
-# The transfer study: whether the order of remedies at one size, each at its own best rate, is that at another.
+# Transfer study: whether the ranking of remedies, each at its best rate, is the same at another size.
 
 TRANSFER_LRS = tuple(0.003 * 2**k for k in range(7))
 TRANSFER_GRID = Grid(
@@ -225,19 +227,19 @@ TRANSFER = Study(
 )
 
 
-# The chaos study: how far two runs part that differ by one float32 step in one weight.
+# Chaos study: how far two runs diverge that differ by one float32 step in one weight.
 
 CHAOS_GRID = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "softcap:cap=50"),
     lrs=(0.01, 0.03, 0.1, 0.3),
     seeds=(0, 1, 2),
 )
-CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs part within ten steps
+CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs diverge within ten steps
 
 CHAOS = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50 at 0.01, 0.03, 0.1 and 0.3. "
-    "Its chaos.json says what rounding alone does to each remedy at each rate; pages of other studies of the same "
-    "configuration read it from the directory runs/chaos next to theirs, and mark what is no larger.",
+    "Its chaos.json has the effect of rounding alone for each remedy and rate. Pages of other studies with the same "
+    "configuration read it from the neighbouring directory runs/chaos, and mark differences that are no larger.",
     grid=CHAOS_GRID,
     runs=pairs,
     base=CHAOS_BASE,
@@ -245,7 +247,7 @@ CHAOS = Study(
 )
 
 
-# The study of the edge of chaos: the rate from which two runs one float32 step apart part exponentially.
+# Edge-of-chaos study: the rate above which two runs that start one float32 step apart diverge exponentially.
 
 EDGE_LRS = tuple(0.003 * 2**k for k in range(9))
 EDGE_GRID = Grid(remedies=ONE_OF_EACH, lrs=EDGE_LRS, seeds=range(8), d_model=(16, 32, 64, 128))
@@ -259,13 +261,13 @@ EDGE = Study(
 )
 
 
-# The length study: which forms of attention, trained on short texts, hold on long ones, as they are and post hoc.
+# Length study: which forms of attention, trained on short texts, work on long ones, as trained or changed post hoc.
 
 FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 BLOCKS = ("gau", "mha1", "mha4")
 EXTRAPOLATION_GRID = Grid(remedies=FORMS, lrs=(0.01,), seeds=(0, 1), blocks=("gau",))
 CONTEXTS = LongContexts(posthoc=("none", "baseline/rerope", "baseline/ntk", "kna/rerope", "kna/ntk"))
-# Small enough for half a minute a run on one core, large enough to show what the published table shows.
+# Small enough for half a minute per run on one core, large enough to reproduce the published ordering.
 EXTRAPOLATION_BASE = RunConfig(
     model=ModelConfig(n_layers=3),
     data=DataConfig(context=64, batch=16),
@@ -275,7 +277,7 @@ EXTRAPOLATION_BASE = RunConfig(
 
 
 def extrapolation_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns blocks × forms × seeds, each block a part; two GAU layers count as one of attention and MLP.
+    """Returns blocks × forms × seeds, each block a part; two GAU layers count as one layer of attention and MLP.
 
     Source: Su 2023, kexue.fm 9859; one head as wide as the model in GAU and mha1, four in mha4.
     """
@@ -298,7 +300,7 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
 
 
 def _trained(form: str, base: RunConfig) -> dict[str, str]:
-    """Attention and position of a form, with the training length that its constants follow from, where it has any."""
+    """Returns attention and position of a form, with the training length if its constants depend on it."""
     terms = parse(form)
     attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")
     term = next(iter(terms))
@@ -310,7 +312,7 @@ def _trained(form: str, base: RunConfig) -> dict[str, str]:
 
 
 def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
-    """Each form at each position, as layer_specs names them: rope is the forms' own, any other stands behind a plus.
+    """Combines each form with each position in the notation of layer_specs; rope needs no suffix.
 
     >>> by_position(["kna"], ["rope", "alibi"])
     ['kna', 'kna+alibi']
@@ -319,7 +321,7 @@ def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
 
 
 def continued(length: int) -> list[str]:
-    """The forms compared where models are trained on at a length: KNA as it is against a baseline with a remedy.
+    """Returns the methods compared with continued training at a length: KNA unchanged against a baseline with a remedy.
 
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """
@@ -335,7 +337,8 @@ OPTIONS = (
     StudyOption(
         "positions",
         list[str],
-        "Each form with each, like rope, nope, alibi, kerple_log, xpos, hwfa, rerope [default: rope].",
+        "Position encodings to combine with each form: rope, nope, alibi, kerple_log, xpos, hwfa, rerope "
+        "[default: rope].",
     ),
     StudyOption(
         "blocks",
@@ -346,25 +349,25 @@ OPTIONS = (
     StudyOption(
         "posthoc",
         list[str],
-        "Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes that "
-        "form only. [default: none; rerope and ntk on baseline and kna].",
+        "Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes only "
+        "the form kna [default: none; rerope and ntk on baseline and kna].",
     ),
     StudyOption(
-        "continue_at", int, "Train on at so many tokens: kna as it is, baseline as it is and under pi and abf."
+        "continue_at", int, "Continue training at this many tokens: kna unchanged, baseline unchanged, with pi and abf."
     ),
-    StudyOption("continue_steps", int, "Steps to train on [default: 100]."),
+    StudyOption("continue_steps", int, "Steps of continued training [default: 100]."),
     StudyOption(
         "test_lengths",
         list[int],
-        "Tokens of context in the test, multiples of the training length [default: 8 times it].",
+        "Context lengths of the test in tokens, multiples of the training length [default: 8 times that].",
     ),
-    StudyOption("test_sequences", int, "Held-out texts of each length [default: 64]."),
-    StudyOption("train_length", int, "Tokens of context in training [default: 64]."),
+    StudyOption("test_sequences", int, "Held-out texts per length [default: 64]."),
+    StudyOption("train_length", int, "Context length of training in tokens [default: 64]."),
 )
 
 
 def request(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
-    """Returns configuration, grid and contexts of the options that are given."""
+    """Returns configuration, grid and contexts for the given options."""
     length = given.get("train_length", base.data.context)
     base = with_values(base, data={"context": length})
     grid = Grid(
@@ -385,9 +388,8 @@ def request(base: RunConfig, default: Grid, given: GivenOptions) -> Request:
 
 
 EXTRAPOLATION = Study(
-    help="A model of 3 layers (6 of GAU) of width 64 learns for 300 steps of 16 texts at rate 0.01 unless flags say "
-    "otherwise. Finished runs are kept, killed ones resume; the directory takes more forms, seeds, methods and lengths "
-    "later.",
+    help="By default, a model with 3 layers (6 for GAU) of width 64 trains for 300 steps of 16 texts at rate 0.01. "
+    "Finished runs are kept, interrupted ones resume, and more forms, seeds, methods and lengths can be added later.",
     grid=EXTRAPOLATION_GRID,
     runs=extrapolation_runs,
     base=EXTRAPOLATION_BASE,
@@ -401,9 +403,9 @@ EXTRAPOLATION = Study(
 )
 
 
-# The multimodal study: text, images, or both in one sequence, under the same probe.
+# Multimodal study: text, images, or both in one sequence, measured on the same probe.
 
-# Chameleon, arXiv 2405.09818, section 2.3: what held its two sizes.
+# Chameleon, arXiv 2405.09818, section 2.3: the remedies that stabilised its two sizes.
 CHAMELEON_7B = "qk_norm:kind=layer+dropout:rate=0.1+z_loss:coefficient=1e-05"
 CHAMELEON_34B = "qk_norm:kind=layer+swin_norm+z_loss:coefficient=1e-05"
 MULTIMODAL_GRID = Grid(
@@ -412,7 +414,7 @@ MULTIMODAL_GRID = Grid(
     seeds=(0, 1, 2),
     mixes=("text", "mix"),
 )
-# Where the variance of what enters decides: every cell is run, every cell is published.
+# The search for a regime in which the variance of image embeddings matters; all of its cells are published.
 REGIMES = Grid(
     remedies=("none",),
     lrs=(0.01, 0.03, 0.1),
@@ -431,9 +433,9 @@ MULTIMODAL_BASE = RunConfig(
     eval_sequences=64,
     probe_sequences=8,
 )
-# Half as long: what the variance of the input does shows early, and there are 162 runs.
+# Half as long, because the effect of the input variance shows early and there are 162 runs.
 REGIME_BASE = with_values(MULTIMODAL_BASE, steps=100, log_every=20)
-# Where each named mix starts from: fields of ImagesConfig.
+# The fields of ImagesConfig that each mix sets.
 MIXES: dict[str, dict[str, object]] = {
     "text": {"image_share": 0.0},
     "mix": {"image_share": 0.5},
@@ -452,9 +454,9 @@ def multimodal_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 MULTIMODAL = Study(
-    help="By default text alone and text mixed with handwritten digits; none, qk_norm, swin_norm and what held "
-    "Chameleon 7B and 34B; rates 0.01 and 0.1. Finished runs are kept, killed ones resume, and the directory takes "
-    "more later.",
+    help="By default text alone and text mixed with handwritten digits; none, qk_norm, swin_norm and the remedies of "
+    "Chameleon 7B and 34B; rates 0.01 and 0.1. Finished runs are kept, interrupted ones resume, and more can be added "
+    "later.",
     grid=MULTIMODAL_GRID,
     runs=multimodal_runs,
     base=MULTIMODAL_BASE,
@@ -479,9 +481,10 @@ MULTIMODAL = Study(
 
 
 def mixed(base: RunConfig, mix: str) -> RunConfig:
-    """The configuration under a mix like 'patches:share=0.25,variance=4,norm=none'.
+    """Returns the configuration for a mix like 'patches:share=0.25,variance=4,norm=none'.
 
-    Raises: UnknownNameError for another name or option.
+    Raises:
+        UnknownNameError: the mix or an option is unknown.
     """
     term = parse(mix)[0]
     fields = dict(lookup("data mix", MIXES, term.name))
@@ -492,19 +495,19 @@ def mixed(base: RunConfig, mix: str) -> RunConfig:
     return with_values(base, model={"norm_order": order}, data={"task": "multimodal"}, images=fields)
 
 
-# The precision study: where low precision loses attention, observed by computing it and predicted by `metrics`.
+# Precision study: errors of attention in low precision, measured and predicted by `metrics`.
 #
-# Nothing is trained. Random q and k with logits of growing size go through the same attention in float64 and in each
-# format. Two sets of logits:
+# Nothing is trained. Random q and k with logits of growing size pass through the same attention in float64 and in each
+# format. There are two kinds of logits:
 #
-#     spread: independent logits whose standard deviation grows. Rows saturate, so few rows have two keys that compete.
-#     shifted: logits of standard deviation 1 around a mean that grows. A softmax does not see the mean, rounding does:
-#         what a large norm along a shared direction does to attention that still spreads over many keys.
+#     spread: independent logits with growing standard deviation. Rows saturate, so in few rows do two keys compete.
+#     shifted: logits with standard deviation 1 around a growing mean. Softmax is invariant to the mean, but rounding
+#         is not. A large norm along a shared direction has this effect on attention that spreads over many keys.
 #
-# And two kernels: "fused" reads q, k and v in the format and does all else in float32, as flash kernels do; "eager"
-# also writes the product and the scaled logits in the format.
+# There are two kernels: "fused" reads q, k and v in the format and computes in float32, as flash kernels do; "eager"
+# also stores the product and the scaled logits in the format.
 
-TOLERANCE = 0.25  # nats; a logit that is off by more weighs a key by 28 % too much or too little
+TOLERANCE = 0.25  # nats; a larger error changes the weight of a key by more than 28 %
 REMEDIES: dict[str, AttentionSpec] = {
     "none": AttentionSpec(),
     "qk_norm": AttentionSpec(norm=RMSNorm()),
@@ -530,7 +533,7 @@ PrecisionRow = Mapping[str, float | str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Heads of so many tokens; head_dim d."""
+    """The number of heads and tokens, and head_dim d."""
 
     heads: int = 2
     tokens: int = 64
@@ -543,7 +546,7 @@ def rows(
     remedies: Sequence[str] = tuple(REMEDIES),
     seed: int = 0,
 ) -> Iterator[dict[str, float | str]]:
-    """One row by COLUMNS for each set of logits, remedy, format, kernel and size (nats, before a remedy)."""
+    """Yields one row by COLUMNS for each kind of logits, remedy, format, kernel and size (nats, before a remedy)."""
     for data in DATA:
         for size in sizes:
             q, k, v = tensors(data, size, shape, seed)
@@ -556,7 +559,7 @@ def rows(
 
 
 def tensors(data: str, size: float, shape: HeadShape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The q, k, v [1 h n d] in float64 whose logits q·k/√d have deviation (spread) or mean (shifted) `size`."""
+    """Returns q, k, v [1 h n d] in float64; `size` is the deviation (spread) or mean (shifted) of their logits."""
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=rng, dtype=torch.float64) for _ in range(3)
@@ -570,7 +573,7 @@ def tensors(data: str, size: float, shape: HeadShape, seed: int) -> tuple[Tensor
 
 
 class _Exact:
-    """Attention in float64, to compare with; `product` is scale·|q||k| of each row's largest logit `top`."""
+    """The float64 reference; `product` is scale·|q||k| for the largest logit `top` of each row."""
 
     def __init__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.spec, self.given = spec, (q, k, v)
@@ -583,7 +586,7 @@ class _Exact:
         self.product = factor * q2.norm(dim=-1) * lengths
 
     def against(self, name: str, kernel: str) -> dict[str, float]:
-        """The errors of a format and kernel."""
+        """Returns the errors of a format and kernel."""
         z, out = forward(self.spec, *self.given, FORMATS[name], eager=kernel == "eager")
         finite = z.isfinite().all() and out.isfinite().all()
         best = self.z.gather(-1, self.top)
@@ -597,7 +600,7 @@ class _Exact:
         }
 
     def predicted(self, name: str, kernel: str) -> float:
-        """The error of the rows' largest logits that `metrics` predicts, root mean square."""
+        """Returns the predicted root mean square error of the rows' largest logits."""
         d = self.given[0].shape[-1]
         error = fused_logit_error(1.0, 1.0, d, name, 1.0) * _rms(self.product)
         if kernel == "fused":
@@ -609,7 +612,7 @@ class _Exact:
 def forward(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, eager: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logits before the cap and output of attention in a format, given back in float64; see the module."""
+    """Returns logits before the cap and the output of attention in a format, both converted to float64."""
     q, k, v = (rounded(x, dtype) for x in (q, k, v))
     q, k = (rounded(x, dtype) for x in _encoded(spec, q, k))
     factor = _factor(spec, q)
@@ -623,7 +626,7 @@ def forward(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x in a format; in fp8 by one scale per tensor, its largest entry 448, and back in float32."""
+    """Rounds x to a format; fp8 uses one scale per tensor, with the largest entry at 448, and returns float32."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     unit = x.abs().max().float() / torch.finfo(dtype).max
@@ -644,10 +647,10 @@ def _rms(x: Tensor) -> float:
 
 
 def thresholds(table: Sequence[PrecisionRow], tolerance: float = TOLERANCE) -> list[dict[str, float | str]]:
-    """Per set of logits, remedy, format and kernel: the largest logit at which errors pass the tolerance.
+    """Returns, per kind of logits, remedy, format and kernel, the largest logit at which errors exceed the tolerance.
 
-    By `predicted_error`, by `logit_error`, and by the relative `output_error`; and the first size that overflows. NaN
-    where that never happens.
+    This is given by `predicted_error`, by `logit_error` and by the relative `output_error`, with the first size that
+    overflows; NaN if that never happens.
     """
     found: dict[tuple[str, ...], list[PrecisionRow]] = {}
     for row in table:
@@ -663,7 +666,7 @@ def thresholds(table: Sequence[PrecisionRow], tolerance: float = TOLERANCE) -> l
 
 
 def _crossing(course: Sequence[PrecisionRow], name: str, tolerance: float) -> float:
-    """The largest logit, interpolated between sizes on logarithmic axes, at which an error first passes."""
+    """Returns the largest logit, interpolated on logarithmic axes, at which an error first exceeds the tolerance."""
     x = np.log([float(row["max_logit"]) for row in course])
     y = np.log(np.maximum([float(row[name]) for row in course], 1e-300))
     over = np.flatnonzero(y > math.log(tolerance))

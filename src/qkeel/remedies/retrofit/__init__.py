@@ -1,4 +1,4 @@
-"""Trained models: norms added with their gains fitted, factors folded into weights, checkpoints in another shape."""
+"""Changes to trained models: inserting norms with fitted gains, folding factors into weights, exporting checkpoints."""
 
 from qkeel.remedies.retrofit.export_model import SHAPES, convert, export
 from qkeel.remedies.retrofit.fit_gains import Folded, fold

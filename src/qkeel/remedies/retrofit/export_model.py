@@ -1,4 +1,4 @@
-"""A retrofitted model as one of an architecture that has the norm."""
+"""Exports a model with q/k norms as a transformers architecture that has such norms."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from qkeel.remedies.apply import in_force
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
 
-# Architectures of transformers with q/k norms: tensors renamed or added, and their config.
+# Target architectures in transformers: renamed or added tensors, and the config.
 
 ModelConfigFields = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 TensorChange = Callable[[Tensor], Tensor]
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias")  # buffers that old checkpoints hold and models make
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias")  # buffers that models recreate
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetArchitecture:
-    """An architecture: where its norms stand, and which models become it once q and k are normed.
+    """A transformers architecture, the place of its norms, and the models that become it once q and k are normed.
 
-    `sources` are model types; `norms` maps the names of a block's norms there to those here. `flat`: the norm is over
-    all heads of a token at once. `one_plus`: gains are stored as w and used as 1 + w.
+    `sources` are model types. `norms` maps a source block's norm names to the target's. `flat`: one norm over all heads
+    of a token. `one_plus`: gains are stored as w and used as 1 + w.
     """
 
     model_type: str
@@ -86,7 +86,7 @@ SHAPES: dict[str, TargetArchitecture] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A tensor's new name, and what is done to it."""
+    """A tensor's new name, and the function that changes it, if any."""
 
     name: str
     change: TensorChange | None = None
@@ -95,7 +95,7 @@ class Move:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MovePlan:
-    """Old name -> Move; `zeros`: new name -> (the tensor stored next to it, its shape); the new config."""
+    """Moves by old name, zeros to add (new name -> (a tensor in the same file, shape)), and the new config."""
 
     moves: Mapping[str, Move]
     zeros: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -103,14 +103,17 @@ class MovePlan:
 
 
 def plan(to: str, config: ModelConfigFields, shapes: Shapes, *, norm_eps: float | None = None) -> MovePlan:
-    """The changes that turn tensors of these shapes and this config.json into those of `to`.
+    """Plans the changes that turn tensors of these shapes and this config.json into those of `to`.
 
     Args:
-        to: a name in SHAPES. config: that of the model before. shapes: its tensors, q_norm and k_norm among them.
-        norm_eps: that of the q/k norm where it is not the config's rms_norm_eps.
+        to: a name in SHAPES.
+        config: the model's config.json.
+        shapes: shapes of its tensors, q_norm and k_norm included.
+        norm_eps: eps of the q/k norm if it differs from the config's rms_norm_eps.
 
     Raises:
-        UnknownNameError: no such shape. RefusedError: the model computes something the shape does not.
+        UnknownNameError: unknown architecture.
+        RefusedError: the model computes something that the architecture does not.
     """
     check_known("architecture to export to", to, SHAPES)
     shape, sizes = SHAPES[to], _sizes(config, shapes)
@@ -237,14 +240,14 @@ def _minus_one(name: str, change: TensorChange) -> TensorChange:
 
 
 def _other_eps(moves: dict[str, Move], factor: float) -> None:
-    """Scales weights before a norm for another eps: norm(x; eps) = norm(factor · x; eps · factor²)."""
+    """Scales the weights before a norm to match another eps: norm(x; eps) = norm(factor · x; eps · factor²)."""
     power_of_two = math.frexp(factor)[0] == 0.5
 
     def change(weight: Tensor) -> Tensor:
         if weight.dtype.itemsize < 4 and not power_of_two:
             raise RefusedError(
-                f"the eps of the q/k norm is not rms_norm_eps, and weights in {weight.dtype} would be rounded if they "
-                "took the difference; retrofit with the model's own eps, or save the model in float32"
+                f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {weight.dtype} to make "
+                "up for it would round them; retrofit with the model's own eps, or save the model in float32"
             )
         return (weight.to(widest(weight.device)) * factor).to(weight.dtype)
 
@@ -254,7 +257,7 @@ def _other_eps(moves: dict[str, Move], factor: float) -> None:
 
 
 def _zeros(config: ModelConfigFields, sizes: _ModelSizes, shapes: Shapes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Biases that Qwen2 has on q, k and v, and Qwen3 on the output projection too."""
+    """Returns zero biases for the output projection: Qwen2 has biases on q, k, v only, Qwen3 on all four or none."""
     found = {}
     for i in range(sizes.layers):
         head = f"model.layers.{i}.self_attn."
@@ -264,7 +267,7 @@ def _zeros(config: ModelConfigFields, sizes: _ModelSizes, shapes: Shapes) -> dic
 
 
 def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, names: set[str]) -> None:
-    """Exactly the tensors of the architecture are there."""
+    """Raises RefusedError unless the tensors are exactly those of the architecture."""
     wanted = {"model.embed_tokens.weight", "model.norm.weight"}
     bias = any(name.endswith("q_proj.bias") for name in names)
     for i in range(sizes.layers):
@@ -307,7 +310,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
         new["attention_bias"] = bias or bool(config.get("attention_bias", False))
         new |= _windows(config, sizes)
     if shape.model_type == "olmo2":
-        new.pop("head_dim")  # it has none of its own
+        new.pop("head_dim")  # OLMo 2 has no such field
         if sizes.head_dim * sizes.heads != int(config["hidden_size"]):
             raise RefusedError(f"olmo2 has heads of hidden_size / n_heads numbers, and these have {sizes.head_dim}")
     if shape.model_type == "gemma3_text":
@@ -317,7 +320,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
 
 
 def _windows(config: ModelConfigFields, sizes: _ModelSizes) -> dict[str, Any]:
-    """Mistral has a window in every layer where it has one; Qwen2 says which layers."""
+    """Returns Qwen3's window settings. A Mistral window applies to every layer; Qwen2 lists its layers."""
     if config["model_type"] == "mistral":
         default = 4096 if "sliding_window" not in config else None
         window = config.get("sliding_window", default)
@@ -325,36 +328,40 @@ def _windows(config: ModelConfigFields, sizes: _ModelSizes) -> dict[str, Any]:
             kinds = ["sliding_attention"] * sizes.layers
             return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
     if config["model_type"] == "qwen2" and config.get("use_sliding_window"):
-        return {}  # the same keys mean the same
+        return {}  # Qwen3 reads the same keys
     return {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * sizes.layers}
 
 
-# Models and checkpoints with q/k norms written as an architecture that transformers loads.
+# Writing models and checkpoints with q/k norms in an architecture that transformers loads.
 
-SHARD = 5_000_000_000  # bytes
+SHARD = 5_000_000_000  # largest file size in bytes
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
 
 
 def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Write a Hugging Face checkpoint whose q and k are normed as one of the architecture `to`.
+    """Converts a Hugging Face checkpoint with normed q and k to the architecture `to`.
 
-    Weights are read through the memory map and written shard by shard; nothing is unpickled or run. `out` appears
-    whole, by one rename, or not at all; other small files (tokenizer, generation config) are copied.
+    Weights are memory-mapped and written file by file; nothing is unpickled or run. `out` appears complete, by one
+    rename, or not at all. Other small files (tokenizer, generation config) are copied.
 
     Args:
-        checkpoint: a folder with config.json and safetensors. to: "qwen3", "olmo2" or "gemma3".
-        norm_eps: that of the q/k norms where it is not the config's rms_norm_eps.
+        checkpoint: a folder with config.json and safetensors.
+        to: "qwen3", "olmo2" or "gemma3".
+        out: the folder to write.
+        norm_eps: eps of the q/k norms if it differs from the config's rms_norm_eps.
 
     Returns:
-        The folder written.
-
-    >>> convert("missing", "qwen3", "out")
-    Traceback (most recent call last):
-    qkeel.errors.DataError: ...
+        The written folder.
 
     Raises:
-        RefusedError: the architecture computes something else; the message says what. DataError: what is missing or
-        damaged. RunDirectoryError: `out` holds something already, or is not writable.
+        RefusedError: the model computes something that the architecture does not; the message names it.
+        DataError: the checkpoint is missing, incomplete or damaged.
+        RunDirectoryError: `out` is not empty or not writable.
+
+    Example:
+        >>> convert("missing", "qwen3", "out")
+        Traceback (most recent call last):
+        qkeel.errors.DataError: ...
     """
     source = Path(checkpoint)
     if source.exists() and not source.is_dir():
@@ -373,16 +380,22 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
 
 
 def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Write a transformers model in memory, whose q and k were normed by `qk_norm`, as one of the architecture `to`.
+    """Writes a transformers model in memory, normed by `qk_norm`, as the architecture `to`.
 
     Args:
-        model: one with its `config`. to, out: as for `convert`. norm_eps: by default that of the norms in it.
+        model: a transformers model, with its `config`.
+        to: as for `convert`.
+        out: as for `convert`.
+        norm_eps: eps of the q/k norms; by default that of the model's norms.
 
-    Raises: as for `convert`.
+    Raises:
+        RefusedError, RunDirectoryError: as for `convert`.
 
-    >>> export(nn.Linear(2, 2), "qwen3", "out")
-    Traceback (most recent call last):
-    qkeel.errors.RefusedError: expected a model of transformers, with a config, to export as qwen3; this Linear has none
+    Example:
+        >>> export(nn.Linear(2, 2), "qwen3", "out")
+        Traceback (most recent call last):
+        qkeel.errors.RefusedError: expected a transformers model, with a config, to export as qwen3; this Linear has
+        none
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to export, got {type(model).__name__}")
@@ -390,7 +403,7 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     to_dict = getattr(getattr(plain, "config", None), "to_dict", None)
     if to_dict is None:
         raise RefusedError(
-            f"expected a model of transformers, with a config, to export as {to}; this {type(plain).__name__} has none"
+            f"expected a transformers model, with a config, to export as {to}; this {type(plain).__name__} has none"
         )
     config: dict[str, Any] = to_dict()
     strange = in_force(plain) - _HARMLESS
@@ -399,7 +412,7 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
             f"{', '.join(sorted(strange))} is active on this model, and the files of {to} would not record it; "
             "remove() its handle, or fold() what can be folded, first"
         )
-    tied = bool(config.get("tie_word_embeddings"))  # the head is then made by who loads the embedding
+    tied = bool(config.get("tie_word_embeddings"))  # loading then rebuilds the head from the embedding
     weights = {n: x for n, x in plain.state_dict().items() if not (tied and n == "lm_head.weight")}
     found = _gains(plain, to)
     weights = {n: x for n, x in weights.items() if not n.endswith("self_attn.q_norm.logit_scale")}
@@ -417,14 +430,14 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     return Path(out)
 
 
-# What leaves no trace in the forward pass, or shows in the names and shapes of the weights.
+# Remedies that do not act in the forward pass, or that show in the names and shapes of the weights.
 _HARMLESS = frozenset(
     ("none", "qk_norm", "swin_norm", "lalr", "qk_lr", "qk_weight_decay", "qk_clip", "spectral_cap", "z_loss")
 )
 
 
 def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
-    """The gains of norms that qk_norm added, as plain factors, and their eps."""
+    """Returns the gains of the norms that qk_norm added, as plain factors, with their eps."""
     flat = to in SHAPES and SHAPES[to].flat
     found: dict[str, tuple[Tensor, float]] = {}
     for name, module in model.named_modules():
@@ -490,7 +503,7 @@ def _copy_rest(source: Path, part: Path) -> None:
 
 
 def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
-    """The changed tensors of each file under its name, "model.safetensors" where there is one; index and config."""
+    """Writes the changed tensors of each file (a single file as "model.safetensors"), the index and the config."""
     sizes: dict[str, tuple[str, int]] = {}
     for name, stored in files:
         tensors = _changed(planned, stored)
@@ -511,13 +524,13 @@ def _write(part: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str
 
 @contextmanager
 def _whole(out: Path, source: Path | None) -> Iterator[Path]:
-    """A folder that becomes `out` when all is written, and is gone if anything fails."""
+    """A temporary folder that becomes `out` on success and is deleted on failure."""
     if source is not None and source.exists() and out.exists() and out.samefile(source):
         raise RunDirectoryError(f"{out} is the checkpoint itself; choose another place to write to")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} exists already and nothing there is overwritten; choose another place")
     part: Path | None = None
-    advice = ". Expected a writable place with free space; nothing that stood there was changed"
+    advice = ". Expected a writable place with free space; existing files were not changed"
     try:
         with reported(f"cannot write {out}", advice):
             out.parent.mkdir(parents=True, exist_ok=True)

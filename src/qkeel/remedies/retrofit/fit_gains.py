@@ -1,4 +1,4 @@
-"""The gains of an inserted norm: fitted, balanced between q and k, or folded into the weights."""
+"""Gains of an inserted norm: fitting them, balancing q against k, and folding scale factors into weights."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from qkeel.spec import InverseSqrt, NoNorm
 from qkeel.spec.norm import Norm, NormedPart
 from qkeel.spec.slot import Parameter, ParameterSizes, Params
 
-# Gains of a new norm set so that the logits are those of the model without it, as closely as the norm allows.
+# Fitting: gains of a new norm for which the logits come as close to the old model's as the norm allows.
 #
 # Derivation. With z the old logits of a row, p = softmax(z) and z' the new ones, to second order in z' - z
 #
 #     KL(p ‖ softmax(z')) = ½ Var_p(z' - z):
 #
-# a constant per row is nothing to a softmax, and keys count as they are attended to. With one factor a on the normed
-# logits ẑ (gains that multiply to a) that is least squares with the solution
+# a constant per row does not change a softmax, and keys count in proportion to their attention. With one factor a on
+# the normed logits ẑ (gains that multiply to a) this is a least-squares problem with the solution
 #
 #     a = Σ_rows Cov_p(z, ẑ) / Σ_rows Var_p(ẑ),
 #
-# per head where gains are per head, over all heads where they share them. It is the start. A gain per dimension
-# before RoPE turns with its pair, so z' is no longer linear in the two gains; the KL itself, summed over rows, is
-# minimised from there by L-BFGS through the model's own rotation, whichever dimensions it pairs. Attention that
-# matters little to the output counts there as much as attention that matters; so all gains are then fitted at once
-# by L-BFGS to the KL of the model's output.
+# per head if gains are per head, else over all heads. That is the start. A gain per dimension before RoPE turns with
+# its pair, so z' is no longer linear in the two gains; from the start, L-BFGS minimises the KL itself, summed over
+# rows, through the model's own rotation, whichever dimensions it pairs. There, attention that hardly affects the output
+# counts as much as attention that matters. All gains are therefore finally fitted together, by L-BFGS on the KL of the
+# model's output.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlendedNorm(Norm):
-    """The norm slot of an own module while its norm is blended in: (1 - s) x + s norm(x), s the share."""
+    """The norm slot of one of qkeel's own modules during blending: (1 - s) x + s norm(x), s the share."""
 
     inner: Norm
     share: float
 
     @property
     def sides(self) -> str:
-        """Those of the norm that is blended in."""
+        """The sides of the inner norm."""
         return self.inner.sides
 
     def apply(self, part: NormedPart, x: Tensor, params: Params) -> Tensor:
@@ -72,15 +72,16 @@ class BlendedNorm(Norm):
 
 @final
 class SiteNorm(Handle):
-    """The norm of a site that has just been normed; `remove()` leaves the whole of it active.
+    """The newly inserted norm of a site; `remove()` ends the blending and leaves the full norm active.
 
-    `gains` are those of q and of k as they are stored, `one` is what is added to them before they multiply.
+    `gains` are the stored gains of q and of k. `one` is the number added to them before they multiply.
 
     Args:
-        eps: that of the norm from now on; None leaves it as it is.
+        site: a site that has just been normed.
+        eps: the norm's new eps; None keeps its own.
 
     Raises:
-        RefusedError: the norm has no gain of q and of k.
+        RefusedError: the norm lacks a gain of q or of k.
     """
 
     def __init__(self, site: AttentionSite, eps: float | None) -> None:
@@ -107,7 +108,7 @@ class SiteNorm(Handle):
         super().__init__(self._end)
 
     def set(self, share: float) -> None:
-        """From now on this share of the norm."""
+        """Sets the share of the norm."""
         if self._own is not None:
             norm = self.norm if share == 1 else BlendedNorm(inner=self.norm, share=share)
             self._own.spec = self._own.spec.replace(norm=norm)
@@ -121,7 +122,7 @@ class SiteNorm(Handle):
 
     @torch.no_grad()
     def put(self, factors: Tensor) -> None:
-        """Constant gains whose product is `factors` [h] (all equal unless per_head)."""
+        """Sets constant gains whose products are `factors` [h] (all equal unless per_head)."""
         query, key = self.gains
         if not self.per_head:
             root = float(factors[0].sqrt() - self.one)
@@ -136,14 +137,14 @@ class SiteNorm(Handle):
 
 @final
 class Best:
-    """The values of some parameters at which a gap was least so far, from those they have when this is made."""
+    """The parameter values with the smallest gap so far, starting from the current ones."""
 
     def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], Gap]) -> None:
         self.parameters, self._measure = parameters, measure
         self.gap, self._values = measure(), copies(parameters)
 
     def offer(self) -> bool:
-        """Measure the values of now, and take them if they are better; else put the best ones back."""
+        """Measures the current values; keeps them if they are better, else restores the best ones."""
         gap = self._measure()
         better = gap.kl < (math.inf if math.isnan(self.gap.kl) else self.gap.kl)
         if better:
@@ -154,19 +155,19 @@ class Best:
 
 
 def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The values of now."""
+    """Returns detached copies of the parameters' values."""
     return [p.detach().clone() for p in parameters]
 
 
 @torch.no_grad()
 def put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write values into parameters, bit for bit."""
+    """Copies values into parameters, bit for bit."""
     for p, value in zip(parameters, values):
         p.copy_(value)
 
 
 def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
-    """Set the gains: least squares, then `iterations` of L-BFGS on the KL; never worse than it was."""
+    """Fits the gains: least squares, then `iterations` of L-BFGS on the KL. The result is never worse than before."""
 
     def loss() -> Tensor:
         return replay.divergence().mean()
@@ -186,7 +187,7 @@ def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
 
 
 def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool) -> Tensor:
-    """The a [h] of the derivation; where it is not positive, the ratio of the spreads instead."""
+    """Returns the factor a [h] of the derivation, or the ratio of spreads where the covariance is not positive."""
     cov = var = spread = torch.zeros((), dtype=torch.float64)
     for one, two in zip(old, new):
         kind = widest(one.visible.device)
@@ -205,7 +206,7 @@ def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared:
 
 
 def descend(parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
-    """L-BFGS on a loss by these parameters alone; their gradients are left empty."""
+    """Minimises a loss over these parameters by L-BFGS and leaves no gradients on them."""
 
     def gradients() -> tuple[Tensor, Sequence[Tensor]]:
         loss = loss_of()
@@ -217,7 +218,7 @@ def descend(parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], i
 def descend_along(
     parameters: Sequence[nn.Parameter], gradients: Callable[[], tuple[Tensor, Sequence[Tensor]]], iterations: int
 ) -> None:
-    """The same where the loss comes with its gradients by the parameters."""
+    """Minimises a loss by L-BFGS, given a function that returns the loss and its gradients."""
     optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -232,20 +233,20 @@ def descend_along(
         p.grad = None
 
 
-# Queries against keys: an exact change of the old model's weights after which a norm takes less away.
+# Balancing queries against keys: an exact reparametrisation of the old model after which a norm costs less.
 #
-# A norm divides each q and k by its own size, which the old model may have used. How much size varies from token to
-# token depends on how a head's numbers are scaled against each other, and that is free: with q_i · e^{t_i} and k_i ·
-# e^{-t_i} every product q·k is what it was, for any t per dimension; under RoPE for any t per rotated pair. So t is
-# fitted along with the gains to the KL of the output, and goes into the rows of the q and k projections. One t per
-# number (or pair) and key head; the query heads of a group share it.
+# A norm divides each q and k by its length, which the old model may have used. How much the length varies from token to
+# token depends on the relative scale of a head's dimensions, and that is free: with q_i · e^{t_i} and k_i · e^{-t_i}
+# every product q·k is unchanged, for any t per dimension, and under RoPE for any t per rotated pair. So t is fitted
+# together with the gains to the KL of the output, and is then multiplied into the rows of the q and k projections.
+# There is one t per dimension (or pair) and key head, shared by the query heads of a group.
 
-_SAME = 1e-4  # of the largest output: above float32's rounding, far below what a wrong pairing does
+_SAME = 1e-4  # relative to the largest output: above float32 rounding, far below the effect of a wrong pairing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ScaledRows:
-    """Rows of a weight or bias that site number `site` scales by e^{sign · t}."""
+    """Rows of a weight or bias that site number `site` multiplies by e^{sign · t}."""
 
     site: int
     heads: HeadSlice
@@ -254,7 +255,7 @@ class _ScaledRows:
 
 @final
 class Balance:
-    """The numbers t of all sites, and the weights they go into; `put()` writes those, `restore()` puts the old back."""
+    """The numbers t of all sites and the weights they scale. `put()` writes the weights, `restore()` undoes it."""
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self.sites = [site for site in sites if _plain(model, site)]
@@ -271,7 +272,7 @@ class Balance:
 
     @classmethod
     def of(cls, reference: Reference, sites: Sequence[AttentionSite]) -> Balance | None:
-        """The balance of a model without its norm, or None where no scaling leaves it as it is (up to rounding)."""
+        """Returns the balance of a model before its norm is added, or None if no pairing preserves its output."""
         balance = cls(reference.model, sites)
         for pairs in _PAIRINGS.values():
             if balance.sites and balance._leaves(reference, pairs):
@@ -280,7 +281,7 @@ class Balance:
 
     @torch.no_grad()
     def _leaves(self, reference: Reference, pairs: Callable[[int], Tensor]) -> bool:
-        """True if numbers at random, tied in this way, leave the first batch's output."""
+        """True if random t, tied by this pairing, preserve the first batch's output."""
         self._begin(pairs)
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
@@ -302,7 +303,7 @@ class Balance:
         ]
 
     def scaled(self) -> list[Tensor]:
-        """The weights as they are to be, a function of the numbers."""
+        """Returns the scaled weights as a function of the numbers t."""
         return [old * self._factor(p, rows) for old, (p, rows) in zip(self._old, self._rows.values())]
 
     def _factor(self, p: Tensor, rows: Sequence[_ScaledRows]) -> Tensor:
@@ -316,15 +317,15 @@ class Balance:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Write the scaled weights."""
+        """Writes the scaled weights into the model."""
         put_back(self.weights, self.scaled())
 
     def restore(self) -> None:
-        """The old weights, bit for bit."""
+        """Restores the old weights bit for bit."""
         put_back(self.weights, self._old)
 
     def descend(self, gains: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
-        """L-BFGS on a loss by the numbers and the gains at once."""
+        """Minimises a loss by L-BFGS over the numbers t and the gains together."""
 
         def gradients() -> tuple[Tensor, Sequence[Tensor]]:
             self.put()
@@ -337,7 +338,7 @@ class Balance:
         self.put()
 
 
-# Which dimensions of a head are scaled by the same number: each on its own without a rotation, else the two of a pair.
+# Which dimensions of a head share a number t: none without a rotation, else the two of a pair.
 _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
     "none": torch.arange,
     "halves": lambda d: torch.arange(d) % max(d // 2, 1),
@@ -346,7 +347,7 @@ _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
 
 
 def _plain(model: nn.Module, site: AttentionSite) -> bool:
-    """True if rows of one weight make q, rows of one make k, and nothing else is made of them."""
+    """True if one weight makes all of q, one makes all of k, and nothing else uses these weights."""
     if len(site.terms) != 1 or len(site.query) != 1 or len(site.key) != 1 or site.reparametrised:
         return False
     query, key = site.query[0], site.key[0]
@@ -358,16 +359,16 @@ def _plain(model: nn.Module, site: AttentionSite) -> bool:
     return all(used[id(model.get_parameter(s.parameter))] == 1 for s in (query, key))
 
 
-# Scale factors written back into plain weights, where that is exact.
+# Folding: scale factors multiplied into plain weights where that is exact.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """The factors written into weights, and those kept as they are, each with the reason."""
+    """What `fold` did: the factors that it wrote into weights, and those that it kept, with the reasons."""
 
-    written: tuple[str, ...]  #: sentences, one for each factor
-    kept: tuple[str, ...]  #: sentences, one for each factor
+    written: tuple[str, ...]  #: one phrase per folded factor
+    kept: tuple[str, ...]  #: one phrase per kept factor
 
     def __str__(self) -> str:
         return "\n".join([*(f"folded {line}" for line in self.written), *(f"kept {line}" for line in self.kept)])
@@ -375,25 +376,25 @@ class Folded:
 
 @torch.no_grad()
 def fold(model: nn.Module) -> Folded:
-    """Write scale factors back into weights, in place; outputs stay what they were, to rounding.
+    """Writes scale factors back into weights, in place; outputs stay the same up to rounding.
 
     - Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of a plain layer again (any model).
-    - A scale of logits other than 1/√d, constant or learned (`logit_scale`, a temperature), goes into W_q and its bias,
-      or, behind a norm with a gain of q's own, into that gain; a factor that depends on the position stays
-      (own modules).
+    - A logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), moves into W_q and its bias,
+      or, behind a norm with a gain on q, into that gain. Position-dependent factors stay. (qkeel's own modules only.)
 
-    Gains of a q/k norm are not folded: the norm stands between the weights and the gain. Where something was folded,
-    the model is what it is from now on: handles of remedies that changed the spec of that site do nothing any more.
-
-    >>> from qkeel import apply
-    >>> from qkeel.nn import Attention
-    >>> attention = Attention(16, 4)
-    >>> handle = apply("sigma_reparam", attention)
-    >>> fold(attention).written[0]
-    'sigma_reparam of q_proj'
+    Gains of a q/k norm are not folded, since the norm lies between the weights and the gain. Folding is final: handles
+    of remedies that changed the spec of a folded site no longer do anything.
 
     Raises:
-        RefusedError: nothing here can be folded; the message says why.
+        RefusedError: nothing can be folded; the message says why.
+
+    Example:
+        >>> from qkeel import apply
+        >>> from qkeel.nn import Attention
+        >>> attention = Attention(16, 4)
+        >>> handle = apply("sigma_reparam", attention)
+        >>> fold(attention).written[0]
+        'sigma_reparam of q_proj'
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to fold, got {type(model).__name__}")
@@ -414,7 +415,7 @@ def fold(model: nn.Module) -> Folded:
 
 
 def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
-    """None if the scale is plain, "" if it was folded, else the reason why it was not."""
+    """Returns None if the scale is plain, "" if it was folded, else the reason why it was not."""
     module = site.module
     assert isinstance(module, SpecModule)
     spec, d = module.spec, module.head_dim
@@ -441,7 +442,7 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
 
 
 def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
-    """Multiply the last matrix that makes q in each term, and its bias, by a factor per query head."""
+    """Multiplies q's last weight in each term, and its bias, by a factor per query head; returns any obstacle."""
     pieces: list[HeadSlice] = [term.query[-1] for term in site.terms]
     if site.reparametrised:
         return "W_q is computed from another weight"
@@ -459,7 +460,7 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
 
 
 def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
-    """The gain of q times a factor per query head."""
+    """Multiplies the gain of q by a factor per query head; returns any obstacle."""
     if norm.shared:
         return "q and k share one gain"
     per_head = norm.gain in ("head", "head_dim")

@@ -1,4 +1,4 @@
-"""A q/k norm put into a trained model, fitted, measured, and blended in if wanted."""
+"""Retrofit: inserts a q/k norm into a trained model, fits its gains, measures the cost, and can blend the norm in."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ from qkeel.sites.find import find_sites
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitConfig:
-    """The settings by which a retrofit is fitted.
+    """Settings of a retrofit.
 
-    iterations: of L-BFGS per site after the least-squares start; 0 keeps that. balance: whether queries are scaled
-    against keys in the weights, which the old model would not notice (`retrofit.balance`); not while anneal blends
-    in, which starts at the old model (bit for bit where the same kernel computes both). distil: steps of AdamW at
-    rate `lr` on the q and k weights and the gains against the old model's predictions. anneal: optimizer steps over
-    which the norm is blended in, from the old model to the new. eps: of the norm; by default rms_norm_eps of the
-    model's config, if it has that, so that it can be exported as it is. Not both distil and anneal: training goes
-    on while it is blended in.
+    Attributes:
+        iterations: L-BFGS iterations per site after the least-squares start; 0 keeps the start.
+        balance: whether to rescale queries against keys in the weights, which leaves the old model's logits unchanged
+            (see `fit_gains`). Ignored with `anneal`, which must start at the old model (bit for bit if the same kernel
+            computes both).
+        distil: AdamW steps on the q and k weights and the gains towards the old model's predictions.
+        lr: learning rate of these steps.
+        anneal: optimizer steps over which the norm is blended in. Excludes `distil`, since the model trains meanwhile.
+        eps: eps of the norm; by default rms_norm_eps of the model's config, if present, so that the model can be
+            exported.
     """
 
     iterations: int = 20
@@ -61,18 +64,19 @@ class RetrofitConfig:
             check(whole, f"{name} to be a whole number of at least 0", repr(value))
         if self.distil and self.anneal:
             raise InvalidValueError(
-                "distilled q and k belong to the whole norm, and a norm that is blended in starts from the old ones: "
-                "give distil or anneal, not both"
+                "distilled q and k belong to the full norm, and a blended-in norm starts from the old q and k: give "
+                "distil or anneal, not both"
             )
         check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
 
 
 @final
 class Retrofit(Handle):
-    """A norm in a trained model: `report` says what it cost; `remove()` gives the old model back bit for bit.
+    """A norm in a trained model, made by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
+    for bit.
 
-    It is made by `retrofit`. While it is blended in, `share` goes from 0 to 1 with the optimizer's steps; `state()` and
-    `load()` carry it over a checkpoint.
+    While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` carry the
+    progress over a checkpoint.
     """
 
     def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:
@@ -83,11 +87,11 @@ class Retrofit(Handle):
 
     @property
     def share(self) -> float:
-        """The share of the norm that is active."""
+        """The current share of the norm, in [0, 1]."""
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
     def advance(self, steps: int = 1) -> None:
-        """So many steps of blending more; each step of the optimizer, where one was given, is one."""
+        """Advances the blending by `steps`. With an optimizer, each of its steps does this."""
         self.step += steps
         for norm in self._norms:
             if norm.active:
@@ -108,25 +112,28 @@ def retrofit(
     *,
     fitting: RetrofitConfig | None = None,
 ) -> Retrofit:
-    """Put a q/k norm into a *trained* model so that its first outputs are as close to the old ones as the norm allows.
+    """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
-    The gains are fitted site by site on what the old model feeds it (derived in `retrofit.fit_gains`), optionally
-    q and k are distilled for some steps, and the gap to the old model is measured: before, after, and layer by layer.
+    The gains are fitted site by site to the old model's inputs (derivation in `retrofit.fit_gains`), q and k are
+    optionally distilled, and the gap to the old model is measured: before, after, and layer by layer.
 
     Args:
-        named: "qk_norm" with its options, such as "qk_norm:gain=head_dim". batches: a tensor of tokens or a dict of
-            arguments, or a list of several batches, which may be tuples of arguments too. What is measured is measured
-            on them.
+        model: the trained model.
+        named: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
+        batches: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
+            arguments. Gains are fitted and gaps measured on them.
         optimizer: the gains join it; with fitting.anneal its steps blend the norm in.
+        fitting: settings; the defaults of RetrofitConfig if not given.
 
     Raises:
-        RefusedError: q and k are normed already, the norm has no gains, or the attention cannot be read; the model is
-        then as it was.
+        RefusedError: q and k are normed already, the norm has no gains, or the attention cannot be read. The model is
+            then unchanged.
 
-    >>> from qkeel.nn import Decoder, DecoderConfig
-    >>> model = Decoder(DecoderConfig(vocab_size=8, d_model=16, n_heads=2, n_layers=1))
-    >>> retrofit(model, "qk_norm", torch.arange(8)[None]).report.gap.kl < 0.01
-    True
+    Example:
+        >>> from qkeel.nn import Decoder, DecoderConfig
+        >>> model = Decoder(DecoderConfig(vocab_size=8, d_model=16, n_heads=2, n_layers=1))
+        >>> retrofit(model, "qk_norm", torch.arange(8)[None]).report.gap.kl < 0.01
+        True
     """
     fitting = fitting or RetrofitConfig()
     if not isinstance(model, nn.Module):
@@ -138,13 +145,13 @@ def retrofit(
     with evaluating(plain):
         reference = Reference(plain, given)
         found_sites = find_sites(plain, *given[0][0], **given[0][1])
-        # The first of each module.
+        # One site per module, the first.
         sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         replays = captured(plain, sites, given)
     with ExitStack() as undo:
         undo.callback(apply(remedy, plain, optimizer, example=several[0]).remove)
-        # The eps asked for, or that of the model's other norms.
+        # The requested eps, or that of the model's other norms.
         eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
         norms = [SiteNorm(site, eps if isinstance(eps, float) else None) for site in sites]
         for norm in norms:
@@ -171,7 +178,8 @@ def _fit_all(
     known: tuple[Sequence[Replay], Balance | None],
     fitting: RetrofitConfig,
 ) -> tuple[RetrofitReport, Callable[[], None]]:
-    """Fit the norms in steps, each kept only if it helps; the report, and what undoes the changes of weights."""
+    """Fits the norms in stages, keeping a stage only if it helps. Returns the report, and a function that restores
+    the weights."""
     replays, balance = known
     gains = [p for norm in norms for p in norm.gains]
     best = Best(gains, reference.gap)
@@ -206,7 +214,7 @@ def _per_head(replay: Replay) -> tuple[float, ...]:
 
 
 def _alone(reference: Reference, norms: Sequence[SiteNorm]) -> list[Gap]:
-    """The gap on the first batch with each norm active alone."""
+    """Returns the gap on the first batch with each norm active alone."""
     found = []
     for one in norms:
         for other in norms:
@@ -224,7 +232,7 @@ def _distil(
     fitting: RetrofitConfig,
     undo: ExitStack,
 ) -> Gap:
-    """Steps on KL(old ‖ new) by the q and k weights and the gains; kept only if the KL fell."""
+    """Distils KL(old ‖ new) into the q and k weights and the gains; keeps the result only if the KL fell."""
     model = reference.model
     names = dict.fromkeys(s.parameter for site in sites for s in (*site.query, *site.key))
     weights = [model.get_parameter(name) for name in names]
@@ -262,7 +270,7 @@ def _remedy(named: str | QKNorm) -> QKNorm:
 
 
 def _several(batches: object) -> list[object]:
-    """One batch or several, as a list."""
+    """Returns one or several batches as a list."""
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
     if isinstance(batches, str) or not isinstance(batches, Sequence):

@@ -1,4 +1,7 @@
-"""The attention of a trained model replayed with and without a norm, and what its predictions lose."""
+"""Measures a retrofit: a trained model's predictions and attention weights with and without the norm.
+
+Shapes: b batch, h heads, r compared query rows, s keys.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from qkeel.nn.attention import SpecModule
 from qkeel.remedies.base import Args, Kwargs, where
 from qkeel.spec import AttentionCall
 
-# The cost of a retrofit: the predictions of a model on batches before and after, and the report of their distance.
+# The cost of a retrofit: predictions before and after on the same batches, and the report of their distance.
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The distance of a changed model from the old one on the batches given."""
+    """The distance of a changed model from the old one on the given batches."""
 
     kl: float  #: mean over tokens of KL(old ‖ new) of the predicted distributions, in nats
-    loss: float | None  #: of the next tokens, new minus old, in nats; None where there is no such loss
+    loss: float | None  #: next-token loss, new minus old, in nats; None for models without such a loss
 
     def __str__(self) -> str:
         return f"KL {self.kl:.4g}" + ("" if self.loss is None else f", loss {self.loss:+.4g}")
@@ -37,12 +40,12 @@ class Gap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGap:
-    """One site: KL of its attention weights, and the model's gap if this site alone is normed."""
+    """One site: KL divergence of its attention weights, and the model's gap if only this site is normed."""
 
-    name: str  #: of the site
-    attention_kl_naive: tuple[float, ...]  #: KL per head in nats, gains as they start
-    attention_kl: tuple[float, ...]  #: KL per head in nats, gains as fitted
-    alone: Gap  #: of the model with a norm at this site alone
+    name: str  #: the site's name
+    attention_kl_naive: tuple[float, ...]  #: KL per head in nats, with initial gains
+    attention_kl: tuple[float, ...]  #: KL per head in nats, with fitted gains
+    alone: Gap  #: gap of the model with a norm at this site only
 
     def __str__(self) -> str:
         before, after = (sum(v) / len(v) for v in (self.attention_kl_naive, self.attention_kl))
@@ -54,18 +57,18 @@ class LayerGap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitReport:
-    """The gap to the old model after each stage of a retrofit; None for what was not done or did not help."""
+    """The gap to the old model after each stage of a retrofit; None for a stage that was skipped or did not help."""
 
-    old_loss: float | None  #: of the next tokens, in nats; None where there is no such loss
-    naive: Gap  #: with gains as they start
-    fitted: Gap  #: with gains as fitted
+    old_loss: float | None  #: next-token loss in nats; None for models without such a loss
+    naive: Gap  #: with initial gains
+    fitted: Gap  #: with fitted gains
     balanced: Gap | None  #: with queries balanced against keys
     distilled: Gap | None  #: after distillation
-    layers: tuple[LayerGap, ...]  #: one for each site
+    layers: tuple[LayerGap, ...]  #: one per site
 
     @property
     def gap(self) -> Gap:
-        """The gap of the model as it was left."""
+        """The gap of the final model."""
         return self.distilled or self.balanced or self.fitted
 
     def __str__(self) -> str:
@@ -79,7 +82,7 @@ class RetrofitReport:
 
 
 def predictions(model: nn.Module, batch: Arguments) -> Tensor:
-    """The first floating-point output [b t vocabulary], or whatever has two dimensions or more."""
+    """Returns the model's first floating-point output with at least two dimensions, usually logits [b t vocabulary]."""
     returned = model(*copied(batch[0]), **copied(batch[1]))
     plain = tuple(returned.values()) if isinstance(returned, dict) else returned
     found = next((x for x in tensors(plain) if x.is_floating_point() and x.ndim > 1), None)
@@ -92,7 +95,7 @@ def predictions(model: nn.Module, batch: Arguments) -> Tensor:
 
 
 def divergence(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
-    """The mean over tokens of KL(old ‖ new); padded ones, by an attention_mask, left out."""
+    """Returns the mean over tokens of KL(old ‖ new), without tokens that an attention_mask marks as padding."""
     p, q = (torch.log_softmax(z.to(wide(z.dtype)), -1) for z in (old, new))
     kl = (p.exp() * (p - q)).sum(-1)
     mask = batch[1].get("attention_mask")
@@ -102,7 +105,7 @@ def divergence(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, batch: Arguments) -> float | None:
-    """Cross-entropy of each next token of the batch's own tokens; None if it has none."""
+    """Returns the next-token cross-entropy on the batch's own tokens; None if the batch has no tokens."""
     tokens = next((x for x in tensors(batch) if not x.is_floating_point() and x.ndim == 2), None)
     if tokens is None or logits.shape[:2] != tokens.shape or tokens.shape[1] < 2 or logits.ndim != 3:
         return None
@@ -115,7 +118,7 @@ def next_token_loss(logits: Tensor, batch: Arguments) -> float | None:
 
 
 class Reference:
-    """The old model's predictions on the batches, and the gap of a new one."""
+    """The old model's predictions on the batches, against which a new model is measured."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, batches: Sequence[Arguments]) -> None:
@@ -125,17 +128,17 @@ class Reference:
 
     @property
     def loss(self) -> float | None:
-        """The old model's loss."""
+        """The old model's next-token loss."""
         return _mean(self.losses)
 
     def divergence(self) -> Tensor:
-        """The mean over the batches of KL(old ‖ new) of the model as it is now, with gradients."""
+        """Returns the mean over the batches of KL(old ‖ new) for the model's current state, with gradients."""
         pairs = zip(self.old, self.batches)
         return torch.stack([divergence(old, predictions(self.model, b), b) for old, b in pairs]).mean()
 
     @torch.no_grad()
     def gap(self, some: int | None = None) -> Gap:
-        """Of the model as it is now, on the first `some` batches or all."""
+        """Returns the gap of the model's current state, on the first `some` batches or on all."""
         kls, losses = [], []
         for old, was, batch in list(zip(self.old, self.losses, self.batches))[:some]:
             new = predictions(self.model, batch)
@@ -150,29 +153,29 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-# The logits of one attention computed again from the inputs it got, with gradients to its gains.
+# The logits of one attention, recomputed from its recorded inputs, with gradients to its gains.
 
-ROWS = 256  # query rows of each sequence that are compared, evenly spread
+ROWS = 256  # query rows compared per sequence, evenly spaced
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueryRows:
-    """Logits [b h r s] of some query rows, and which keys they see; `counted` [b h r]: rows that see two or more."""
+    """Logits [b h r s] of some query rows, their visible keys, and `counted` [b h r]: rows that see two or more."""
 
     logits: Tensor
     visible: Tensor
     counted: Tensor
 
     def log_weights(self) -> Tensor:
-        """The ln softmax over the visible keys, 0 where none is seen."""
+        """Returns ln softmax over the visible keys; 0 for hidden keys and uncounted rows."""
         z = self.logits.masked_fill(~self.visible, -torch.inf)
         return torch.where(self.visible, torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1), 0.0)
 
 
 @final
 class Replay:
-    """The logits of one attention of the old model, and those that its module makes of the same inputs now."""
+    """The logits of one attention in the old model, and those that its module now computes from the same inputs."""
 
     def __init__(self, site: AttentionSite, inputs: Sequence[Arguments]) -> None:
         self._site, self._inputs = site, inputs
@@ -180,16 +183,16 @@ class Replay:
             self.old = self.rows()
 
     def rows(self) -> list[QueryRows]:
-        """Those of now, a batch each, with gradients."""
+        """Returns the current logits, one entry per batch, with gradients."""
         return [rows_of(self._site, one) for one in self._inputs]
 
     def divergence(self) -> Tensor:
-        """Per head [h], the mean over the batches of KL(old weights ‖ weights now) in nats."""
+        """Returns the mean over the batches of KL(old weights ‖ current weights) per head [h], in nats."""
         return torch.stack([layer_divergence(a, b) for a, b in zip(self.old, self.rows())]).mean(0)
 
 
 def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence[Arguments]) -> list[Replay]:
-    """A replay of each site, from the arguments that its module gets first in a pass on each batch."""
+    """Returns a replay of each site from its module's first arguments in a pass on each batch."""
     kept: list[dict[int, Arguments]] = []
 
     def note(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -208,7 +211,7 @@ def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence
 
 
 def rows_of(site: AttentionSite, inputs: Arguments) -> QueryRows:
-    """Run the site's module on these arguments and read the logits of its first attention call."""
+    """Runs the site's module on these arguments and returns the logits of its first attention call."""
     args, kwargs = copied(inputs[0]), copied(inputs[1])
     calls: list[Seen] = []
     if isinstance(site.module, SpecModule):
@@ -262,13 +265,13 @@ def _rows(z: Tensor, visible: Tensor) -> QueryRows:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """The query rows that are compared of all in x [b h t …]."""
+    """Returns the indices of the compared rows among the queries of x [b h t …]."""
     t = x.shape[2]
     return torch.linspace(0, t - 1, min(t, ROWS), device=x.device).round().long()
 
 
 def layer_divergence(old: QueryRows, new: QueryRows) -> Tensor:
-    """Per head [h], the mean over the counted rows of KL(old weights ‖ new weights) in nats."""
+    """Returns the mean over the counted rows of KL(old weights ‖ new weights) per head [h], in nats."""
     p, q = old.log_weights(), new.log_weights()
     kl = (p.exp() * (p - q)).masked_fill(~old.visible, 0.0).sum(-1)
     count = old.counted.sum((0, 2)).clamp_min(1)

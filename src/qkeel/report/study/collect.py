@@ -1,4 +1,4 @@
-"""The runs of a study read into one table, with their names and times."""
+"""Reads the runs of studies into one table, with their names and times."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from qkeel.records.disk import refuse_links, refuse_path
 from qkeel.records.files import read_checked
 from qkeel.records.run_directory import note_checksums
 
-# Names of runs by the settings in which their configurations and commands differ.
+# Runs are named by the settings in which their configurations and commands differ.
 
-_MOST = 3  # settings of a name
+_MOST = 3  # settings per name
 _LEFT_OUT = frozenset({"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"})
 
 
 def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
-    """Returns for each of several runs the settings that are not alike in all, by name; "" where nothing differs.
+    """Returns, for each of several runs, the settings that are not equal in all of them; "" if nothing differs.
 
     >>> differences([{"optim": {"name": "adamw", "momentum": 0.9}}, {"optim": {"name": "muon", "momentum": 0.9}}])
     ['name adamw', 'name muon']
     >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
     ['--lr 3e-2', '--compile, --lr 3e-3']
+    >>> differences([{"watcher": "qkeel watch -- python t.py"}, {"watcher": "qkeel watch --apply lalr -- python t.py"}])
+    ['', '--apply lalr']
     """
     flat = [dict(_flat(one)) for one in settings]
     names = sorted({name for one in flat for name in one})
     apart = [name for name in names if len({one.get(name) for one in flat}) > 1]
-    return [", ".join([_said(name, one[name]) for name in apart if one.get(name) is not None][:_MOST]) for one in flat]
-
-
-def _said(name: str, value: str | None) -> str:
-    return f"{name.rpartition('.')[2]} {value}".strip()
+    named = [[f"{n.rpartition('.')[2]} {one[n]}".strip() for n in apart if one.get(n) is not None] for one in flat]
+    return [", ".join(own[:_MOST]) for own in named]
 
 
 def _flat(settings: Mapping[str, object], under: str = "") -> Iterator[tuple[str, str | None]]:
@@ -47,14 +46,14 @@ def _flat(settings: Mapping[str, object], under: str = "") -> Iterator[tuple[str
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{under}{name}.")
-        elif name == "command":
+        elif name in ("command", "watcher"):
             yield from _options(str(value))
         else:
             yield f"{under}{name}", None if value is None else str(value)
 
 
 def _options(command: str) -> Iterator[tuple[str, str]]:
-    """The options of a command line with their values."""
+    """Yields the options of a command line with their values."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -66,11 +65,11 @@ def _options(command: str) -> Iterator[tuple[str, str]]:
                 yield name, value or ("" if after.startswith("-") else after)
 
 
-# The times at which the files of runs were written, which those of a copied directory may be of the copy.
+# Modification times of the files of runs. For a copied directory they may be the times of the copy.
 
 
 def duration(seconds: float) -> str:
-    """Returns a time span in the unit that suits it.
+    """Formats a time span in a suitable unit.
 
     >>> duration(42.3), duration(200), duration(7_200), duration(200_000)
     ('42 s', '3.3 min', '2 h', '2.3 days')
@@ -82,18 +81,17 @@ def duration(seconds: float) -> str:
 
 
 def written_times(*runs: Path) -> dict[str, str]:
-    """Returns when the first and the last file of the runs was written, and the time between; {} of none."""
+    """Returns when the first and the last file of the runs were written, and the time between; {} without files."""
     files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
     if not files:
         return {}
     times = [file.stat().st_mtime for file in files]
-    said = [time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times))]
-    if said[0] == said[1]:
-        return {"Files written": said[0]}
-    return {"Files written": f"{said[0]} to {said[1]}, in {duration(max(times) - min(times))}"}
+    first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times)))
+    between = "" if first == last else f" to {last}, in {duration(max(times) - min(times))}"
+    return {"Files written": first + between}
 
 
-# Run directories and studies as plain data. Reading changes nothing on disk.
+# Reading run directories and studies. Nothing on disk is changed.
 
 BASELINE = "none"
 
@@ -102,8 +100,8 @@ BASELINE = "none"
 class RunData:
     """One run.
 
-    `source` names the directory it was given in; `row` is its line of the table, None unless it finished; `long` are
-    its lines of extrapolation.jsonl; `remedy` is the form of attention where a study compares those.
+    source: name of the directory that was given. row: its row of the table, None unless it finished. long: its lines of
+    extrapolation.jsonl. remedy: the form of attention in studies that compare those.
     """
 
     path: Path
@@ -125,9 +123,11 @@ class RunData:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyData:
-    """The runs that a page shows. `name` is empty where there is no study.json with the runs.
+    """The runs on a page.
 
-    `tuned` are the rates that were chosen for remedies, by records.FIELDS, where each is compared at its own.
+    name: empty if there is no study.json. tuned: the rates chosen for remedies, by records.FIELDS, if each is compared
+    at its own rate. chaos: the pairs of its own chaos.json. baseline: the remedy to compare the others with. primary:
+    the comparison that the study decides, see `lab.plan.Primary`.
     """
 
     name: str
@@ -136,41 +136,44 @@ class StudyData:
     runs: Sequence[RunData]
     tuned: Sequence[Row] = ()
     chaos: Sequence[Row] = ()
-    """Its own chaos.json: what rounding does to a pair of runs."""
     baseline: str = BASELINE
-    """The remedy that the others are compared with."""
     primary: Row | None = None
-    """The comparison that it was made to decide, see `lab.plan.Primary`."""
 
     def rows(self, role: str = "grid") -> list[Row]:
-        """Returns the table lines of the finished runs of a role."""
+        """Returns the table rows of the finished runs of a role."""
         return [run.row for run in self.runs if run.row is not None and run.role == role]
 
     def parts(self) -> dict[str, StudyData]:
-        """Returns the parts of the study by name: runs of other models or optimizers; empty where all are one grid.
-        Each is a study whose runs are its grid. The remedies keep their order, hence their colours."""
+        """Returns the parts of the study by name, e.g. runs of other optimizers; empty if there is only one grid.
+
+        Each part is a study whose runs form its grid. The remedies keep their order, and therefore their colours.
+        """
         found: dict[str, list[RunData]] = {}
         for run in (run for run in self.runs if run.role not in ("grid", "drift")):
             found.setdefault(run.role, []).append(dataclasses.replace(run, role="grid"))
         return {role: dataclasses.replace(self, runs=runs, primary=None) for role, runs in found.items()}
 
     def lrs(self) -> list[float]:
-        """The learning rates of the grid's finished runs."""
+        """Returns the learning rates of the grid's finished runs."""
         return sorted({row["lr"] for row in self.rows()})
 
     def loss_unit(self) -> str:
-        """The unit nats/byte or nats/token, as the corpus says; nats/token where the runs do not agree."""
+        """Returns nats/byte or nats/token, as the corpus says; nats/token if the runs do not agree."""
         corpora = [run.env.get("corpus") for run in self.runs]
         units = {corpus["loss_unit"] for corpus in corpora if isinstance(corpus, dict) and corpus.get("loss_unit")}
         return f"nats/{units.pop()}" if len(units) == 1 else "nats/token"
 
 
 def collect(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> StudyData:
-    """Reads a study directory, a run directory, or several of either; `baseline` is the remedy that the others are
-    compared with.
+    """Reads a study directory, a run directory, or several of either.
 
-    Raises: RunDirectoryError if a path is neither, or if a file in it is damaged. UnknownNameError if the baseline is
-    another than none and in no run.
+    Args:
+        paths: the directories.
+        baseline: the remedy to compare the others with.
+
+    Raises:
+        RunDirectoryError: a path is neither, or a file in it is damaged.
+        UnknownNameError: the baseline is not "none" and occurs in no run.
     """
     studies = [_open(path) for path in as_paths(paths)]
     runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
@@ -181,7 +184,7 @@ def collect(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) 
     order = dict.fromkeys([*(r for r in stated if r in used), *(run.remedy for run in runs)])
     if baseline != BASELINE and baseline not in order:
         raise unknown("baseline", baseline, order)
-    remedies = sorted(order, key=lambda remedy: remedy != baseline)  # stable: the baseline first, the rest as given
+    remedies = sorted(order, key=lambda remedy: remedy != baseline)  # the baseline first, the others in order
     tuned = [choice for study in studies for choice in study.tuned]
     chaos = [pair for study in studies for pair in study.chaos]
     return StudyData(
@@ -197,7 +200,7 @@ def collect(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) 
 
 
 def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """Returns one path or several as a list, each once."""
+    """Returns one path or several as a list without duplicates."""
     several = [paths] if isinstance(paths, (str, Path)) else list(paths)
     for path in several:
         if not isinstance(path, (str, Path)):
@@ -218,7 +221,7 @@ def _open(path: Path) -> StudyData:
         found = "a file" if path.is_file() else "a directory without either" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed; of a folder of runs, each run."
+            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed, or each run of a folder."
         )
     run = _run(directory, {}, path.name)
     return StudyData(name="", command="", remedies=[run.remedy], runs=[run])
@@ -235,7 +238,10 @@ def _study(path: Path) -> StudyData:
     remedies = [str(remedy) for remedy in about.get("remedies") or ()]
     name, command = about.get("study") or path.name, about.get("command") or ""
     tuned = about.get("tuned") or ()
-    runs = [_with_floor(run, chaos_floors(path, (about.get("base") or {}).get(run.role))) for run in runs]
+    for i, run in enumerate(runs):
+        floor = chaos_floors(path, (about.get("base") or {}).get(run.role)).get((run.remedy, run.lr))
+        if run.row is not None and floor is not None:
+            runs[i] = dataclasses.replace(run, row={**run.row, "chaos_floor": floor})
     chaos = _chaos(path)["pairs"]
     return StudyData(
         name=str(name),
@@ -254,10 +260,13 @@ def _chaos(path: Path) -> Row:
 
 
 def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
-    """The chaos floor of each remedy and LR that is known for a configuration: the root mean square over seeds of the
-    difference in loss that one float32 step in one weight makes. From the study's own chaos.json, or that of the
-    directory `chaos` next to it."""
+    """Returns the chaos floor of each remedy and LR for a configuration, as far as known.
+
+    This is the root mean square over seeds of the change of the loss due to one float32 step in one weight, from the
+    study's own chaos.json or that of the neighbouring directory `chaos`.
+    """
     known: dict[tuple[str, float], list[float]] = {}
+    # The study's own pairs first; the neighbouring chaos study counts only if its training is the same.
     for place in dict.fromkeys((path, path.resolve().parent / "chaos")):
         found = _chaos(place)
         for pair in found["pairs"] if _trained(found["base"]) == _trained(base) else ():
@@ -268,14 +277,9 @@ def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
 
 
 def _trained(base: object) -> object:
-    """A configuration without what is measured when: the same training has the same loss at the end."""
+    """A configuration without the cadence of measurements, which does not affect the final loss."""
     cadence = ("log_every", "eval_every", "probe_sequences")
     return {k: v for k, v in base.items() if k not in cadence} if isinstance(base, dict) else None
-
-
-def _with_floor(run: RunData, floors: dict[tuple[str, float], float]) -> RunData:
-    floor = floors.get((run.remedy, run.lr))
-    return run if run.row is None or floor is None else dataclasses.replace(run, row={**run.row, "chaos_floor": floor})
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
@@ -313,11 +317,11 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
 
 
 def _row(summary: Row, run: RunData) -> Row:
-    """The run's table line: names from the study, missing numbers as NaN, `collapsed` decided."""
+    """The run's table row: names from the study, missing numbers as NaN, `collapsed` decided."""
     row = dict(summary)
     row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
     for name in ("val_loss", "max_logit", "end_max_logit", "end_entropy", "init_loss", "cpu_seconds", "spike_score"):
-        row[name] = _float(row.get(name))
+        row[name] = as_number(row.get(name))
     alarm, steps = row.get("alarm_step"), row.get("steps")
     row["alarm_step"] = int(alarm) if isinstance(alarm, (int, float)) and math.isfinite(alarm) else None
     row["steps"] = int(steps) if isinstance(steps, (int, float)) else None
@@ -328,11 +332,12 @@ def _row(summary: Row, run: RunData) -> Row:
 
 
 def _distinct(runs: Sequence[RunData]) -> list[RunData]:
-    """Runs that share remedy, LR and seed are labelled by the settings in which they differ, else by directory."""
+    """Labels runs with equal remedy, LR and seed by the settings in which they differ, otherwise by directory."""
     times = Counter(map(_cell, runs))
     alike = [run for run in runs if times[_cell(run)] > 1]
-    said = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
-    for label in (lambda run: said.get(run.path, ""), lambda run: run.source, lambda run: run.run_id):
+    settings = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    # Each label applies only to runs that are still ambiguous after the one before.
+    for label in (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id):
         times = Counter(_cell(run) for run in runs)
         runs = [_labelled(run, name) if times[_cell(run)] > 1 and (name := label(run)) else run for run in runs]
     return list(runs)
@@ -347,7 +352,8 @@ def _labelled(run: RunData, label: str) -> RunData:
     return dataclasses.replace(run, remedy=remedy, row=None if run.row is None else {**run.row, "remedy": remedy})
 
 
-def _float(value: object) -> float:
+def as_number(value: object) -> float:
+    """Returns a recorded number; NaN for null and text."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 

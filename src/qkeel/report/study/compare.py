@@ -1,4 +1,4 @@
-"""Remedies compared over seeds and rates, and the tables of the comparison."""
+"""Comparison of remedies over seeds and learning rates, and its tables."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from qkeel.report.html import (
 )
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 
-# Remedies against each other: spreads over seeds, paired gains, and the standing of each remedy. The scalars come
-# from `metrics`; here they are only gathered per remedy and learning rate.
+# Spreads over seeds, paired gains, and the ranking of remedies. The scalars come from `metrics`; the code here only
+# groups them by remedy and learning rate.
 
-MARGIN = 0.01  # nats; a smaller difference of held-out loss counts as none: a tenth of what remedies gain at high rates
+MARGIN = 0.01  # nats; smaller differences of held-out loss count as none: a tenth of typical gains at high rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A mean with its smallest and largest value over seeds, or with the interval where the text says so."""
+    """A mean with its smallest and largest value over seeds, or with an interval where documented."""
 
     mean: float
     low: float
@@ -58,10 +58,12 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairedGain:
-    """The paired gain of a remedy over another at one LR; positive = the remedy's loss is lower.
+    """The paired gain of a remedy over another at one LR; positive means that the remedy's loss is lower.
 
-    `effect` is None where a single seed or a loss of NaN allows no judgement; `collapsed` says that attention collapsed
-    in a run of the remedy, which is then not praised, whatever its loss.
+    effect: None if a single seed or a NaN loss permits no verdict. collapsed: attention collapsed in a run of the
+    remedy, which is then never called better. floor: the difference that rounding alone makes between two such runs, if
+    a chaos study has measured both. secondary: the study has another primary comparison, so this one has an interval
+    but no verdict.
     """
 
     remedy: str
@@ -71,40 +73,38 @@ class PairedGain:
     effect: PairedEffect | None
     collapsed: bool
     floor: float | None = None
-    """The difference that rounding alone makes between two such runs, where a chaos study has measured both."""
     secondary: bool = False
-    """The study names another comparison that it is made to decide: this one has an interval and no verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """Undecided also where there is nothing to judge by, and of secondary comparisons."""
+        """The verdict; "undecided" without an effect and for secondary comparisons."""
         return self.effect.verdict if self.effect and not self.secondary else "undecided"
 
     @property
     def praised(self) -> bool:
-        """True if the remedy is better and its attention works."""
+        """Whether the remedy is better and its attention did not collapse."""
         return self.verdict == "better" and not self.collapsed
 
     def reversed(self) -> PairedGain:
-        """The gain of the other over this one; whether the other collapsed is not known here."""
+        """Returns the gain of the other remedy over this one; `collapsed` is not adapted."""
         effect = self.effect
         turned = effect and dataclasses.replace(effect, mean=-effect.mean, low=-effect.high, high=-effect.low)
         names = {"remedy": self.baseline, "baseline": self.remedy}
         return dataclasses.replace(self, mean=-self.mean, effect=turned, **names)
 
     def figures(self) -> str:
-        """The mean and what `over` says of it."""
+        """The mean with its interval in words."""
         return f"{signed(self.mean)} nats, {self.over()}"
 
     def over(self) -> str:
-        """The interval in words, and whether rounding alone makes differences of the size."""
+        """The interval in words, and whether rounding alone makes differences of this size."""
         under = self.floor is not None and abs(self.mean) <= self.floor
         return interval_text(self.effect) + (f"; under the chaos floor of {number(self.floor, 2)}" if under else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One line of the ranking table; None where the runs do not suffice."""
+    """One row of the ranking table; None if there are not enough runs."""
 
     remedy: str
     sensitivity: Spread | None
@@ -121,7 +121,7 @@ class Standing:
 
 
 def interval_text(effect: PairedEffect | None) -> str:
-    """An interval and its number of seeds, in words.
+    """Formats an interval and its number of seeds.
 
     >>> interval_text(paired_effect([0.1, 0.12, 0.11]))
     '+0.085 to +0.135, 3 seeds'
@@ -134,14 +134,14 @@ def interval_text(effect: PairedEffect | None) -> str:
 
 
 def more_seeds(effect: PairedEffect | None) -> str:
-    """The number of seeds that would decide, as the end of a sentence."""
+    """Returns how many seeds would decide, as the end of a sentence."""
     if effect is None:
         return "one seed decides nothing"
     return "more seeds would hardly decide" if effect.seeds is None else f"about {effect.seeds:,} seeds would decide"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and range; NaN anywhere makes all three NaN rather than vanish.
+    """Returns mean and range; if any value is NaN, all three are NaN.
 
     >>> spread([1.0, 2.0, 6.0])
     Spread(mean=3.0, low=1.0, high=6.0, n=3)
@@ -152,18 +152,19 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def losses(rows: Sequence[Row], remedy: str, lr: float) -> dict[int, float]:
-    """Held-out loss by seed of one remedy at one LR."""
+    """Returns the held-out loss by seed of one remedy at one LR."""
     return {row["seed"]: row["val_loss"] for row in rows if row["remedy"] == remedy and row["lr"] == lr}
 
 
 def collapses(rows: Sequence[Row], remedy: str, lr: float) -> bool:
-    """Returns whether attention collapsed in a run of the remedy at the LR."""
+    """Whether attention collapsed in a run of the remedy at the LR."""
     return any(row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr)
 
 
 def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[PairedGain]:
-    """The gains of (remedy, baseline, LR), where a seed has both, judged together: Holm over all of them."""
+    """Returns the gains for (remedy, baseline, LR) over seeds that have both, corrected together by Holm's method."""
     known = [(of, found) for of in comparisons if (found := paired_gain(rows, *of))]
+    # One seed has no interval, and an infinite loss has no mean difference.
     judged = [i for i, (_, found) in enumerate(known) if len(found) > 1 and all(map(math.isfinite, found))]
     effects = dict(zip(judged, paired_effects([known[i][1] for i in judged], MARGIN)))
     return [
@@ -181,22 +182,22 @@ def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) ->
 
 
 def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | None:
-    """The chaos floors of two remedies at a rate, root of the sum of squares; None unless both are known."""
+    """The chaos floors of two remedies at a rate, added in quadrature; None unless both are known."""
     known = {row["remedy"]: row["chaos_floor"] for row in rows if row["lr"] == lr and "chaos_floor" in row}
     return math.hypot(*(known[name] for name in both)) if set(both) <= known.keys() else None
 
 
 def primary_gain(study: StudyData) -> PairedGain | None:
-    """The gain of the comparison that the study names, judged alone; None without one, or where no seed has both."""
+    """Returns the gain of the primary comparison, judged alone; None without one, or if no seed has both runs."""
     named = study.primary
     found = judge(study.rows(), [(named["remedy"], named["baseline"], named["lr"])]) if named else []
     return found[0] if found else None
 
 
 def _gains_alone(study: StudyData) -> list[PairedGain]:
-    """The gains of a study that names a primary comparison: each with an interval of its own, that one with a verdict.
+    """Returns the gains of a study with a primary comparison; only the primary one has a verdict.
 
-    Their intervals are not corrected for each other: each covers its true mean at 95 %, all together they do not.
+    The intervals are not corrected for each other: each one covers its true mean at 95 %, all of them together do not.
     """
     rows, primary = study.rows(), primary_gain(study)
     remedies, lrs = [name for name in study.remedies if name != BASELINE], study.lrs()
@@ -205,18 +206,20 @@ def _gains_alone(study: StudyData) -> list[PairedGain]:
 
 
 def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[PairedGain]:
-    """The gain of each remedy at each LR that has one, judged together."""
+    """Returns the gain of each remedy at each LR, corrected together."""
     lrs = sorted({row["lr"] for row in rows})
     return judge(rows, [(remedy, baseline, lr) for remedy in remedies if remedy != baseline for lr in lrs])
 
 
 def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bool) -> Spread | None:
-    """LR sensitivity, mean and bootstrap interval over the seeds that finished at every LR; clipped at the loss of
-    initialisation or not. Of one seed, or where a loss is infinite, low and high are the mean."""
+    """Returns LR sensitivity with a bootstrap interval over the seeds that finished at every LR.
+
+    `clip` limits losses to the loss at initialisation. With one seed or an infinite loss, low and high equal the mean.
+    """
     values = []
     for seed in sorted({row["seed"] for row in rows}):
         mine = {row["lr"]: row for row in rows if row["remedy"] == remedy and row["seed"] == seed}
-        if len(lrs) > 1 and set(mine) == set(lrs):
+        if len(lrs) > 1 and set(mine) == set(lrs):  # a missing rate would make the mean incomparable
             start = statistics.fmean(row["init_loss"] for row in mine.values()) if clip else math.inf
             values.append(lr_sensitivity([mine[lr]["val_loss"] for lr in lrs], start))
     if not values:
@@ -229,8 +232,10 @@ def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bo
 
 
 def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """The bootstrap interval of the largest stable LR, 0 for none, over the seeds that finished at every LR; None with
-    fewer than two."""
+    """Returns the bootstrap interval of the largest stable LR (0 for none) over the seeds that finished at every LR.
+
+    None with fewer than two seeds.
+    """
     lrs = {row["lr"] for row in rows}
     whole = [s for s in sorted({row["seed"] for row in rows}) if {r["lr"] for r in rows if r["seed"] == s} == lrs]
     by_seed = [largest_stable_lr([row for row in rows if row["seed"] == seed]) or 0.0 for seed in whole]
@@ -238,7 +243,7 @@ def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def standings(study: StudyData) -> list[Standing]:
-    """Each remedy with a finished grid run: the largest LR without collapse first, then the least sensitive to it."""
+    """Returns each remedy with a finished grid run, ranked by largest LR without collapse, then by LR sensitivity."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
     judged = _gains_alone(study) if study.primary else gains(rows, study.remedies, study.baseline)
@@ -263,8 +268,10 @@ def _standing(
 ) -> Standing:
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
+    # A collapsed run may have a low loss by chance, so it is the best one only if every rate collapsed.
     works = {lr: total for lr, total in by_lr.items() if not collapses(rows, remedy, lr)}
-    best_lr = _lowest(works or by_lr)
+    tried = works or by_lr
+    best_lr = min(tried, key=lambda lr: math.inf if math.isnan(tried[lr].mean) else tried[lr].mean)
     alarms = [(row["alarm_step"], row["lr"]) for row in mine if row["alarm_step"] is not None]
     return Standing(
         remedy=remedy,
@@ -282,12 +289,8 @@ def _standing(
     )
 
 
-def _lowest(by_lr: Mapping[float, Spread]) -> float:
-    return min(by_lr, key=lambda lr: math.inf if math.isnan(by_lr[lr].mean) else by_lr[lr].mean)
-
-
 def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
-    """CPU seconds of the remedy over those of the baseline, summed over the (LR, seed) pairs that both have."""
+    """CPU seconds of the remedy relative to the baseline, summed over the (LR, seed) pairs that both have."""
     theirs = {(row["lr"], row["seed"]): row["cpu_seconds"] for row in baseline}
     pairs = [(row["cpu_seconds"], theirs[key]) for row in mine if (key := (row["lr"], row["seed"])) in theirs]
     below = sum(pair[1] for pair in pairs)
@@ -307,22 +310,22 @@ class SeedEffect:
 
     @property
     def numbers(self) -> list[float]:
-        """The values as they are judged: 0 is no effect."""
+        """The values on the scale of the test, where 0 is no effect."""
         return [math.log(value) for value in self.values] if self.ratio else list(self.values)
 
     @property
     def mean(self) -> float:
-        """Over the seeds; geometric of ratios."""
+        """The mean over seeds; geometric for ratios."""
         return self._back(math.fsum(self.numbers) / len(self.values))
 
     @property
     def judged(self) -> PairedEffect | None:
-        """The interval and test of the numbers; None of one seed."""
+        """Interval and test of the numbers; None for one seed."""
         return paired_effect(self.numbers, level=self.level) if len(self.values) > 1 else None
 
     @property
     def verdict(self) -> str:
-        """Held if the interval lies above no effect, the reverse if below.
+        """ "held" if the interval lies above no effect, "the reverse" if below.
 
         >>> times({0: 2.0, 1: 2.1, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict, times({0: 3.0}, {0: 1.0}).verdict
         ('held', 'undecided')
@@ -331,7 +334,7 @@ class SeedEffect:
         return {"better": HELD, "worse": REVERSE}.get(judged.verdict if judged else "", UNDECIDED)
 
     def text(self) -> str:
-        """The mean with its interval: 1.3× (0.9× to 1.9×, 3 seeds)."""
+        """Formats the mean with its interval: 1.3× (0.9× to 1.9×, 3 seeds)."""
         write, judged = _times if self.ratio else signed, self.judged
         if judged is None:
             return f"{write(self.mean)} (one seed)"
@@ -349,7 +352,7 @@ class SeedEffect:
     def _back(self, number: float) -> float:
         if not self.ratio:
             return number
-        return math.exp(number) if number < 700 else math.inf
+        return math.exp(number) if number < 700 else math.inf  # math.exp raises OverflowError above 709
 
 
 def _times(value: float) -> str:
@@ -357,13 +360,13 @@ def _times(value: float) -> str:
 
 
 def times(above: Mapping[int, float], below: Mapping[int, float]) -> SeedEffect | None:
-    """The ratio `above` / `below` over the seeds that both have; None without any."""
+    """Returns the ratio `above` / `below` over the seeds that both have; None if there are none."""
     seeds = [s for s in sorted(above.keys() & below.keys()) if _positive(above[s]) and _positive(below[s])]
     return SeedEffect(values=[above[s] / below[s] for s in seeds], ratio=True) if seeds else None
 
 
 def less(mine: Mapping[int, float], theirs: Mapping[int, float]) -> SeedEffect | None:
-    """The difference `theirs` - `mine` over the seeds that both have; None without any."""
+    """Returns the difference `theirs` - `mine` over the seeds that both have; None if there are none."""
     seeds = [s for s in sorted(mine.keys() & theirs.keys()) if math.isfinite(mine[s]) and math.isfinite(theirs[s])]
     return SeedEffect(values=[theirs[s] - mine[s] for s in seeds], ratio=False) if seeds else None
 
@@ -372,13 +375,13 @@ def _positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
-# The ranking, every run, and the runs without a result, as HTML tables.
+# HTML tables of the ranking, of every run, and of the runs without a result.
 
-TABLE_SERIES = 8  # colours in assets/report.css
+TABLE_SERIES = 8  # number of colours in assets/report.css
 
 
 def swatch(study: StudyData, remedy: str) -> Markup:
-    """Returns the remedy's name next to its colour, the same on the whole page."""
+    """Returns the remedy's name with its colour, which is the same on the whole page."""
     index = study.remedies.index(remedy)
     attributes = {
         "class": "swatch",
@@ -390,7 +393,7 @@ def swatch(study: StudyData, remedy: str) -> Markup:
 
 
 def ranking(study: StudyData) -> Markup:
-    """Returns a table with one line per remedy; empty where there is nothing to rank."""
+    """Returns a table with one row per remedy; empty if there is nothing to rank."""
     lines = standings(study)
     if not lines:
         return Markup()
@@ -416,7 +419,8 @@ def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivi
     else:
         cells.append(cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
     top = study.lrs()[-1]
-    note = "all tried" if line.stable_lr == top else _stable(line.stable_lrs)
+    ends = " to ".join("no LR" if end == 0 else rate(end) for end in line.stable_lrs or ())
+    note = "all tried" if line.stable_lr == top else ends
     cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
     return table_row(swatch(study, line.remedy), *cells, cost_cell(line))
 
@@ -437,18 +441,14 @@ def _gain(one: PairedGain | None, baseline: bool) -> Markup:
 
 
 def gain_cell(one: PairedGain, small: str) -> Markup:
-    """Returns the cell of a gain, grey where it is equal, undecided, or of a remedy that collapsed."""
+    """Returns the cell of a gain, grey if it is equal, undecided, or attention collapsed."""
     faint = one.collapsed or one.verdict in ("equal", "undecided")
     return cell(signed(one.mean), one.mean, small, "faint" if faint else "")
 
 
 def cost_cell(line: Standing) -> Markup:
-    """Returns the cell of a remedy's processor time over that of the baseline."""
+    """Returns the cell of a remedy's CPU time relative to the baseline."""
     return NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio)
-
-
-def _stable(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else " to ".join("no LR" if end == 0 else rate(end) for end in ends)
 
 
 RUN_COLUMNS: Mapping[str, str] = {
@@ -466,7 +466,7 @@ RUN_COLUMNS: Mapping[str, str] = {
 
 
 def every_run(study: StudyData) -> Markup:
-    """Returns a table with one line per finished run, drift runs included."""
+    """Returns a table with one row per finished run, including drift runs."""
     runs = [run for run in study.runs if run.row is not None]
     if not runs:
         return Markup()
@@ -485,19 +485,16 @@ def _run_line(study: StudyData, run: RunData) -> Markup:
             cells.append(cell("yes" if value else "no", value))
         elif value is None:
             cells.append(NOTHING)
+        elif name in ("val_loss", "init_loss"):
+            cells.append(cell(loss(value), value))
         else:
-            text = loss(value) if name in ("val_loss", "init_loss") else _plain(value)
-            cells.append(cell(text, value))
+            cells.append(cell(f"{value:,}" if isinstance(value, int) else number(value), value))
     head = join([swatch(study, run.remedy), tag("small", {}, _role(run)) if _role(run) else ""])
     return table_row(head, *cells, words(tag("code", {}, run.run_id)))
 
 
-def _plain(value: float | int) -> str:
-    return f"{value:,}" if isinstance(value, int) else number(value)
-
-
 def without_result(study: StudyData) -> Markup:
-    """Returns the failed, unfinished and missing runs, each with what is known; empty where there are none."""
+    """Returns the failed, unfinished and missing runs with what is known about them; empty if there are none."""
     failed = [_failure(study, run) for run in study.runs if run.status is RunStatus.FAILED]
     waiting = [_waiting(study, status) for status in WAITING]
     items = [item for item in [*failed, *waiting] if item]

@@ -1,4 +1,4 @@
-"""Sentences that follow from a study's numbers: training, accuracy, chaos, references."""
+"""Sentences about a study, computed from its numbers: remedies, accuracy, chaos, reference losses."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from qkeel.report.study.compare import (
 )
 from qkeel.report.study.provenance import collapsed_at
 
-# The share of held-out images that are classified correctly, where runs classify.
+# Accuracy on held-out images, for studies that classify.
 
 
 def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
-    """Returns the accuracy by seed of each remedy and rate, in the study's order."""
+    """Returns the accuracy by seed for each remedy and rate, in the study's order."""
     found: dict[tuple[str, float], dict[int, float]] = {}
     for remedy in study.remedies:
         for line in (line for line in study.rows() if line["remedy"] == remedy):
@@ -69,7 +69,7 @@ def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
 
 
 def accuracy_findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy without collapse, what cannot be distinguished from it, and the best of none."""
+    """Returns the best accuracy without collapse, settings indistinguishable from it, and the best of none."""
     found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []
@@ -93,7 +93,7 @@ def _percent(one: Spread) -> str:
 
 
 def table_of(study: StudyData) -> Markup:
-    """Returns the table of remedies by rates; empty where nothing is classified."""
+    """Returns the accuracy table of remedies by rates; empty if nothing is classified."""
     found = {key: spread(list(each.values())) for key, each in cells(study).items()}
     if not found:
         return Markup("")
@@ -111,7 +111,7 @@ def _cell(one: Spread | None) -> Markup:
     return cell("–", -1.0) if one is None else spread_cell(one, lambda share: f"{100 * share:.1f}")
 
 
-# The page of a chaos study: sentences and table on the differences that one float32 step in one weight makes.
+# Chaos studies: the differences due to one float32 step in one weight.
 
 _LEVEL = 0.95
 
@@ -130,7 +130,7 @@ def _floor(pairs: Sequence[Row]) -> float:
 
 
 def chaos_findings(study: StudyData) -> list[Finding]:
-    """Returns the largest floor, and for each remedy the rate from which it passes what counts as a difference."""
+    """Returns the largest chaos floor, and for each remedy the rate above which the floor exceeds the margin."""
     floors = {key: _floor(pairs) for key, pairs in _pairs(study).items()}
     floors = {key: floor for key, floor in floors.items() if math.isfinite(floor)}
     if not floors:
@@ -150,7 +150,7 @@ def chaos_findings(study: StudyData) -> list[Finding]:
 
 
 def floors_table(study: StudyData) -> Markup:
-    """Returns a line per remedy and rate; empty where no pair is finished."""
+    """Returns a row per remedy and rate; empty if no pair is finished."""
     lines = [_line(study, *key, pairs) for key, pairs in _pairs(study).items()]
     if not lines:
         return Markup("")
@@ -177,13 +177,13 @@ def _line(study: StudyData, remedy: str, lr: float, part: str, pairs: Sequence[R
     return table_row(swatch(study, remedy), cell(rate(lr), lr, part), *cells, exponent)
 
 
-# What the losses of a study are measured against: counted pairs of tokens, and attention that is never trained.
+# Reference losses: bigram counts, and attention that is never trained.
 
 FROZEN = "frozen_qk"
 
 
 def reference_findings(study: StudyData) -> list[Finding]:
-    """Returns a line on counted pairs, and one for each rate at which frozen queries and keys were trained."""
+    """Returns a sentence about bigram counts, and one for each rate at which frozen queries and keys were trained."""
     return [Finding("note", text) for text in (*_counted(study), *_over_frozen(study.rows(), study.remedies))]
 
 
@@ -218,7 +218,7 @@ def _over_frozen(rows: Sequence[Row], remedies: Sequence[str]) -> Iterator[str]:
             )
 
 
-# The sentences at the top of a study's page. Each is computed from numbers and left out where they lack.
+# The sentences at the top of a study's page, each computed from numbers and omitted if they are missing.
 
 
 def findings(study: StudyData) -> list[Finding]:
@@ -239,7 +239,7 @@ def findings(study: StudyData) -> list[Finding]:
 
 
 def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
-    """What needs no test, at the rate of the primary comparison: collapses and largest logits of every remedy."""
+    """Collapses and largest logits of every remedy at the rate of the primary comparison; they need no test."""
     here = [row for row in rows if row["lr"] == named["lr"]]
     if not here:
         return []
@@ -259,7 +259,7 @@ def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _primary(study: StudyData, named: Row) -> list[Finding]:
-    """The one comparison that was named before the runs, then how its number of seeds was chosen."""
+    """The primary comparison, and how its number of seeds was chosen."""
     both, at = f"{named['remedy']} against {named['baseline']}", f"at LR {rate(named['lr'])}"
     what = f"Primary comparison, named before the runs: held-out loss of {both} {at}."
     gain = primary_gain(study)
@@ -268,21 +268,21 @@ def _primary(study: StudyData, named: Row) -> list[Finding]:
     if gain.effect is None:
         text = "One seed decides nothing" if math.isfinite(gain.mean) else "A loss is not finite, so none is compared"
         return [Finding("lead", f"{what} {text}.")]
-    said = {
+    outcome = {
         "better": f"{gain.remedy} is better by {loss(gain.mean)} nats",
         "worse": f"{gain.remedy} is worse by {loss(-gain.mean)} nats",
         "equal": f"The two are equal to within {MARGIN:g} nats",
         "undecided": f"Undecided; {more_seeds(gain.effect)}",
     }[gain.verdict]
     fallen = f" Attention collapsed in a run of {gain.remedy}." if gain.collapsed else ""
-    text = f"{what} {said} ({'' if gain.verdict in ('better', 'worse') else 'difference '}{gain.over()}).{fallen}"
+    text = f"{what} {outcome} ({'' if gain.verdict in ('better', 'worse') else 'difference '}{gain.over()}).{fallen}"
     rest = "Every other comparison is secondary and is given below, with an interval and without a verdict."
     method = "The interval is Student's t at 95 %, paired by seed; it needs no correction, as it is the only one."
     return [Finding("lead", text), Finding("caution", f"{_planned(study, named)} {method} {rest}")]
 
 
 def _planned(study: StudyData, named: Row) -> str:
-    """The power that the planned number of seeds has."""
+    """The power of the planned number of seeds."""
     sides = (
         {run.seed for run in study.runs if run.role == "grid" and run.lr == named["lr"] and run.remedy == one}
         for one in (named["remedy"], named["baseline"])
@@ -290,6 +290,7 @@ def _planned(study: StudyData, named: Row) -> str:
     n = len(set.intersection(*sides))
     if named.get("expected") is None or named.get("spread") is None:
         return f"{count(n, 'seed')}; no power was planned for these settings."
+    # Rounding must not turn a probability below 1 into 100 %.
     power = min(0.999, planned_power(named["expected"], named["spread"], n)) if n > 1 else 0.0
     source = f" ({named['source']})" if named.get("source") else ""
     chance = f"over {100 * power:.1f} %" if power == 0.999 else f"{100 * power:.0f} %"
@@ -352,7 +353,7 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _nothing_shown(found: Sequence[PairedGain]) -> str:
-    """The lead where no remedy is better: what came nearest, and what would decide it."""
+    """The lead if no remedy is better: the largest difference, and what would decide it."""
     if all(g.effect is None for g in found):
         return f"One seed decides nothing: no remedy is judged against {found[0].baseline}."
     text = f"No remedy's held-out loss is shown to be better than that of {found[0].baseline} at any LR"
@@ -386,7 +387,7 @@ def _cost(one: PairedGain) -> str:
 
 
 def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
-    """The lowest of the largest logits at the highest rate, of the remedies whose attention works there."""
+    """The smallest of the largest logits at the highest rate, among remedies whose attention works there."""
     top = max(g.lr for g in found)
     here = {g.remedy: g for g in found if g.lr == top and not g.collapsed}
     peak = {r: spread([row["max_logit"] for row in rows if row["remedy"] == r and row["lr"] == top]).high for r in here}
@@ -395,7 +396,7 @@ def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
 
 
 def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -> list[Finding]:
-    """The remedies that cannot be distinguished from the best one where it is best."""
+    """The remedies that cannot be distinguished from the best one at its rate."""
     others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
     apart = judge(rows, [(name, best.remedy, best.lr) for name in others])
     near = [f"{g.remedy} ({signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
@@ -406,7 +407,7 @@ def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -
 
 
 def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    """Per-head learning rates (lalr) against the ablation that lowers them for all heads alike (qk_lr)."""
+    """Learning rates per head (lalr) against the ablation that lowers them equally for all heads (qk_lr)."""
     words = {
         "equal": "are equal",
         "undecided": "cannot be distinguished",
@@ -430,7 +431,7 @@ def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
 
 
 def _ablations(remedies: Sequence[str]) -> list[tuple[str, str]]:
-    """Each lalr with the qk_lr of the same number (tau=0.1, factor=0.1), or with every one if none has it."""
+    """Pairs each lalr with the qk_lr of the same number (tau=0.1, factor=0.1), or with every one if none matches."""
     terms = [(remedy, term) for remedy in remedies if (term := _term(remedy)) is not None]
     left = [(remedy, list(term.options.values())) for remedy, term in terms if term.name == "lalr"]
     right = [(remedy, list(term.options.values())) for remedy, term in terms if term.name == "qk_lr"]
@@ -441,13 +442,13 @@ def _ablations(remedies: Sequence[str]) -> list[tuple[str, str]]:
 def _term(remedy: str) -> Term | None:
     try:
         terms = parse(remedy)
-    except QkeelError:  # a label that is no spec string is no ablation either
+    except QkeelError:  # labels that are not spec strings have no ablation
         return None
     return terms[0] if len(terms) == 1 else None
 
 
 def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    """The remedies that are worse than doing nothing."""
+    """The remedies that are worse than the baseline."""
     found = [g for g in gains(rows, study.remedies, study.baseline) if g.verdict == "worse"]
     worse = [f"{g.remedy} at LR {rate(g.lr)} ({g.figures()})" for g in found]
     return [Finding("note", f"Worse than {study.baseline}: {listing(worse)}.")] if worse else []

@@ -1,4 +1,4 @@
-"""Sentences that follow from studies of lengths and modalities."""
+"""Sentences and tables of length-extrapolation and multimodal studies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qkeel.report.html import (
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 from qkeel.report.study.compare import HELD, UNDECIDED, SeedEffect, Spread, less, spread, spread_cell, swatch, times
 
-# Length extrapolation: its sentences, and the table of measured and published numbers.
+# Length extrapolation: sentences, and the table of measured and published numbers.
 
 _ACCURACIES = {
     "accuracy_train": "At the training length",
@@ -47,7 +47,7 @@ _VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat", *_NEEDLE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """One form under one method at one length, over its seeds."""
+    """One form with one method at one length, over its seeds."""
 
     form: str
     method: str
@@ -61,12 +61,12 @@ class Measured:
 
 
 def is_long(study: StudyData) -> bool:
-    """True if runs of the study were measured at other lengths than their own."""
+    """Whether runs of the study were tested at other lengths than in training."""
     return any(run.long for run in study.runs)
 
 
 def measured(study: StudyData) -> list[Measured]:
-    """Returns every form, method and length that has a number, in the study's order."""
+    """Returns every form, method and length that was measured, in the study's order."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     for form in study.remedies:
         for run in (run for run in study.runs if run.remedy == form):
@@ -83,13 +83,13 @@ def _spreads(lines: Sequence[Row]) -> dict[str, Spread]:
 
 
 def train_length(study: StudyData) -> int | None:
-    """Returns the context in training, where all runs have the same."""
+    """Returns the training context if all runs have the same."""
     lengths = {run.config["data"]["context"] for run in study.runs if run.config}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def length_findings(study: StudyData) -> list[Finding]:
-    """Returns the share kept by each form as trained, its order against the published one, and what limits both."""
+    """Returns the share of accuracy kept by each form, the agreement with the published order, and limitations."""
     rows = measured(study)
     if not rows:
         return []
@@ -105,8 +105,8 @@ def length_findings(study: StudyData) -> list[Finding]:
     reading = [row for row in plain if "accuracy_last_short" in row.values]
     if reading:
         gained = [100 * (row.values["accuracy_last"].mean - row.values["accuracy_last_short"].mean) for row in reading]
-        said = listing([f"{row.form} {points:+.1f}" for row, points in zip(reading, gained)])
-        found.append(Finding("note", f"What the last {short} tokens gain from all before them, in points: {said}."))
+        each = listing([f"{row.form} {points:+.1f}" for row, points in zip(reading, gained)])
+        found.append(Finding("note", f"Gain of the last {short} tokens from the text before them, in points: {each}."))
     found += _needles_found(rows, longest)
     agree, pairs = agreement([row for row in rows if row.length == longest])
     if pairs:
@@ -121,14 +121,14 @@ def _needles_found(rows: Sequence[Measured], longest: int) -> list[Finding]:
     """Findings on retrieval from short and from long texts."""
     share = {(row.form, row.method, row.length): row.values["needle"].mean for row in rows if "needle" in row.values}
     short = min((length for _, _, length in share), default=longest)
-    said = [
+    shares = [
         f"{form}{_under(method)} {100 * share[form, method, short]:.0f} and {100 * at:.0f}"
         for (form, method, length), at in share.items()
         if length == longest and (form, method, short) in share
     ]
-    if not said or short == longest:
+    if not shares or short == longest:
         return []
-    return [Finding("note", f"Needles found among {short} and among {longest} tokens, in %: {listing(said)}.")]
+    return [Finding("note", f"Needles found among {short} and among {longest} tokens, in %: {listing(shares)}.")]
 
 
 def _under(method: str) -> str:
@@ -136,7 +136,7 @@ def _under(method: str) -> str:
 
 
 def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
-    """Returns how many pairs have the published order, and how many are in both tables and unequal when published."""
+    """Returns how many pairs have the published order, and how many pairs have a published order."""
     known = [(row.kept, theirs) for row in rows if (theirs := published_share(row.form, row.method)) is not None]
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a[1] != b[1]]
     return sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs), len(pairs)
@@ -165,7 +165,7 @@ def comparison(study: StudyData) -> Markup:
 
 
 def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
-    """One line per form and method: needles found by length of the text, and the attention they get in the longest."""
+    """One row per form and method: needles found by text length, and the attention on them in the longest text."""
     known = {(row.form, row.method, row.length): row.values for row in rows if "needle" in row.values}
     if not known:
         return Markup("")
@@ -206,7 +206,7 @@ def _cell(value: Spread | None, name: str) -> Markup:
 
 # Form -> next-token accuracy in %: at 512 (training), and for each post-hoc method at 4096 repeated and not repeated.
 # About 100M parameters, 24 GAU layers of one head, trained on 512 tokens. ReRoPE: window 128.
-# cosa_logn as it is: 48.95 in the source's first table, 48.39 in its second.
+# cosa_logn as trained: 48.95 in the source's first table, 48.39 in its second.
 SOURCE = "Su 2023, kexue.fm 9859"
 TRAIN_LENGTH, TEST_LENGTH = 512, 4096
 _POSTHOC = ("none", "ntk", "yarn", "rerope")
@@ -220,17 +220,16 @@ _PUBLISHED: dict[str, tuple[float, Sequence[tuple[float, float]]]] = {
     "cosa": (49.73, ((58.90, 46.98), (62.50, 42.77), (83.40, 47.80), (77.82, 47.80))),
     "cosa_logn": (49.67, ((64.74, 48.95), (78.97, 47.46), (82.28, 45.72), (85.67, 48.39))),
 }
+#: by form and post-hoc method: at the training length, at 4096 repeated, at 4096 not repeated
 ACCURACY: dict[tuple[str, str], tuple[float, float, float]] = {
     (form, method): (trained, repeated, whole)
     for form, (trained, each) in _PUBLISHED.items()
     for method, (repeated, whole) in zip(_POSTHOC, each)
 }
-"""By form and post-hoc method: at the training length, at 4096 repeated, at 4096 not repeated."""
 
 
 def published_share(form: str, method: str) -> float | None:
-    """Returns the published share of accuracy that is kept at 8 × the training length; None where none was
-    published.
+    """Returns the published share of accuracy kept at 8 × the training length; None if not published.
 
     >>> round(published_share("kna", "none"), 2), published_share("qwen3", "none")
     (0.96, None)
@@ -239,7 +238,7 @@ def published_share(form: str, method: str) -> float | None:
     return None if row is None else row[2] / row[0]
 
 
-# The numbers by modality of every mix, remedy and learning rate, as one table.
+# Multimodal studies: the table of numbers by modality.
 
 
 def _at_end(name: str) -> Callable[[RunData], float | None]:
@@ -277,7 +276,7 @@ _COLUMNS: dict[str, tuple[Callable[[RunData], float | None], Callable[[float], s
 
 
 def by_modality(study: StudyData) -> Markup:
-    """Returns a table with one line per mix, remedy and rate: means over seeds with the range below."""
+    """Returns a table with one row per mix, remedy and rate: means over seeds with the range below."""
     lines = []
     for name, part in (study.parts() or {"": study}).items():
         for remedy in study.remedies:
@@ -312,14 +311,14 @@ def _modality_cell(total: Spread, write: Callable[[float], str], runs: int) -> M
     return cell(write(total.mean), total.mean, small)
 
 
-# Text and images in one sequence: which of the folklore's claims held, and the numbers by modality.
+# Multimodal studies: which claims about mixed modalities held.
 
 REMEDY = "qk_norm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim about mixed modalities; {} in `sentence`, what was measured, is where its effect stands."""
+    """A claim about mixed modalities; {} in `sentence` marks the place of its effect."""
 
     name: str
     sentence: str
@@ -332,22 +331,22 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """True if the interval of the effect lies on the claim's side."""
+        """Whether the interval of the effect lies on the claim's side."""
         return self.effect.verdict == HELD
 
     @property
     def text(self) -> str:
-        """One sentence."""
+        """The claim with its measurement and verdict, as one sentence."""
         return f"{self.name}: {self.measured}: {self.effect.said()}."
 
 
 def is_multimodal(study: StudyData) -> bool:
-    """True if runs of the study were measured by modality."""
+    """Whether runs of the study were measured by modality."""
     return any("query_norm/image" in record for run in study.runs for record in run.metrics[-1:])
 
 
 def modality_findings(study: StudyData) -> list[Finding]:
-    """The answer, then claim by claim."""
+    """Returns the answer, then one finding per claim."""
     found = claims(study)
     if not found:
         return [Finding("caution", "No claim can be judged yet: too few of the runs have finished.")]
@@ -390,20 +389,21 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
         grown += [f"{number(one.mean, 2)}× in {name}"] if one else []
     begins = f"at LR {rate(high)} "
     mixed = [c.effect for c in found if c.name.startswith("Mixing makes logits") and c.sentence.startswith(begins)]
-    said = f"From LR {rate(low)} to {rate(high)} the largest logit grows {listing(grown)}. " if grown else ""
+    answer = f"From LR {rate(low)} to {rate(high)} the largest logit grows {listing(grown)}. " if grown else ""
     if mixed:
         more = f"Mixing multiplies it by {listing([e.text() for e in mixed])} at LR {rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
         so = "which is shown" if clear else "which is not shown: here the rate causes it, not the mixing"
-        said += f"{more}, {so}. "
+        answer += f"{more}, {so}. "
     cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
-    return said + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
+    return answer + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
 
 
 def claims(study: StudyData) -> list[Claim]:
-    """Those that the study's runs can judge."""
+    """Returns the claims that the study's runs can judge."""
     makers = (_norms, _drift, _mass, _mixing, _alarm, _cure, _hidden, _variance)
     found = [claim for make in makers for claim in make(study)]
+    # All claims are tested together, so each gets the level of its own test by Holm's method.
     several = [i for i, claim in enumerate(found) if len(claim.effect.values) > 1]
     for i, judged in zip(several, paired_effects([found[i].effect.numbers for i in several])):
         effect = dataclasses.replace(found[i].effect, level=judged.level)
@@ -412,7 +412,7 @@ def claims(study: StudyData) -> list[Claim]:
 
 
 def _norms(study: StudyData) -> Iterator[Claim]:
-    """Judged against a model of text alone under the same probe, where there is one: it never saw an image."""
+    """Compares with a model trained on text alone, if there is one, because it never saw an image."""
     text = _text(study)
     for name, part, lr in _each(study, _rates(study)[:1]):
         for kind, plural in (("query", "queries"), ("key", "keys")):
@@ -492,7 +492,7 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
 
 
 def _variance(study: StudyData) -> Iterator[Claim]:
-    """Image embeddings of the largest variance against 1 at the lowest rate, by where the norms of the blocks stand."""
+    """Image embeddings of the largest variance against variance 1 at the lowest rate, by norm order of the blocks."""
     cells, lrs = _cells(study), _rates(study)[:1]
     top = max((variance for _, _, variance in cells), default=1.0)
     for order in dict.fromkeys(order for order, _, _ in cells) if top > 1 else ():
@@ -521,9 +521,9 @@ def _cells(study: StudyData) -> Cells:
 
 
 def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: ReadScores) -> dict[int, float]:
-    """One number per seed, the geometric mean over image shares: runs of one seed are no independent samples."""
+    """One number per seed, the geometric mean over image shares, because runs of one seed are not independent."""
     each = [read(part, lr) for (norm, _, at), part in cells.items() if (norm, at) == (order, variance)]
-    seeds = set.intersection(*(set(found) for found in each)) if each else set()
+    seeds = set.intersection(*(set(found) for found in each)) if each else set()  # finished at every share
     return {
         seed: statistics.geometric_mean([found[seed] for found in each])
         for seed in sorted(seeds)
@@ -546,7 +546,7 @@ def _shares(part: StudyData, lr: float, name: str, at: int = -1) -> dict[int, fl
 
 
 def _each(study: StudyData, lrs: Iterable[float]) -> Iterator[tuple[str, StudyData, float]]:
-    """Every mix with images at every rate; nothing for a grid of more mixes than can be read one by one."""
+    """Yields every mix with images at every rate; nothing if there are too many mixes to read one by one."""
     mixes = _mixes(study)
     for name, part in mixes.items() if len(mixes) <= 4 else ():
         for lr in lrs:
@@ -571,7 +571,7 @@ def _rates(study: StudyData) -> list[float]:
 
 
 def _of(part: StudyData, lr: float, name: str, remedy: str = BASELINE, at: int = -1) -> dict[int, float]:
-    """A number of a remedy's finished runs by seed: of the table, or of a record of metrics.jsonl."""
+    """A number of a remedy's finished runs by seed, from the table or from a record of metrics.jsonl."""
     found = {}
     for run in part.runs:
         if run.remedy == remedy and run.lr == lr and run.row is not None and run.metrics:

@@ -1,4 +1,4 @@
-"""The page of a study: its charts and their order."""
+"""The pages of studies: charts and sections."""
 
 from __future__ import annotations
 
@@ -44,20 +44,17 @@ from qkeel.report.html import (
     words,
 )
 from qkeel.report.study import compare, other_findings, provenance
-from qkeel.report.study import findings as accuracy_findings
-from qkeel.report.study import findings as chaos_findings
 from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import PairedGain, collapses, gain_cell, judge, swatch
-from qkeel.report.study.findings import findings
+from qkeel.report.study.findings import accuracy_findings, chaos_findings, findings, floors_table, table_of
 from qkeel.report.study.other_findings import by_modality
 from qkeel.report.study.provenance import verdict_table
 
-# The charts of a page, the words around each, and the data that they draw; assets/charts.js draws them.
-#
-# Only records as they were written are shown: long runs are thinned by leaving records out, never by averaging.
+# The charts, their captions and their data; assets/charts.js draws them. Long runs are thinned by leaving records out,
+# never by averaging, so every point shown was recorded.
 
-MAX_COLUMNS = 60  # steps of a head map
-MAX_ROWS = 96  # heads of a head map before it is folded to layers
+MAX_COLUMNS = 60  # steps in a head map
+MAX_ROWS = 96  # heads in a head map; with more it shows layers
 HEAD_FIELDS = ("max_logit", "entropy")
 SERIES = ("max_logit", "entropy", "train_loss", "logit_change")
 LENGTHS = Chart(
@@ -149,7 +146,7 @@ def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
 
 
 def chart_data(study: StudyData) -> dict[str, object]:
-    """Returns everything the charts need, as plain JSON values."""
+    """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in study.runs if run.metrics]
     return {
         "remedies": list(study.remedies),
@@ -163,7 +160,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
 
 
 def _long(study: StudyData) -> dict[str, object]:
-    """Accuracy by position in long texts: a curve per form, method and length, mean over seeds; {} without any."""
+    """Accuracy by position in long texts: a curve per form, method and length, mean over seeds; {} if not measured."""
     found: dict[tuple[str, str, int], list[Sequence[float]]] = {}
     for run in study.runs:
         for line in run.long:
@@ -212,7 +209,7 @@ def _run(study: StudyData, run: RunData) -> dict[str, object]:
 
 
 def head_maps(heads: Heads | None) -> dict[str, object] | None:
-    """Returns rows (layer by layer, head by head) by logged steps; a model of many heads is folded to its layers."""
+    """Returns heads (layer by layer) by logged steps; a model with many heads is folded to its layers."""
     if heads is None or not len(heads.steps) or "max_logit" not in heads.values:
         return None
     keep = np.unique(np.linspace(0, len(heads.steps) - 1, min(MAX_COLUMNS, len(heads.steps))).round().astype(int))
@@ -222,7 +219,7 @@ def head_maps(heads: Heads | None) -> dict[str, object] | None:
     maps: dict[str, object] = {}
     for name in names:
         values = heads.values[name][keep]
-        if folded:  # the head that would worry most
+        if folded:  # show the most critical head of each layer
             values = values.max(axis=2, keepdims=True) if name == "max_logit" else values.min(axis=2, keepdims=True)
         maps[name] = [series(row, 3) for row in values.reshape(len(keep), -1).T]
     labels = [f"{layer}" if folded else f"{layer}·{head}" for layer in range(n_layers) for head in range(n_heads)]
@@ -239,18 +236,18 @@ def _start(study: StudyData) -> float | None:
     return rounded(sum(values) / len(values)) if values else None
 
 
-# Every remedy against every other: a matrix of paired differences with their intervals, for each learning rate.
+# Every remedy against every other: a matrix of paired differences with intervals, for each learning rate.
 
 
 def pairs(study: StudyData) -> list[PairedGain]:
-    """Returns the gain of each remedy over each that comes after it, at each rate, judged together: Holm over all."""
+    """Returns the gain of each remedy over each later one at each rate, corrected together by Holm's method."""
     rows = study.rows()
     present = [remedy for remedy in study.remedies if any(row["remedy"] == remedy for row in rows)]
     return judge(rows, [(a, b, lr) for lr in study.lrs() for a, b in itertools.combinations(present, 2)])
 
 
 def pair_tables(study: StudyData) -> Markup:
-    """Returns a matrix for each learning rate; empty of two remedies, whose one comparison stands above."""
+    """Returns a matrix per learning rate; empty for two remedies, whose only comparison is shown above."""
     found = pairs(study)
     present = list(dict.fromkeys(name for gain in found for name in (gain.remedy, gain.baseline)))
     if len(present) < 3:
@@ -275,7 +272,7 @@ def pair_tables(study: StudyData) -> Markup:
 
 
 def _cell(here: dict[tuple[str, str], PairedGain], a: str, b: str, collapsed: bool) -> Markup:
-    """The gain of a over b: as judged, or the mirror image of that of b over a; collapsed: whether a did."""
+    """The gain of a over b, or the mirrored gain of b over a; `collapsed`: whether attention of a collapsed."""
     if a == b:
         return cell("", 0.0)
     other = here.get((b, a))
@@ -285,7 +282,7 @@ def _cell(here: dict[tuple[str, str], PairedGain], a: str, b: str, collapsed: bo
     return gain_cell(dataclasses.replace(gain, collapsed=collapsed), gain.over())
 
 
-# The page about a study, or about single runs of the lab: the list of its sections.
+# The page about a study, or about single runs of the lab.
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -302,7 +299,7 @@ TITLES = {
 def study_page(study: StudyData) -> Page:
     """Returns the page about a study or about runs of the lab."""
     drawn = {name: part for name, part in study.parts().items() if charts(part)}
-    # Of a study in parts those charts that every part can fill; charts.js draws one part at a time.
+    # charts.js draws one part at a time, so a study in parts shows only charts for which every part has data.
     each = [charts(part) for part in drawn.values()] or [charts(study)]
     present = [chart for chart in each[0] if all(chart in others for others in each)]
     data = {"parts": {name: chart_data(part) for name, part in drawn.items()}} if drawn else chart_data(study)
@@ -321,15 +318,16 @@ def study_page(study: StudyData) -> Page:
 def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
     parts = study.parts()
     choice = choices("part") if parts and present else ""
+    wanted = _compares(study) and not parts and study.primary is None
     return [
         Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
         Section("verdict", "Counts" if study.primary else "Verdict", Markup("") if parts else _verdict(study)),
         Section("charts", "Charts", join([choice, figures(study, present)])),
         Section("modality", "By modality", by_modality(study) if other_findings.is_multimodal(study) else Markup("")),
-        Section("chaos", "What rounding does", chaos_findings.floors_table(study)),
-        Section("accuracy", "Accuracy", accuracy_findings.table_of(study)),
+        Section("chaos", "What rounding does", floors_table(study)),
+        Section("accuracy", "Accuracy", table_of(study)),
         Section("ranking", "Secondary comparisons" if study.primary else "Ranking", _ranking(study)),
-        Section("pairs", "Every pair", pair_tables(study) if _pairs_wanted(study, bool(parts)) else Markup("")),
+        Section("pairs", "Every pair", pair_tables(study) if wanted else Markup("")),
         *(Section(f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(parts.items())),
         Section("without", "Runs without a result", compare.without_result(study)),
         Section(
@@ -344,7 +342,7 @@ def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
 
 
 def heading(study: StudyData) -> str:
-    """Returns what the page is about, in a few words."""
+    """Returns a short title for the page."""
     if study.name:
         return TITLES.get(study.name, f"{study.name[0].upper()}{study.name[1:]} study")
     if len(study.runs) == 1:
@@ -354,11 +352,11 @@ def heading(study: StudyData) -> str:
 
 
 def _findings(study: StudyData) -> list[Finding]:
-    """The first screen's; of a study in parts the lead of each part, the rest stands with the part."""
+    """The findings of the first screen; for a study in parts, the lead of each part."""
     if other_findings.is_multimodal(study):
         return other_findings.modality_findings(study)
     if study.chaos:
-        return chaos_findings.chaos_findings(study)
+        return chaos_findings(study)
     parts = study.parts()
     if parts:
         leads = {name: [f for f in _read(part) if f.kind == "lead"] for name, part in parts.items()}
@@ -369,14 +367,14 @@ def _findings(study: StudyData) -> list[Finding]:
 
 
 def _read(study: StudyData) -> list[Finding]:
-    """The findings of a study: about long contexts, where they were measured, else about remedies."""
+    """The findings about long contexts if they were measured, otherwise about remedies."""
     if other_findings.is_long(study):
         return other_findings.length_findings(study)
-    return [*findings(study), *accuracy_findings.accuracy_findings(study)]
+    return [*findings(study), *accuracy_findings(study)]
 
 
 def _named(text: str, remedies: Sequence[str]) -> Markup:
-    """The sentence with the names of remedies set apart: 'none' is one."""
+    """Highlights the names of remedies in a sentence, because a name may be a common word such as "none"."""
     names = "|".join(re.escape(name) for name in sorted(remedies, key=len, reverse=True))
     parts = re.split(rf"(?<![\w:+])({names})(?![\w=+]|:\w)", text) if names else [text]
     return join(tag("span", {"class": "name"}, part) if i % 2 else part for i, part in enumerate(parts))
@@ -401,23 +399,18 @@ def _meta(study: StudyData) -> str:
 
 
 def _part(part: StudyData) -> Markup:
-    """One part of a study: its findings besides the lead, and its ranking."""
+    """One part of a study: its findings except the lead, and its ranking."""
     mine = [f for f in _read(part) if f.kind != "lead"]
     return join([_verdict(part), finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
 
 
 def _verdict(study: StudyData) -> Markup:
-    """The answer before every chart; studies of other questions than remedies have answers of their own."""
+    """The answer above the charts; studies that do not compare remedies show theirs elsewhere."""
     return verdict_table(study) if _compares(study) else Markup("")
 
 
-def _pairs_wanted(study: StudyData, parts: bool) -> bool:
-    """Returns whether every pair is judged: not where the study has one comparison of its own to decide."""
-    return _compares(study) and not parts and study.primary is None
-
-
 def _compares(study: StudyData) -> bool:
-    """Returns whether the question of the study is which remedy is better."""
+    """Whether the study asks which remedy is better."""
     return not (other_findings.is_long(study) or other_findings.is_multimodal(study) or study.name == "chaos")
 
 
@@ -432,13 +425,13 @@ def _ranking(study: StudyData) -> Markup:
     )
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
-        told = (
+        explained = (
             f"Of the gains only that of {study.primary['remedy']} at LR {rate(study.primary['lr'])} was named before "
             "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, uncorrected, "
             f"and no verdict is drawn from it; some are over {count(few, 'seed')} only."
         )
         return join(
-            [note(told), details("Gains, intervals and LR sensitivity of all remedies", join([note(text), table]))]
+            [note(explained), details("Gains, intervals and LR sensitivity of all remedies", join([note(text), table]))]
         )
     return join([note(text), table]) if table else table
 
@@ -454,7 +447,7 @@ def _made(study: StudyData) -> str:
     return f"Made by qkeel from runs of version {listing(versions)}." if versions else "Made by qkeel."
 
 
-# The page of a precision study: the thresholds, predicted and seen, and every size.
+# The page of a precision study.
 
 PrecisionTableRow = Mapping[str, float | str]
 ERROR = Chart(
@@ -484,14 +477,14 @@ def precision_page(
     made: Mapping[str, str],
     command: str,
 ) -> str:
-    """Returns the text of the page.
+    """Returns the HTML of the page.
 
     Args:
-        rows: every size, by lab.studies.precision.
-        thresholds: where each format fails, by the same.
-        tolerance: of logits in nats, and of the output as a share of its length.
-        made: when, where and by which versions.
-        command: what makes it again.
+        rows: one row per size, from lab.studies.grids.rows.
+        thresholds: where each format fails, from lab.studies.grids.thresholds.
+        tolerance: for logits in nats, and for the output relative to its norm.
+        made: date, system and versions.
+        command: the command that reproduces the page.
     """
     what = (
         "Spread: independent logits whose standard deviation grows. Shifted: logits of standard deviation 1 around a "
@@ -518,7 +511,7 @@ def precision_page(
 
 
 def _answer(thresholds: Sequence[PrecisionTableRow], tolerance: float) -> list[Finding]:
-    """From which logit on a format is too coarse, without a remedy and with each."""
+    """From which logit on each format is too coarse, without a remedy and with each."""
     found = [row for row in thresholds if row["data"] == "spread"]
     parts = [
         f"{row['format']} from a largest logit of {number(seen, 2)} on ({row['kernel']})"

@@ -1,4 +1,4 @@
-"""The verdict of a study in words, and where its numbers come from."""
+"""The verdict table of a study, and the sections on remedies, provenance and definitions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from qkeel.report.html import (
 from qkeel.report.study.collect import RunData, StudyData, duration, written_times
 from qkeel.report.study.compare import MARGIN, PairedGain, Standing, cost_cell, gain_cell, standings, swatch
 
-# The verdict of a study as a table: each remedy's gain with its interval, largest logit, where it collapsed, cost.
+# The verdict table: each remedy's gain with its interval, largest logit, collapses and cost.
 
 
 def verdict_table(study: StudyData) -> Markup:
-    """Returns one line per remedy, those that never collapsed first, the largest gain first among them; "" of one.
-    Of a study that names a primary comparison: what needs no test, the collapses and largest logits at each rate.
+    """Returns one row per remedy, those without collapse first and by gain; empty for a single remedy.
+
+    If the study has a primary comparison, the table has only collapses and largest logits at each rate, which need no
+    test.
 
     >>> verdict_table(StudyData(name="", command="", remedies=(), runs=()))
     ''
@@ -60,15 +62,16 @@ def verdict_table(study: StudyData) -> Markup:
 
 
 def advice(study: StudyData) -> Markup:
-    """Returns the verdict of a study for the page of a watched model: its table, and the line of what gained most.
+    """Returns the verdict of a study for a watched model's page: its table, and the line for the best remedy.
 
-    Raises: RunDirectoryError if the study compares no remedies.
+    Raises:
+        RunDirectoryError: the study compares no remedies.
     """
     verdict = verdict_table(study)
     if not verdict:
         raise RunDirectoryError(
             f"{study.name or study.runs[0].path} compares no remedies: expected a study with runs of several, such as "
-            "`qkeel study lr` writes. Leave it out, or make a page of its own."
+            "`qkeel study lr` writes. Leave it out, or make a separate page for it."
         )
     rows = study.rows()
     judged = [gain for line in standings(study) for gain in line.gains.values()]
@@ -83,7 +86,7 @@ def advice(study: StudyData) -> Markup:
 
 
 def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
-    """Per remedy and rate, in how many of the runs attention collapsed, and the largest logit of them."""
+    """Per remedy and rate, the number of runs whose attention collapsed, and their largest logit."""
     lrs = study.lrs()
     head = columns("Remedy", kind="text")
     for lr in lrs:
@@ -100,8 +103,7 @@ def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
 
 
 def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
-    """Returns the learning rates at which attention collapsed with a remedy; in brackets, with how many of the seeds
-    unless with all."""
+    """Returns the rates at which attention collapsed with a remedy, with the number of seeds unless all did."""
     found = []
     for lr in sorted({row["lr"] for row in rows}):
         here = [row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr]
@@ -124,14 +126,14 @@ def _line(study: StudyData, line: Standing, fallen: Sequence[str]) -> Markup:
 
 
 def _shown(line: Standing) -> tuple[PairedGain | None, float]:
-    """The gain that stands for a remedy: of the highest rate at which its attention works, and its mean."""
+    """Returns the gain that represents a remedy, at the highest rate at which its attention works, and its mean."""
     works = [gain for gain in line.gains.values() if not gain.collapsed and math.isfinite(gain.mean)]
     best = max(works, key=lambda gain: gain.lr, default=None)
     return best, -math.inf if best is None else best.mean
 
 
 def _words(line: Standing, baseline: str) -> str:
-    """The verdicts by rate; where attention collapsed nothing is reported of the loss."""
+    """The verdicts by rate; rates with collapsed attention get no verdict on the loss."""
     if line.remedy == baseline:
         return "the baseline"
     at = {
@@ -144,14 +146,14 @@ def _words(line: Standing, baseline: str) -> str:
     return "; ".join(parts) or ("collapsed wherever it was tried" if line.gains else "not compared: no seed has both")
 
 
-# The sections below the charts: each remedy's formula and source, provenance, definitions.
+# The sections below the charts: formulas and sources of remedies, provenance, definitions.
 
-_MOST_VALUES = 8  # of one kind; more are counted
+_MOST_VALUES = 8  # values of one kind to list; further ones are counted
 ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
 
 
 def remedies(study: StudyData) -> Markup:
-    """Returns for each remedy what it does, the formula in use and its source."""
+    """Returns, for each remedy, its description, the formula and its source."""
     items = []
     for remedy in study.remedies:
         env = next((run.env for run in study.runs if run.remedy == remedy and run.env.get("formula")), None)
@@ -162,7 +164,7 @@ def remedies(study: StudyData) -> Markup:
 
 def _remedy(study: StudyData, remedy: str, env: Row) -> Markup:
     own = any(run.remedy == remedy and run.config.get("remedy") == remedy for run in study.runs)
-    # Of an attention form only the formula is its own; line and source are those of the remedy "none".
+    # For an attention form, line and source would be those of the remedy "none"; only the formula is specific.
     line, source = (str(env.get(name) or "") if own else "" for name in ("remedy_line", "remedy_source"))
     return tag(
         "section",
@@ -175,7 +177,7 @@ def _remedy(study: StudyData, remedy: str, env: Row) -> Markup:
 
 
 def _linked(source: str) -> Markup:
-    """A source with arXiv numbers as links; nothing is loaded until one is followed."""
+    """Turns arXiv numbers in a source into links."""
     parts: list[str] = []
     for i, part in enumerate(ARXIV.split(source)):
         link = tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
@@ -187,7 +189,7 @@ Reads = dict[str, Callable[[RunData], object]]
 
 
 def _in_env(**names: str) -> Reads:
-    """Reads of the names in env.json, by the words for each."""
+    """Readers of names in env.json, by their labels."""
     return {words: lambda run, name=name: run.env.get(name) for words, name in names.items()}
 
 
@@ -196,13 +198,13 @@ _READS: Reads = {
     "Compiled kernels": lambda run: run.env.get("compiled_kernels") and "yes",
     "Device": lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k)),
     "Corpus": lambda run: _corpus(run.env.get("corpus")),
-    "Corpus SHA-256": lambda run: _of(run.env.get("corpus"), "sha256"),
+    "Corpus SHA-256": lambda run: corpus.get("sha256") if isinstance(corpus := run.env.get("corpus"), dict) else None,
     "Model": lambda run: _settings(run.config.get("model")),
     "Parameters": lambda run: _number(run.env.get("n_parameters")),
     "Optimizer": lambda run: _settings(run.config.get("optim"), leave=("lr",)),
     "Steps": lambda run: _number(run.config.get("steps")),
 }
-# What must be alike in runs whose losses are compared.
+# Runs whose losses are compared must agree in these.
 _ALIKE: Reads = {
     "corpus": _READS["Corpus SHA-256"],
     "steps": lambda run: run.config.get("steps"),
@@ -212,7 +214,7 @@ _ALIKE: Reads = {
 
 
 def provenance(study: StudyData) -> Markup:
-    """Returns versions, machine, corpus, model, and the commands that make the page's runs again."""
+    """Returns versions, machine, corpus, model, and the commands that reproduce the page's runs."""
     found: dict[str, str | list[str]] = dict(written_times(*(run.path for run in study.runs if run.row is not None)))
     spent = sum(run.row["cpu_seconds"] for run in study.runs if run.row and math.isfinite(run.row["cpu_seconds"]))
     found |= {"Processor time": duration(spent)} if spent else {}
@@ -228,13 +230,13 @@ def provenance(study: StudyData) -> Markup:
 
 
 def unlike(study: StudyData) -> str:
-    """Returns what differs between runs of one grid, so that their losses cannot be compared; empty if nothing does."""
+    """Returns what differs between runs of one grid, so that their losses are not comparable; "" if nothing does."""
     runs = [run for run in study.runs if run.row is not None and run.role != "drift"]
     return ", ".join(name for name, read in _ALIKE.items() if len({read(run) for run in runs}) > 1)
 
 
 def _compared(run: RunData) -> object:
-    """The model's settings that must be alike: all, but the attention where it is what the study compares."""
+    """The model's settings that must agree: all, except the attention if the study compares forms."""
     model = run.config.get("model")
     if isinstance(model, dict) and run.config.get("remedy") != run.remedy and run.long:
         return {k: v for k, v in model.items() if k != "attention"}
@@ -251,16 +253,12 @@ def _corpus(corpus: object) -> str | None:
     return ", ".join(part for part in parts if part)
 
 
-def _of(value: object, key: str) -> object:
-    return value.get(key) if isinstance(value, dict) else None
-
-
 def _number(value: object) -> str | None:
     return f"{value:,}" if isinstance(value, int) else None
 
 
 def _chosen(choice: Row) -> str:
-    """The rate of a remedy, and whether a better one may lie outside of the grid that it is of."""
+    """The rate of a remedy, and whether it is at the border of the grid."""
     part = "" if choice.get("role") == "grid" else f"{choice.get('role')}: "
     edge = f", the {choice['border']} of the grid" if choice.get("border") else ""
     return f"{part}{choice.get('remedy')} {choice.get('lr')}{edge}"

@@ -1,0 +1,443 @@
+"""The residual stream of a watched model: what enters and leaves each block, and what each of its branches adds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkeel import dist
+from qkeel.capture.example import copied, tensors, undisturbed
+from qkeel.errors import caution
+from qkeel.functional.norms import STREAM_FORMULAS, StreamValues, widest
+from qkeel.handle import Handle
+from qkeel.monitor.gather import Reduction
+from qkeel.monitor.token_classes import blocks_of
+from qkeel.patching.autograd import version_of
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import Args, Guarded, Kwargs, ModuleTree, function_name, in_this_thread, put_hooks, unguarded
+from qkeel.records import BLOCK_FIELDS
+from qkeel.sites.trace import spread
+
+# What is known of a block: how it makes its output of its input. It is found by what one pass shows.
+
+_MOST = 4  # branches of a block that are looked for
+_FEW = 12  # of more modules one branch fewer: the sums that are tried grow by their number to the power of _MOST
+_TOKENS = 64  # that sums are compared on
+_EXACT = 1e-3  # a sum may differ from the output by this share of what the block adds
+_UNSURE = 0.3  # where rounding is a larger share of what a block adds, its branches cannot be told apart
+_TRIES = 8  # passes that are looked at until every attention has its branch: one that adds 0 at first is seen later
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Branch:
+    """A module whose output, times a factor, a block adds to its input; sites: the attentions in it, () of an MLP."""
+
+    module: str
+    factor: float
+    sites: tuple[str, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Shown:
+    """What a block showed in a pass: rows of its input, its output, and of what its modules gave, in their order."""
+
+    given: Tensor
+    rounding: float
+    shape: torch.Size
+    version: int
+    out: Tensor | None = None
+    modules: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    given_to: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what the modules got
+    ended: list[str] = dataclasses.field(default_factory=list)  # the modules in the order in which they ended
+    again: set[str] = dataclasses.field(default_factory=set)  # those that were called more than once
+    mutated: bool = False
+
+
+def branches_of(shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequence[Branch]] = ()) -> list[Branch] | None:
+    """The branches of a block, the fewest whose sum with factors is its output minus its input; [] where too little is
+    added to say, None where it is no such sum.
+
+    Args:
+        shown: one pass of the block.
+        sites: by attention the name of its module within the block.
+        known: the branches of blocks like this one, which are tried first; those that hold every attention are taken.
+    """
+    assert shown.out is not None
+    added = (shown.out - shown.given).flatten()
+    size = float(added.norm())
+    # The output is a sum of numbers as large as the input, each rounded to the dtype of the stream.
+    rounding = shown.rounding * float(torch.maximum(shown.out.norm(), shown.given.norm()))
+    within = max(_EXACT * size, rounding)
+    for pattern in known:
+        parts = [shown.modules.get(branch.module) for branch in pattern]
+        if None not in parts and _covers(pattern, sites, shown):
+            whole = sum(branch.factor * part.flatten() for branch, part in zip(pattern, parts) if part is not None)
+            if float((added - whole).norm()) <= within:
+                return _with_sites(pattern, sites, shown)
+    if not size > rounding / _UNSURE:
+        return []
+    found = _fewest(added, within, _alike(shown), shown)
+    return None if found is None else _with_sites(found, sites, shown)
+
+
+def _fewest(added: Tensor, within: float, alike: Sequence[Sequence[str]], shown: _Shown) -> list[Branch] | None:
+    """The fewest modules that sum to what was added, up to `within`; of as many the best."""
+    columns = [shown.modules[names[-1]].flatten() for names in alike]
+    if not columns:
+        return None
+    products = (torch.stack(columns) @ torch.stack([*columns, added]).mT).double().cpu()
+    for n in range(1, (_MOST if len(columns) <= _FEW else _MOST - 1) + 1):
+        best, found = within, None
+        for chosen in map(list, itertools.combinations(range(len(columns)), n)):
+            factors, failed = torch.linalg.solve_ex(products[chosen][:, chosen], products[chosen, -1])
+            if bool(failed) or not bool(torch.isfinite(factors).all()):
+                continue
+            left = added - sum(f * columns[i] for f, i in zip(factors.tolist(), chosen))
+            if float(left.norm()) <= best:
+                best, found = float(left.norm()), list(zip(chosen, factors.tolist()))
+        if found is not None:
+            slack = 4 * within / float(added.norm())
+            return [Branch(alike[i][-1], 1.0 if abs(f - 1) <= slack else f, ()) for i, f in found]
+    return None
+
+
+def _alike(shown: _Shown) -> list[list[str]]:
+    """The modules that gave other than zero, those that gave the same together, the one that ended last behind."""
+    found: list[list[str]] = []
+    for name in shown.ended:
+        x = shown.modules.get(name)
+        if x is None or not bool(x.any()) or not bool(torch.isfinite(x).all()):
+            continue
+        same = next((group for group in found if torch.equal(shown.modules[group[0]], x)), None)
+        if same is None:
+            found.append([name])
+        else:
+            same.append(name)
+    # A module that is called more than once, such as one dropout for both branches, does not say of which branch it is.
+    once = [[name for name in group if name not in shown.again] for group in found]
+    return [group for group in once if group]
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """True if one module is the other, or in it, either way: a projection behind attention is attention's."""
+    return outer == inner or inner.startswith(f"{outer}.") or outer.startswith(f"{inner}.")
+
+
+def _with_sites(branches: Sequence[Branch], sites: Mapping[str, str], shown: _Shown) -> list[Branch]:
+    """The branches with the attentions of each: those inside it, or from which modules, such as a norm, lead to it."""
+    groups = _alike(shown)
+    inside = [next((g for g in groups if branch.module in g), [branch.module]) for branch in branches]
+    direct = [[s for s, inner in sites.items() if any(_holds(n, inner) for n in own)] for own in inside]
+    left = {site: inner for site, inner in sites.items() if not any(site in own for own in direct)}
+    found = []
+    for branch, own in zip(branches, direct):
+        names, done = [] if own or not left else [branch.module], list[str]()
+        while names:
+            name = names.pop()
+            same = next((group for group in groups if name in group), [name])
+            done += same
+            given = [shown.given_to[one] for one in same if one in shown.given_to]
+            back = [group[0] for group in groups if any(torch.equal(shown.modules[group[0]], x) for x in given)]
+            names += [one for one in back if one not in done]
+        own += [site for site, inner in left.items() if any(_holds(name, inner) for name in done)]
+        found.append(dataclasses.replace(branch, sites=tuple(own)))
+    return found
+
+
+def _covers(branches: Sequence[Branch], sites: Mapping[str, str], shown: _Shown) -> bool:
+    """Whether every attention is in one of the branches."""
+    return {site for branch in _with_sites(branches, sites, shown) for site in branch.sites}.issuperset(sites)
+
+
+# The pass that shows it: without dropout, so that sums are exact.
+
+_DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Dropout gives its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function_name(func) in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+@final
+class ResidualStream:
+    """The numbers of records.BLOCK_FIELDS of each measured pass, taken while `attach()`'s handle is active.
+
+    A block is an element of the lists of modules (nn.ModuleList, nn.Sequential, nn.ModuleDict by number) that hold
+    attentions, whose input and output have one shape. Its branches are those of its modules whose outputs, times
+    factors, sum to its output minus its input; what is not such a sum, as where a norm follows it, has none. That is
+    found by one more pass without gradients and dropout, before the first pass that is measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[str],
+        add: Callable[[tuple[tuple[str, ...], str], Tensor, int, Reduction], None],
+        guard: Guarded = unguarded,
+        tree: ModuleTree | None = None,
+    ) -> None:
+        """Takes add, which gets the numbers of some layers by name, over how many tokens each is and how several make
+        one; and guard, which calls what the hooks do."""
+        self.model, self._add, self._guard = model, add, guard
+        self._tree = ModuleTree(model) if tree is None else tree
+        self._of_site = blocks_of(model, sites)
+        self.branches: dict[str, list[Branch]] = {}  # by block, also of blocks where none were found
+        self._copied: set[str] = set()  # blocks that change their input in place
+        self._layers: dict[str, tuple[str, ...]] = {}  # what the numbers of a block are filed under
+        self._tries, self._said = 0, False
+        self._most = 1 if spread(model) else _TRIES
+        self._unsure: list[str] = []  # attentions whose branch added too little to be seen yet
+        self._refused: list[str] = []  # those of blocks that are no such sums
+        self._open: dict[str, StreamValues] = {}
+        self._others: dict[str, Tensor] = {}
+        self._found: dict[tuple[str, str], tuple[Tensor, int]] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether no further pass is to be looked at; only one is that all processes take part in, since they
+        may not agree on more."""
+        return self._tries >= self._most or (self._tries > 0 and not self._unsure)
+
+    def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:
+        """Finds the blocks and their branches by a pass with these arguments, which changes nothing."""
+        self._tries += 1
+        shown: dict[str, _Shown] = {}
+        eager = torch.compiler.set_stance("force_eager")
+        with ExitStack() as undo, extra_pass(owner), torch.no_grad(), eager, undisturbed(self.model):
+            for name, module in self._candidates():
+                self._hook(undo, shown, name, module)
+            undo.enter_context(_WithoutDropout())
+            try:
+                self.model(*copied(args), **copied(dict(kwargs)))
+            except Exception:  # the model's, which its own pass will show
+                return
+        self._understand({name: one for name, one in shown.items() if one.out is not None})
+
+    def _candidates(self) -> list[tuple[str, nn.Module]]:
+        """The modules of the lists that hold blocks."""
+        holders = {name.rpartition(".")[0] for name in self._of_site.values()}
+        known = [(name, module) for name, module in self._tree.named() if name.rpartition(".")[0] in holders and name]
+        return [(name, module) for name, module in known if not isinstance(module, torch.jit.ScriptModule)]
+
+    def _hook(self, undo: ExitStack, shown: dict[str, _Shown], name: str, module: nn.Module) -> None:
+        """Notes what a block and the modules in it give."""
+
+        def before(module: nn.Module, args: object, kwargs: object) -> None:
+            x = _stream((args, kwargs))
+            if x is not None and name not in shown:
+                shown[name] = _Shown(_sample(x), torch.finfo(x.dtype).eps, x.shape, version_of(x))
+                given[0] = x
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            x, one = _like(output, shown[name].shape if name in shown else None), shown.get(name)
+            if x is None or given[0] is None:
+                shown.pop(name, None)
+            elif one is not None and one.out is None:
+                one.out, one.mutated = _sample(x), version_of(given[0]) != one.version
+                one.rounding = max(one.rounding, torch.finfo(x.dtype).eps)
+            given[0] = None
+
+        def inner(of: str, module: nn.Module, args: object, output: object) -> None:
+            one = shown.get(name)
+            if one is None or one.out is not None:
+                return
+            if of in one.ended:
+                one.again.add(of)
+                return
+            one.ended.append(of)
+            x, got = _like(output, one.shape), _like(args, one.shape)
+            if x is not None:
+                one.modules[of] = _sample(x)
+            if got is not None:
+                one.given_to[of] = _sample(got)
+
+        given: list[Tensor | None] = [None]
+        tables = [(table, before) for table in put_hooks(module, before, before, in_this_thread(after))]
+        for of, part in module.named_modules():
+            if of and not isinstance(part, torch.jit.ScriptModule):
+                act = in_this_thread(functools.partial(inner, of))
+                tables += [(table, act) for table in put_hooks(part, act, None, act)]
+        undo.callback(lambda: [table.pop(key, None) for table, key in tables])
+
+    def _understand(self, shown: Mapping[str, _Shown]) -> None:
+        kinds = {name: type(module) for name, module in self._tree.named()}
+        known: dict[type, list[list[Branch]]] = {}
+        inside = {name: self._inside(name) for name in shown}
+        self._unsure, self._refused = [], []
+        for again in (False, True):  # a block whose attention adds nothing yet has the branches of its class
+            for name, one in shown.items():
+                own, patterns = inside[name], known.setdefault(kinds[name], [])
+                if again and {site for branch in self.branches.get(name, ()) for site in branch.sites}.issuperset(own):
+                    continue
+                found = branches_of(one, own, patterns)
+                if found and _covers(found, own, one):
+                    patterns[:0] = [] if found in patterns else [found]
+                if again:
+                    seen = {site for branch in found or () for site in branch.sites}
+                    (self._refused if found is None else self._unsure).extend(site for site in own if site not in seen)
+                if found or own:
+                    self.branches[name] = found or []
+                    layers = tuple(site for site, block in self._of_site.items() if block == name)
+                    self._layers[name] = layers or (name,)
+                if one.mutated:
+                    self._copied.add(name)
+        self._tell()
+
+    def _inside(self, name: str) -> dict[str, str]:
+        """The attentions of a block, and the names of their modules within it."""
+        own = [site for site, block in self._of_site.items() if block == name]
+        return {site: site.partition("#")[0].removeprefix(name).removeprefix(".") for site in own}
+
+    def _tell(self) -> None:
+        """Says once what cannot be measured."""
+        lacking = [*self._refused, *(self._unsure if self._tries >= self._most else ())]
+        if self._said or (self.branches and not lacking):
+            return
+        self._said = True
+        if not self.branches:
+            caution(
+                "the residual stream is not measured: expected blocks in an nn.ModuleList, nn.Sequential or numbered "
+                "nn.ModuleDict that hold the attention and whose input and output have one shape; none was seen"
+            )
+            return
+        caution(
+            f"attention_share is not measured of {', '.join(lacking)}: the output of the block is not its input plus "
+            "multiples of what its modules give, as where a norm follows the sum or each channel has a factor of its "
+            "own. What enters and leaves the block is measured"
+        )
+
+    # Passes that are measured.
+
+    def attach(self) -> Handle:
+        """Look at the blocks of the next pass."""
+        self._open, self._others, self._found = {}, {}, {}
+        modules = dict(self._tree.named())
+        tables: list[tuple[dict[Any, Any], object]] = []
+        for name, branches in self.branches.items():
+            if name not in modules:
+                continue
+            before = in_this_thread(functools.partial(self._guard, self._enter, name))
+            after = in_this_thread(functools.partial(self._guard, self._leave, name))
+            tables += [(table, before) for table in put_hooks(modules[name], before, before, after)]
+            for branch in branches:
+                several = sum(not other.sites for other in branches) > 1 and not branch.sites
+                take = in_this_thread(functools.partial(self._guard, self._take, name, branch, several))
+                part = modules.get(f"{name}.{branch.module}")
+                if part is not None:
+                    tables += [(table, take) for table in put_hooks(part, take, None, take)]
+
+        def detach() -> None:
+            for table, key in tables:
+                table.pop(key, None)
+            self._over()
+
+        return Handle(detach)
+
+    @torch.no_grad()
+    def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        x = _stream((args, kwargs))
+        if x is not None and x.numel():
+            own = self._open[name] = StreamValues(x.clone() if name in self._copied else x)
+            self._measure(name, "input", own)
+
+    @torch.no_grad()
+    def _take(self, name: str, branch: Branch, several: bool, module: nn.Module, args: object, output: object) -> None:
+        before = self._open.get(name)
+        x = None if before is None else _like(output, before.x.shape)
+        if before is None or x is None:
+            return
+        if several:
+            x = x * branch.factor
+            self._others[name] = self._others[name] + x if name in self._others else x
+        else:
+            own = StreamValues(x, before, branch.factor)
+            self._measure(name, "attention" if branch.sites else "mlp", own, branch.sites or None)
+
+    @torch.no_grad()
+    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        before, others = self._open.pop(name, None), self._others.pop(name, None)
+        x = None if before is None else _like(output, before.x.shape)
+        if before is None or x is None:
+            return
+        if others is not None:
+            self._measure(name, "mlp", StreamValues(others, before))
+        self._measure(name, "output", StreamValues(x, before))
+
+    def _measure(self, name: str, place: str, own: StreamValues, layers: tuple[str, ...] | None = None) -> None:
+        n = max(1, own.x.numel() // max(1, own.x.shape[-1]))
+        for field, formula in _FORMULAS[place]:
+            value = formula(own)
+            for layer in layers or self._layers[name]:
+                known = self._found.get((layer, field))  # of a block that is called again
+                if known is None:
+                    self._found[layer, field] = value, n
+                else:
+                    how, total = BLOCK_FIELDS[field].over, known[1] + n
+                    self._found[layer, field] = joined(how, known[0], value, n / total), total
+
+    def _over(self) -> None:
+        """The pass is over: the numbers of all layers by field, as one tensor."""
+        groups: dict[object, list[tuple[str, Tensor]]] = {}
+        for (layer, field), (x, n) in self._found.items():
+            groups.setdefault((field, n, x.device, x.dtype), []).append((layer, x))
+        for (field, n, *_), own in groups.items():  # type: ignore[misc]
+            names = tuple([layer for layer, _ in own])
+            self._add((names, field), torch.stack([x for _, x in own]), n, BLOCK_FIELDS[field].over)
+        self._open, self._others, self._found = {}, {}, {}
+
+
+_FORMULAS = {
+    place: [(name, STREAM_FORMULAS[field.formula]) for name, field in BLOCK_FIELDS.items() if field.place == place]
+    for place in ("input", "output", "attention", "mlp")
+}
+
+
+def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
+    """Two numbers as one, of which the new has this share of the data.
+
+    >>> joined("root_mean", torch.tensor(1.0), torch.tensor(7.0), 0.5)
+    tensor(5.)
+    """
+    if how == "max":
+        return torch.maximum(known, new)
+    if how == "root_mean":
+        return torch.lerp(known.square(), new.square(), share).sqrt()
+    return torch.lerp(known, new, share)
+
+
+def _streams(value: object) -> Iterator[Tensor]:
+    for x in tensors(value):
+        x = dist.local(x)
+        if x.is_floating_point() and x.ndim >= 2:
+            yield x.detach()
+
+
+def _stream(given: object) -> Tensor | None:
+    """The first tensor of vectors among the arguments of a block."""
+    return next(_streams(given), None)
+
+
+def _like(output: object, shape: torch.Size | None) -> Tensor | None:
+    """The first tensor of what a module gave, where it has this shape."""
+    x = next(_streams(output), None)
+    return x if x is not None and x.shape == shape else None
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Some of the tokens, [n m], in the widest dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[:: max(1, len(rows) // _TOKENS)][:_TOKENS].to(widest(x.device), copy=True)

@@ -1,0 +1,224 @@
+"""Types of layers: in the table, the records, the page, the trackers' keys, explain, and the thresholds of rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
+from qkeel.monitor import Approach, Ceiling, EntropyCollapse, History, Outlook, Sample, replay
+from qkeel.records import LAYER_TYPES, RunDirectory
+from qkeel.report.watch_page import read_watched
+
+T = 12
+
+
+class Layer(nn.Module):
+    def __init__(self, window: int | None = None, latent: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+        self.q, self.v = nn.Linear(32, 32), nn.Linear(32, 32)
+        k = nn.Linear(32, 32)
+        self.k = k if latent is None else nn.Sequential(nn.Linear(32, latent), nn.Linear(latent, 32))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        keys = x if other is None else other
+        q, k, v = (f(y).unflatten(-1, (4, 8)).transpose(1, 2) for f, y in ((self.q, x), (self.k, keys), (self.v, keys)))
+        mask = None
+        if self.window is not None:
+            i = torch.arange(x.shape[1])
+            mask = (i[:, None] >= i) & (i[:, None] - i < self.window)
+        causal = mask is None and other is None
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class Mixed(nn.Module):
+    """Layers of four types on x, the last one on what another module makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.encoder = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.layers = nn.ModuleList([Layer(), Layer(window=4), Layer(latent=6), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        other, x = self.encoder(x[:, :5]), self.inner(x)
+        for layer in self.layers[:3]:
+            x = layer(x)
+        return self.layers[3](x, other)
+
+
+NAMES = [f"layers.{i}" for i in range(4)]
+TYPES = dict(zip(NAMES, ("full", "window", "latent", "cross")))
+
+
+def watched(**options: Any) -> tuple[Mixed, Any]:
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with qkeel.watch(model, optimizer, **options) as monitor:
+        for _ in range(3):
+            model(torch.randn(2, T, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, monitor
+
+
+def test_types_are_found_and_shown(tmp_path: Path) -> None:
+    model, monitor = watched(every=1, sinks=tmp_path / "run")
+    sample = monitor.sample
+    assert sample.types == TYPES
+    assert {site.name: site.layer_type for site in monitor.sites} == TYPES
+    head, *rows = monitor.table().splitlines()[1:]
+    assert head.split()[:2] == ["layer", "type"]
+    assert [tuple(row.split()[:2]) for row in rows[:4]] == list(TYPES.items())
+    assert ">type<" in monitor._repr_html_()
+    keys = sample.summaries()
+    logits = sample.heads["max_logit"]
+    for i, of in enumerate(TYPES.values()):
+        assert keys[f"attn/{of}/max_logit"] == logits[i].max() == sample.of_type(of, "max_logit")
+        assert keys[f"attn/{of}/entropy"] == pytest.approx(sample.heads["entropy"][i].mean())
+    run = RunDirectory(tmp_path / "run")
+    assert {site["name"]: site["type"] for site in run.config()["sites"]} == TYPES
+    assert History.read(run).types == monitor.history.types == TYPES
+    page = qkeel.report.write([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(f'<td class="text">{of}</td>' in page for of in TYPES.values())
+    (read,) = read_watched([tmp_path / "run"])
+    assert read.types == TYPES
+    explained = qkeel.explain_model(model, torch.randn(2, T, 32))
+    assert {one.name: one.layer_type for one in explained.sites} == TYPES
+    assert "type      window: " in str(explained)
+
+
+def test_a_model_of_one_type_has_no_more_keys_and_no_column() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Layer())
+    with qkeel.watch(model) as monitor:
+        model(torch.randn(2, T, 32))
+    assert monitor.sample.types == {"1": "full"}
+    assert not [key for key in monitor.sample.summaries() if key.startswith("attn/full/")]
+    assert "type" not in monitor.table().splitlines()[1]
+
+
+def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) -> None:
+    model = Mixed()
+    with qkeel.watch(model, sinks=tmp_path / "run") as monitor:
+        for t in (4, 4, T, 6):
+            model(torch.randn(2, t, 32))
+            assert monitor.sample.types["layers.1"] == ("full" if t == 4 and monitor.sample.step < 2 else "window")
+    run = RunDirectory(tmp_path / "run")
+    assert History.read(run).types == TYPES
+    assert read_watched([tmp_path / "run"])[0].types == TYPES
+    (event,) = [event for event in run.events() if event["event"] == "layer types"]
+    assert event["types"] == {"layers.1": "window"}
+    assert event["step"] == 2
+
+
+def test_types_are_looked_at_on_the_longest_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkeel.monitor import measure
+
+    seen, look = [], measure.visible_sets
+    monkeypatch.setattr(measure, "visible_sets", lambda call, origin: seen.append(1) or look(call, origin))
+    model = Mixed()
+    with qkeel.watch(model, every=1):
+        for t in (6, 6, 6, 5, T, T):
+            before = len(seen)
+            model(torch.randn(2, t, 32))
+            if len(seen) - before:
+                assert len(seen) - before <= 4
+                assert (t, before) in ((6, 0), (T, 4))
+
+
+# --- Thresholds by type
+
+
+def history(**last: float) -> History:
+    """Twenty records in which the largest logit of each layer grows to this, by type."""
+    steps = np.arange(1.0, 21.0)
+    heads = np.stack([np.outer(steps / 20, [value, value / 2]) for value in last.values()], 1)
+    layers = tuple(f"h.{i}" for i in range(len(last)))
+    types = dict(zip(layers, last))
+    return History(steps=steps, values={"step": steps}, heads={"max_logit": heads}, layers=layers, types=types)
+
+
+def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
+    one = history(full=90.0, window=60.0, sparse=1e6)
+    rule = Ceiling(threshold={"full": 100.0, "window": 50.0})
+    assert rule.name == "ceiling full=100,window=50"
+    alarm = rule.check(one)
+    assert alarm is not None
+    assert (alarm.layer, alarm.head, alarm.value, alarm.rule) == ("h.1", 0, 60.0, rule.name)
+    assert "over 50" in alarm.meaning
+    assert "window layers" in alarm.meaning
+    assert Ceiling(threshold={"full": 80.0}).check(one).layer == "h.0"  # type: ignore[union-attr]
+    assert Ceiling(threshold={"full": 100.0, "window": 70.0}).check(one) is None  # other types are left out
+    assert Ceiling(threshold={"latent": 0.0}).check(one) is None
+    assert Ceiling(threshold=100.0).check(one).layer == "h.2"  # type: ignore[union-attr]
+    assert len(replay(one, [rule])) == 1
+
+
+def test_forecasts_and_entropies_are_judged_by_type_too() -> None:
+    one = history(full=90.0, window=60.0)
+    found = Approach(threshold={"window": 100.0}, floor=30.0).check(one)
+    assert found is not None
+    assert (found.layer, found.value) == ("h.1", 60.0)
+    assert Approach(threshold={"window": 1e9}, floor=30.0).check(one) is None
+    planned = qkeel.monitor.PlannedRates.of([1.0] * 40)
+    known = dataclasses.replace(one, rates=np.ones(20), planned=planned)
+    found = Outlook(threshold={"full": 1e9, "window": 100.0}).check(known)
+    assert found is not None
+    assert found.layer == "h.1"
+    low = np.full((2, 2, 2), 3.0)
+    low[1, 1] = 0.2
+    entropies = History(
+        steps=np.arange(2.0),
+        values={},
+        heads={"entropy": low, "max_logit": np.full((2, 2, 2), 99.0)},
+        layers=("a", "b"),
+        types={"a": "full", "b": "sparse"},
+    )
+    assert EntropyCollapse(threshold={"full": 0.5}).check(entropies) is None
+    alarm = EntropyCollapse(threshold={"full": 0.5, "sparse": 0.3}).check(entropies)
+    assert alarm is not None
+    assert alarm.layer == "b"
+
+
+@pytest.mark.parametrize("rule", [Ceiling, Approach, Outlook, EntropyCollapse])
+def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
+    with pytest.raises(UnknownNameError, match=r"windows.*window"):
+        rule(threshold={"windows": 1.0})
+    with pytest.raises(UnknownNameError, match="indexer"):
+        rule(threshold={"indexer": 1.0})
+    with pytest.raises(InvalidValueError, match="at least one type of layers"):
+        rule(threshold={})
+    for wrong in ("100", None, True, {"full": "100"}, {"full": {"full": 1.0}}, [100.0]):
+        with pytest.raises(InvalidTypeError, match="expected a"):
+            rule(threshold=wrong)
+
+
+def test_a_rule_by_type_warns_in_a_watched_run() -> None:
+    with pytest.warns(qkeel.errors.AlarmWarning, match=r"layers\.1.*window layers"):
+        _, monitor = watched(every=1, rules=Ceiling(threshold={"window": -100.0, "full": 1e9}))
+    (alarm,) = monitor.alarms
+    assert alarm.layer == "layers.1"
+
+
+def test_numbers_of_a_type_are_folded_over_its_layers() -> None:
+    values = np.array([[1.0, 2.0], [5.0, math.nan], [3.0, 4.0]])
+    types: Mapping[str, str] = {"a": "full", "b": "window", "c": "full"}
+    one = Sample(step=0, layers=("a", "b", "c"), heads={"max_logit": values, "entropy": values}, types=types)
+    assert one.of_type("full", "max_logit") == 4
+    assert one.of_type("window", "entropy") == 5
+    assert math.isnan(one.of_type("cross", "entropy"))
+
+
+def test_every_type_is_explained() -> None:
+    assert {*TYPES.values(), "sparse", "compressed"} == {*LAYER_TYPES}

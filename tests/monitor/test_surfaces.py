@@ -1,0 +1,136 @@
+"""Every number in the tables of fields is on every surface: records, page, trackers, frames, alarms, definitions."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qkeel
+from qkeel.errors import UnknownNameError
+from qkeel.monitor import History, Over, Sample, replay
+from qkeel.records import (
+    BLOCK_FIELDS,
+    HEAD_FIELDS,
+    LAYER_FIELDS,
+    MONITOR_FIELDS,
+    VALUE_FIELDS,
+    RunDirectory,
+    explain_field,
+    layer_fields,
+)
+from qkeel.spec import AttentionSpec, L2Norm, Sink
+
+LAYERS = ("blocks.0.attention", "blocks.1.attention")
+# Of samples of rows, of norms with gains, and of indexers: no run measures them together with the others.
+NOT_IN_THIS_RUN = {"entropy_error", "gain_bound", "index_max_logit", "index_mean_logit", "index_entropy"}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample, History, str]:
+    """A run in which everything is measured: its directory, last sample, history and table."""
+    path = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20, spec=AttentionSpec(normalizer=Sink())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(0, 20, (2, 8))
+    with qkeel.watch(
+        model, optimizer, stats="all+gates+updates+residual", probe=(tokens,), sinks=path / "run"
+    ) as monitor:
+        for _ in range(3):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+        sample, table = monitor.sample, monitor.table()
+        assert sample is not None
+        history = monitor.history
+    return path / "run", sample, history, table
+
+
+def test_nearly_every_field_is_measured_here(watched: tuple[Path, Sample, History, str]) -> None:
+    _, sample, _, _ = watched
+    assert set(HEAD_FIELDS) - {n for n, x in sample.heads.items() if np.isfinite(x).any()} == NOT_IN_THIS_RUN
+    assert {name.partition("/")[0] for name in sample.values} >= {*VALUE_FIELDS, *BLOCK_FIELDS}
+    assert set(sample.monitor) == set(MONITOR_FIELDS)
+
+
+@pytest.mark.parametrize("name", [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS])
+def test_a_number_of_heads_layers_or_blocks_is_everywhere(
+    name: str, watched: tuple[Path, Sample, History, str], page: str
+) -> None:
+    path, sample, history, table = watched
+    assert explain_field(name).endswith("]")
+    if name in NOT_IN_THIS_RUN:
+        return
+    field = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}[name]
+    known = sample.by_layer(name)
+    whole = sample.overall(name)
+    keys = sample.summaries()
+    prefix = "hidden" if name in BLOCK_FIELDS else "attn"
+    if not math.isnan(whole):  # the gap of sink heads is none where there are none
+        assert keys[f"{prefix}/{name}"] == whole
+        assert (f"{prefix}/layer_00/{name}" in keys) == (name in layer_fields())
+        assert (field.column == "") or field.column in table
+        frame = history.frame("layers")
+        assert frame["layer"].tolist() == [*LAYERS] * 3
+        np.testing.assert_allclose(frame[name][-2:], known, rtol=1e-6)
+        assert name in page
+        top = history.top(name)
+        assert top is not None
+        assert top[-1] == pytest.approx(np.nanmax(history.heads[name][-1] if name in history.heads else known))
+        (alarm,) = replay(history, [Over(field=name, threshold=-1e9)])
+        assert alarm.layer in LAYERS
+        assert name in alarm.meaning
+    if name in HEAD_FIELDS:
+        assert name in RunDirectory(path).heads().values
+        assert history.frame("heads")[name].shape
+    if name in BLOCK_FIELDS:
+        line = RunDirectory(path).metrics()[-1]
+        assert [line[f"{name}/{layer}"] for layer in LAYERS] == known.tolist()
+        assert history.frame("steps")[f"{name}/{LAYERS[0]}"][-1] == known[0]
+
+
+@pytest.fixture(scope="module")
+def page(watched: tuple[Path, Sample, History, str]) -> str:
+    path = watched[0]
+    qkeel.report.write(path, path.parent / "page.html")
+    return (path.parent / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", MONITOR_FIELDS)
+def test_what_the_monitor_says_of_itself_is_everywhere(
+    name: str, watched: tuple[Path, Sample, History, str], page: str
+) -> None:
+    path, sample, history, table = watched
+    assert sample.summaries()[f"monitor/{name}"] == sample.monitor[name]
+    assert json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])[f"monitor_{name}"] == sample.monitor[name]
+    assert f" {name}" in table
+    assert f"monitor_{name}" in page
+    assert history.frame("steps")[f"monitor_{name}"][-1] == sample.monitor[name]
+    (alarm,) = replay(history, [Over(field=f"monitor_{name}", threshold=-1.0)])
+    assert alarm.layer is None
+    assert explain_field(f"monitor_{name}").endswith("]")
+
+
+def test_a_number_over_its_threshold_is_reported_with_its_place() -> None:
+    steps = np.arange(3.0)
+    values = {"step": steps, "block_output_rms/a": np.array([1.0, 2.0, 3.0]), "block_output_rms/b": np.ones(3)}
+    history = History(steps=steps, values=values, heads={}, layers=("a", "b"))
+    (alarm,) = replay(history, [Over(field="block_output_rms", threshold=1.5)])
+    assert (alarm.step, alarm.layer, alarm.head, alarm.value) == (1, "a", None, 2.0)
+    assert replay(history, [Over(field="block_output_rms", threshold=3.0)]) == []
+    assert replay(history, [Over(field="sink_head_ratio", threshold=0.0)]) == []
+    with pytest.raises(UnknownNameError):
+        Over(field="no_such_number", threshold=1.0)
+
+
+def test_gains_have_their_column_too() -> None:
+    model = qkeel.nn.Attention(16, 2, spec=AttentionSpec(norm=L2Norm(gain="dim")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer) as monitor:
+        model(torch.randn(1, 4, 16)).sum().backward()
+        optimizer.step()
+        assert np.isfinite(monitor.history.frame("layers")["gain_bound"]).all()

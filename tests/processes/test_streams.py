@@ -1,0 +1,39 @@
+"""What several processes record of the residual stream is what one process records of the same micro-batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.forked import Forked
+from tests.processes.streams import measured
+from tests.processes.wrapped import batch, llama
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("streams")
+    started = [Forked("tests.processes.streams", str(rank), str(folder), "ddp", "fsdp2", "tp") for rank in range(2)]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    return folder
+
+
+@pytest.mark.parametrize("setup", ["ddp", "fsdp2", "tp"])
+def test_each_process_has_the_numbers_of_one_that_sees_all(setup: str, found: Path) -> None:
+    whole = batch(0)
+    one = measured(llama(), [whole] if setup == "tp" else [*torch.chunk(whole, 2)])
+    assert len(one) == 20
+    for rank in range(2):
+        own = json.loads((found / f"{setup}-{rank}.json").read_text())
+        assert {name.rpartition("/")[0] for name in own} == {name.rpartition("/")[0] for name in one}
+        assert own == pytest.approx(one, rel=1e-9)

@@ -1,0 +1,262 @@
+"""Sparse and compressed attention: the keys that queries reach, and the statistics over them, are those of float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.capture.calls import ScoresCall, call_logsumexp
+
+from .sparse_models import DSA, NSA, B, Compressed, H, M, MoBA, Model, Sparse, T, numbers
+
+MODELS: dict[str, tuple[Callable[[], Sparse], dict[str, str]]] = {
+    "dsa, written out": (lambda: DSA(fused=False), {"a": "sparse"}),
+    "dsa, fused": (lambda: DSA(fused=True), {"a": "sparse"}),
+    "csa": (lambda: Compressed(m=4, top=2), {"a": "compressed"}),
+    "hca": (lambda: Compressed(m=6, top=None), {"a": "compressed"}),
+    "nsa, gathered": (lambda: NSA(gathered=True), {"a": "compressed", "a#2": "sparse", "a#3": "window"}),
+    "nsa, masked": (lambda: NSA(gathered=False), {"a": "compressed", "a#2": "sparse", "a#3": "window"}),
+    "moba": (lambda: MoBA(), {"a": "sparse"}),
+}
+
+
+def built(name: str) -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    model = Model(MODELS[name][0]())
+    with torch.no_grad():
+        model.a.q_proj.weight.mul_(4)
+    return model, torch.randn(B, T, M)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(name: str) -> None:
+    model, x = built(name)
+    with qkeel.watch(model, stats="all+gates") as monitor:
+        for _ in range(4):  # the later passes are looked at in the modules that attend only
+            model(x)
+            sample = monitor.sample
+            assert sample is not None
+            truth = model.a.truth()  # type: ignore[operator]
+            assert set(sample.layers) == set(truth)
+            for layer, one in truth.items():
+                row, expected = sample.layers.index(layer), numbers(one)
+                for field, values in expected._asdict().items():
+                    if (name, layer, field) == ("nsa, gathered", "a#2", "sink_share"):
+                        values = np.full(H, np.nan)  # in the order in which keys were picked, the first is any key
+                    np.testing.assert_allclose(sample.heads[field][row], values, rtol=2e-5, atol=2e-6, err_msg=field)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_branch_has_the_type_that_was_seen(name: str) -> None:
+    model, x = built(name)
+    sites = qkeel.find_sites(model, x)
+    assert {site.name: site.layer_type for site in sites} == MODELS[name][1]
+    assert not sites.missed
+    with qkeel.watch(model) as monitor:
+        model(x)
+    assert monitor.sample is not None
+    assert monitor.sample.types == MODELS[name][1]
+
+
+@pytest.mark.parametrize("name", ["csa", "hca"])
+def test_a_sink_column_that_is_written_out_has_a_gate(name: str) -> None:
+    model, x = built(name)
+    with qkeel.watch(model, stats="all+gates") as monitor:
+        model(x)
+    assert monitor.sample is not None
+    heads, truth = monitor.sample.heads, model.a.truth()["a"]  # type: ignore[operator]
+    lse = np.log(np.exp(truth.logits).sum(-1))
+    gates = 1 / (1 + np.exp(truth.sink[:, None] - lse))
+    np.testing.assert_allclose(heads["sink_logit"][0], truth.sink, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(heads["gate_mean"][0], gates.mean((0, 2)), rtol=2e-5)
+    np.testing.assert_allclose(heads["gate_std"][0], gates.std((0, 2)), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(heads["lse_mean"][0], lse.mean((0, 2)), rtol=2e-5, atol=1e-5)
+
+
+def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy() -> None:
+    z, sink = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
+    call = ScoresCall(spec=qkeel.AttentionSpec(), logits=z, capped=z, hidden=None, q=None, k=None, sink=sink)
+    stats = qkeel.capture.calls.statistics(call)
+    assert stats.entropy.item() == pytest.approx(np.log(2))
+    assert call_logsumexp(call).item() == 0.0
+
+
+# --- Indexers
+
+
+@pytest.mark.parametrize("name", ["dsa, written out", "dsa, fused"])
+def test_an_indexers_scores_are_measured_with_its_layer(name: str) -> None:
+    model, x = built(name)
+    sites = qkeel.find_sites(model, x)
+    assert [(one.name, one.layer_type, one.n_heads) for one in sites.indexers] == [("a#index", "indexer", 1)]
+    with qkeel.watch(model) as monitor:
+        for _ in range(4):
+            model(x)
+            assert monitor.sample is not None
+            index, heads = model.a.index_truth(), monitor.sample.heads  # type: ignore[operator]
+            reached = np.isfinite(index)
+            e = np.exp(index - index.max(-1, keepdims=True))
+            p = e / e.sum(-1, keepdims=True)
+            entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1).mean()
+            assert heads["index_max_logit"][0, 0] == pytest.approx(index.max(), rel=1e-5)
+            assert heads["index_mean_logit"][0, 0] == pytest.approx(index[reached].mean(), rel=1e-4, abs=1e-6)
+            assert heads["index_entropy"][0, 0] == pytest.approx(entropy, rel=1e-5)
+            assert np.isnan(heads["index_max_logit"][0, 1:]).all()
+
+
+@pytest.mark.parametrize("name", ["csa", "moba"])
+def test_choices_of_blocks_are_seen_too(name: str) -> None:
+    model, x = built(name)
+    with qkeel.watch(model) as monitor:
+        model(x)
+    assert [one.name for one in monitor.sites.indexers] == ["a#index"]
+    assert monitor.sample is not None
+    values = monitor.sample.heads["index_max_logit"][0]
+    assert np.isfinite(values).sum() == (H if name == "moba" else 1)
+    assert "index max" in monitor.table()
+
+
+def test_scores_that_go_into_a_softmax_are_no_indexer() -> None:
+    class Best(nn.Module):
+        """Keys under the fourth largest score of a row are hidden."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(M, M), nn.Linear(M, M)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.q(x) @ self.k(x).mT
+            least = z.topk(4, dim=-1).values[..., -1:]
+            return z.masked_fill(z < least, -torch.inf).softmax(-1) @ x
+
+    sites = qkeel.find_sites(Best(), torch.randn(B, T, M))
+    assert [site.layer_type for site in sites] == ["sparse"]
+    assert not sites.indexers
+
+
+def test_a_router_of_experts_is_no_indexer() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.router = nn.Linear(M, M), nn.Linear(M, 8)
+            self.experts = nn.Parameter(torch.randn(8, M))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.scaled_dot_product_attention(self.q(x), x, x)
+            best = (self.router(x).topk(2).indices, (x @ self.experts.mT).topk(2).indices)
+            return x + self.experts[best[0]].sum(-2) + self.experts[best[1]].sum(-2)
+
+    assert not qkeel.find_sites(Routed(), torch.randn(B, T, M)).indexers
+
+
+def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other() -> None:
+    model, x = built("dsa, written out")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in (model.a.iq.weight, model.a.ik.weight)]  # type: ignore[union-attr]
+    handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer, example=x)
+    model(x).square().mean().backward()
+    model.a.iq.weight.grad = model.a.ik.weight.grad = None  # type: ignore[union-attr]
+    optimizer.step()
+    with qkeel.watch(model) as monitor:
+        model(x)
+    handle.remove()
+    assert monitor.sample is not None
+    assert monitor.sample.overall("max_logit") < 0.5
+    for old, new in zip(before, (model.a.iq.weight, model.a.ik.weight)):  # type: ignore[union-attr]
+        assert torch.equal(old, new)
+
+
+# --- The models of transformers
+
+
+@pytest.fixture
+def transformers() -> Iterator[Any]:
+    library = pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield library
+
+
+def v4(transformers: Any) -> nn.Module:
+    config = getattr(transformers, "DeepseekV4Config", None)
+    if config is None:
+        pytest.skip("this version has no DeepSeek-V4")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 12, "o_lora_rank": 8}
+    types = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    settings = config(
+        vocab_size=50, num_hidden_layers=3, o_groups=2, moe_intermediate_size=16, n_routed_experts=4,
+        num_experts_per_tok=2, sliding_window=6, index_n_heads=2, index_head_dim=8, index_topk=2, layer_types=types,
+        compress_rates=dict(zip(types[1:], (4, 8))), num_hash_layers=0, **sizes,
+    )  # fmt: skip
+    settings._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.DeepseekV4ForCausalLM(settings)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("sinks"):
+                p.copy_(torch.tensor([-1.0, 0.0, 2.0, 5.0]))
+            elif "scorer" in name or "indexer" in name:
+                p.normal_(generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers: Any) -> None:
+    model, ids = v4(transformers), torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2))
+    given: list[Tensor] = []
+    scorer = model.get_submodule("model.layers.1.self_attn.compressor.indexer.scorer")
+    with qkeel.watch(model) as monitor:
+        model(ids)
+        hook = scorer.register_forward_hook(lambda module, args, out: given.append(out.detach().double()))
+        weights = model(ids, output_attentions=True).attentions
+        hook.remove()
+        sample = monitor.sample
+    assert sample is not None
+    assert [*sample.types.values()] == ["window", "compressed", "compressed"]
+    for layer, w in enumerate(weights):
+        w = w.detach().double()
+        rest = (1 - w.sum(-1)).clamp_min(0)
+        entropy = torch.special.entr(w).sum(-1) + torch.special.entr(rest)
+        np.testing.assert_allclose(sample.heads["entropy"][layer], entropy.mean((0, 2)), rtol=1e-4, atol=1e-5)
+        free = (w > 0).sum(-1) > 1
+        first = w.gather(-1, (w > 0).int().argmax(-1, keepdim=True))[..., 0]
+        share = torch.stack([first[:, h][free[:, h]].mean() for h in range(4)])
+        np.testing.assert_allclose(sample.heads["sink_share"][layer], share, rtol=1e-4, atol=1e-5)
+    (index,) = given
+    reached = torch.arange(index.shape[-1]) < (torch.arange(24)[:, None] + 1) // 4
+    expected = index.masked_fill(~reached, -torch.inf).amax().item()
+    assert sample.heads["index_max_logit"][1, 0] == pytest.approx(expected, rel=1e-5)
+    assert np.isnan(sample.heads["index_max_logit"][[0, 2]]).all()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(transformers: Any, implementation: str) -> None:
+    config = getattr(transformers, "DeepseekV32Config", None)
+    if config is None:
+        pytest.skip("this version has no DeepSeek-V3.2")
+    settings = config(
+        vocab_size=50, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+        index_n_heads=2, index_head_dim=8, index_topk=6, first_k_dense_replace=1,
+    )  # fmt: skip
+    settings._attn_implementation = implementation
+    torch.manual_seed(0)
+    model, ids = transformers.DeepseekV32ForCausalLM(settings), torch.randint(0, 50, (2, 24))
+    sites = qkeel.find_sites(model, ids)
+    assert [(site.layer_type, site.origin, site.verified) for site in sites] == 2 * [("sparse", "latent", True)]
+    assert [one.name.removesuffix("#index") for one in sites.indexers] == [site.name for site in sites]
+    short = qkeel.find_sites(model, ids[:, :6])  # every key is among the six best
+    assert [site.layer_type for site in short] == ["latent", "latent"]
+    with qkeel.watch(model, sites=sites) as monitor:
+        for _ in range(4):
+            model(ids)
+            assert monitor.sample is not None
+            assert np.isfinite(monitor.sample.heads["index_entropy"][:, 0]).all()
