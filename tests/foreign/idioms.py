@@ -3,7 +3,7 @@ attentions of a shape of their own, and what looks alike and is none.
 
 python -m tests.foreign.idioms [--cases 500] [--first 0]
 
-Nobody lists here what qkeel can follow: an idiom is right if its numbers are, told if qkeel reports it, and wrong if it
+Nobody lists here what qkeel can follow: an idiom is right if its numbers are, reported if qkeel says so, and wrong if it
 vanishes without a word. Every scoring and every normaliser has a second, plain definition, which is the reference.
 """
 
@@ -1228,7 +1228,7 @@ def called_attention(odd: nn.Module) -> str:
 
 def judge(plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS) -> list[Finding]:
     """The findings on an idiom. A call that is no site's has to be reported under its own module, and what is wrong
-    about a site whose module is reported is told."""
+    about a site whose module is reported is said."""
     s = idiom(plan, seed)
     found = judged(s, questions).found
     sites = qkeel.find_sites(s.model, *s.example[0])
@@ -1237,13 +1237,13 @@ def judge(plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS) -> li
         return [*found, Finding(question="sites", verdict="wrong", said="neither a site nor missed", site=MODEL)]
     if reported:
         odd = [f for f in found if f.verdict == "wrong" and (f.site or "odd").startswith("odd")]
-        told = [dataclasses.replace(f, verdict="told", said=reported[0]) for f in odd]
-        found = [*(f for f in found if f not in odd), *told]
+        said = [dataclasses.replace(f, verdict="reported", said=reported[0]) for f in odd]
+        found = [*(f for f in found if f not in odd), *said]
     return found
 
 
 def main() -> None:
-    """Judge many cases and print how many are right, told and wrong, and which are wrong."""
+    """Judge many cases and print how many are right, reported and wrong, and which are wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)

@@ -93,7 +93,7 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.scoring} {p.normal} {p.order}")
 def test_what_no_reader_follows_is_reported(plan: Plan) -> None:
     found = judge(plan, questions=OFTEN)
-    assert overall(found) == "told", found
+    assert overall(found) == "reported", found
     assert not any(f.said == SILENT for f in found)
 
 
@@ -125,7 +125,7 @@ def test_nothing_that_looks_alike_is_called_attention(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
-def test_idioms_at_random_are_right_or_told(first: int) -> None:
+def test_idioms_at_random_are_right_or_reported(first: int) -> None:
     seeds = range(first, first + 20)
     assert not {f"{s}: {Plan.drawn(s)}": f for s in seeds for f in judge(Plan.drawn(s), s) if f.verdict == "wrong"}
 
