@@ -81,8 +81,8 @@ $(FOREIGN)/.done: constraints-foreign.txt constraints.txt pyproject.toml
 	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
 	touch $@
 
-foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, and attention at random; writes internals/foreign.md
-	$(ONE_THREAD) $(FOREIGN)/bin/python -m tests.foreign.census --cases 2000 --out internals/foreign.md
+foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, attention at random and in other idioms; writes internals/foreign.md
+	$(ONE_THREAD) $(FOREIGN)/bin/python -m tests.foreign.census --cases 2000 --idioms 500 --out internals/foreign.md
 
 # A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
 GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)

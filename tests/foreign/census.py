@@ -1,6 +1,6 @@
 """Every target in a forked process of its own, and the page of what was found.
 
-python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--out FILE]
+python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--idioms 500] [--out FILE]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tests.foreign import generator
+from tests.foreign import generator, idioms
 from tests.foreign.checks import judged, overall
 from tests.foreign.page import attentions, page, shares
 from tests.foreign.reference import calls, capped_output
@@ -30,6 +30,7 @@ from tests.foreign.target import Target, another, settled, uneven
 from tests.foreign.work import Subject
 
 LIMIT = 600  # seconds for one target
+FIRST = (0, 10_000, 20_000)  # where the seeds of the idioms begin
 
 
 def judge(target: Target) -> dict[str, Any]:
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--names", default="")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cases", type=int, default=0, help="random attentions")
+    parser.add_argument("--idioms", type=int, default=0, help="attentions in other idioms, from each of three seeds")
     parser.add_argument("--out", type=Path, default=None)
     chosen = parser.parse_args()
     targets = [
@@ -163,9 +165,10 @@ def main() -> None:
     print(f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}")
     print(f"their attentions: {shares(attentions(targets, results))}")
     generated = generator.run(range(chosen.cases)) if chosen.cases else None
+    in_idioms = [v for first in FIRST for v in idioms.run(range(first, first + chosen.idioms))] if chosen.idioms else []
     if chosen.out is not None:
-        chosen.out.write_text(page(targets, results, generated))
-    sys.exit(1 if {"wrong", "broken"} & {*verdicts, *(generated or ())} else 0)
+        chosen.out.write_text(page(targets, results, generated, in_idioms))
+    sys.exit(1 if {"wrong", "broken"} & {*verdicts, *(generated or ()), *in_idioms} else 0)
 
 
 if __name__ == "__main__":

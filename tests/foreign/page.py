@@ -38,11 +38,18 @@ each module alone, since some may take it and others need not.
 
 `python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
 biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds, of which most have one or two parts that
-are not plain; `make foreign` runs it too.
+are not plain; `make foreign` runs it too. `python -m tests.foreign.idioms` draws attention in the idioms of the
+literature: ways of scoring × of normalising × of combining × orders of dimensions, 27 attentions of a shape of their
+own, and 33 things that look alike (routers, gates, classifiers, losses), which must not be called attention.
 """
 
 
-def page(targets: list[Target], results: list[dict[str, Any]], generated: list[str] | None = None) -> str:
+def page(
+    targets: list[Target],
+    results: list[dict[str, Any]],
+    generated: list[str] | None = None,
+    in_idioms: Sequence[str] = (),
+) -> str:
     """The page."""
     verdicts = [r.get("verdict", "broken") for r in results]
     each = attentions(targets, results)
@@ -53,6 +60,8 @@ def page(targets: list[Target], results: list[dict[str, Any]], generated: list[s
     lines += [f"Their {len(each)} attentions: {shares(each)}.", ""]
     if generated is not None:
         lines += [f"{len(generated)} random attentions: {shares(generated)}.", ""]
+    if in_idioms:
+        lines += [f"{len(in_idioms)} attentions in other idioms, and what looks alike: {shares(in_idioms)}.", ""]
     lines += ["| package | target | verdict | attentions right | what was said |", "|---|---|---|---|---|"]
     for target, result in zip(targets, results):
         right = f"{result.get('attentions', []).count('right')} of {target.attentions}"

@@ -159,14 +159,24 @@ def test_a_softmax_over_heads_is_missed() -> None:
         find_sites(OverHeads(lambda _, z: z), x())
 
 
+def test_sigmoid_attention_is_missed() -> None:
+    class Sigmoid(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            return (torch.sigmoid(q @ k.mT) @ v).transpose(1, 2).flatten(2)
+
+    with pytest.raises(RefusedError, match=r"Seen but not understood: .* weighed by the sigmoid of scores"):
+        find_sites(Sigmoid(lambda _, z: z), x())
+
+
 def test_what_is_no_attention_is_not_missed() -> None:
     class Others(Odd):
-        """Linear attention, a gate of products, a router, and a softmax over classes."""
+        """Linear attention, a gate, a router, and a softmax over classes."""
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
             linear = q.relu() @ (k.relu().mT @ v)
-            gated = torch.sigmoid(q @ k.mT) @ v
+            gated = torch.sigmoid(q) * v
             mixed = (linear + gated).transpose(1, 2).flatten(2)
             return mixed * self.q(mixed).softmax(-1)
 
@@ -181,7 +191,7 @@ def test_what_is_no_attention_is_not_missed() -> None:
     sites = find_sites(Both(), x())
     assert [site.name for site in sites] == ["plain"]
     assert sites.missed == ()
-    with pytest.raises(RefusedError, match=r"none of the products reaches a softmax .*linear attention") as refusal:
+    with pytest.raises(RefusedError, match=r"none of the products reaches a softmax.*linear attention") as refusal:
         find_sites(Others(lambda _, z: z), x())
     assert "by hand" not in str(refusal.value)
 

@@ -46,7 +46,8 @@ class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
 
     `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
-    how often it has chosen keys, `since` the number of operators that had run when it began.
+    how often it has chosen keys, `since` and `until` the numbers of operators that had run when it began and when it
+    ended.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModuleCall:
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
     since: int = 0
+    until: int | None = None
     indexes: int = 0
 
     def line(self) -> list[ModuleCall]:
@@ -148,6 +150,8 @@ class ModuleStack:
         for frame in self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
+                if self._clock is not None:
+                    frame.until = self._clock()
                 return
 
 

@@ -190,6 +190,10 @@ class CaptureMode(CallObserver):
             self._valued,
             self._chose,
         )
+        if record:
+            self.handwritten.tags.weights = []
+        self.fused: list[tuple[int, int]] = []  # the operators of each function that is attention, where they are kept
+        self._begun = 0
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
@@ -285,6 +289,8 @@ class CaptureMode(CallObserver):
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
             return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
+        if name in SDPA:
+            self._begun = self._operators()
         return True if name in SDPA or self.handwritten.minds(name, args) else INSIDE
 
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
@@ -358,6 +364,8 @@ class CaptureMode(CallObserver):
     def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
         top = self.stack.top
         fused = SDPA.get(name)
+        if fused is not None and self.handwritten.tags.weights is not None:
+            self.fused.append((self._begun, self._operators()))
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
         elif not self._elsewhere(top):

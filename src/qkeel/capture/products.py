@@ -313,6 +313,7 @@ class Tags:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
+        self.weights: list[Tensor] | None = None  # where they are kept: all that were tagged as weights
 
     def get(self, x: object) -> Tag | None:
         """The tag of a tensor."""
@@ -329,6 +330,8 @@ class Tags:
                 del table[key]
 
         self._of[key] = (weakref.ref(x, forget), tag)
+        if self.weights is not None and isinstance(tag, Weights):
+            self.weights.append(x)
 
     def of_scores(self) -> list[tuple[Tensor, Scores]]:
         """The tensors of scores that are there still, with their tags."""

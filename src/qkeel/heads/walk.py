@@ -244,6 +244,14 @@ class Repetition:
     def __call__(self, values: Values, contents: Contents | None = None) -> Lookup:
         """Run with these numbers in some places, and with these in some memory; what is returned finds what any
         tensor of the recorded pass would be now."""
+        return self._repeated(values, contents)
+
+    @torch.enable_grad()
+    def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
+        """The same with a graph, from what is given to what is found."""
+        return self._repeated(values, contents)
+
+    def _repeated(self, values: Values, contents: Contents | None) -> Lookup:
         now = _Now(dict(values), dict(contents or {}))
         for x in self._foreign:
             now.copy(x)

@@ -31,7 +31,16 @@ from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
 from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms
-from qkeel.heads.site import INDEX, AttentionSite, HeadSlice, NormGain, QKProduct, Sites, layer_of
+from qkeel.heads.site import (
+    INDEX,
+    AttentionSite,
+    HeadSlice,
+    NormGain,
+    QKProduct,
+    Sites,
+    UnrecognizedAttention,
+    layer_of,
+)
 from qkeel.heads.verification import RecordedCall, Verification
 from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
 from qkeel.patching.autograd import CheckpointedParts
@@ -47,6 +56,7 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
+from qkeel.sites.unowned import unowned_attention
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
@@ -106,6 +116,7 @@ class ModelTrace:
         values: what the weights of each site's softmax were multiplied by.
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
+        unowned: those of `sites.missed` that the operators show, and no reader of calls.
         operators: every operator that ran, where they were recorded.
         frames: every call of a module then.
     """
@@ -117,6 +128,7 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: frozenset[int]
     minima: dict[str, float]
+    unowned: tuple[UnrecognizedAttention, ...] = ()
     operators: Sequence[TorchOperator] = ()
     frames: Sequence[ModuleCall] = ()
 
@@ -244,8 +256,9 @@ def _traced(
     reading, below = _watched(model, args, kwargs, undo, read)
     undo()
     watcher = reading.watcher
+    unowned = tuple(reading.unowned())
     if not reading.sites and expected:
-        raise NoAttentionError(unseen(model, watcher))
+        raise NoAttentionError(unseen(model, watcher, unowned))
     if below:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
@@ -257,7 +270,8 @@ def _traced(
     least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
     return ModelTrace(
         model=model,
-        sites=Sites(sites, watcher.missed, _indexers(watcher, [site.name for site in sites])),
+        sites=Sites(sites, (*watcher.missed, *unowned), _indexers(watcher, [site.name for site in sites])),
+        unowned=unowned,
         given=reading.given,
         calls=calls,
         values=watcher.values or {},
@@ -311,7 +325,7 @@ def _same_calls(
             break
         for kept in (found, names, least, groups, types):
             kept.clear()
-    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
+    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unowned}
     same = same and found == {site.name: site.n_heads for site in sites}
     return ({name: float(x) for name, x in least.items()}, types) if same else None
 
@@ -384,6 +398,7 @@ class _Reading:
         self.visible: dict[str, VisibleSets] = {}
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = names_of(model)
+        self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
         self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
         self._confirmed: dict[
@@ -422,7 +437,7 @@ class _Reading:
         is forgotten."""
         checks = None
         if self.watcher.operations:
-            checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
+            self.checks = checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
             for name, site in self.sites.items():
                 self.sites[name] = checks.site(site, self._recorded[name])
         try:
@@ -433,6 +448,15 @@ class _Reading:
             if not self.parts.missed:
                 raise
         return not self.parts.missed
+
+    def unowned(self) -> list[UnrecognizedAttention]:
+        """The attentions of a recorded pass that no reader has seen."""
+        if self.checks is None:
+            return []
+        watcher = self.watcher
+        weights = {memory(x) for x in watcher.handwritten.tags.weights or ()}
+        record, dynamic = self.checks.record, self.checks.dynamic
+        return unowned_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
         """The site with what its keys are made of; the visible sets of its first call are kept."""
@@ -790,7 +814,7 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     return known[0] if len(known) == 1 else torch.cat(known, dim=1)
 
 
-def unseen(model: nn.Module, watcher: CaptureMode) -> str:
+def unseen(model: nn.Module, watcher: CaptureMode, unowned: Sequence[UnrecognizedAttention] = ()) -> str:
     """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
@@ -798,8 +822,8 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
         "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
     )
-    if watcher.missed:
-        found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
+    if watcher.missed or unowned:
+        found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unowned))))
         return (
             f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
             f"and keys, {_BY_HAND}"
