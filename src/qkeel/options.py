@@ -116,7 +116,7 @@ def _show(value: object) -> str:
 # positions and sinks. Every error says what was expected for which name, and what came; a name that there is not
 # comes with the nearest one.
 
-OptionsT = TypeVar("T")
+OptionsT = TypeVar("OptionsT")
 Json = dict[str, Any]  # an object as JSON and TOML have it: plain values by name, nested
 
 

@@ -608,7 +608,8 @@ class SiteStats(Mapping[str, LogitStats]):
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             x = block.joint.tensors()[name]
-            found |= zip(block.names, x.split_with_sizes(block.heads)) if len(block.names) > 1 else {block.names[0]: x}
+            parts = x.split_with_sizes(block.heads) if len(block.names) > 1 else (x,)
+            found.update(zip(block.names, parts))
         return found
 
     def merged(self, other: SiteStats) -> SiteStats:

@@ -458,7 +458,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
         if used is None or not used.any():
             continue
         reached = True
-        users = used.any(1).nonzero()[0]
+        users = np.flatnonzero(used.any(1))
         if len(users) == 1:
             by_one.append(int(users[0]))
         split = _split(torch.from_numpy(used))

@@ -401,8 +401,8 @@ class WatchedSites:
         longer than the sequence hides nothing."""
         known = self._sets.get(name)
         if known is None or call.query_shape[1] > known.queries:
-            origin: KeyOrigin = next((site.origin for site in self.all if site.name == name), "tokens")
-            self._sets[name], self._fresh = visible_sets(call, origin), True
+            origins: dict[str, KeyOrigin] = {site.name: site.origin for site in self.all}
+            self._sets[name], self._fresh = visible_sets(call, origins.get(name, "tokens")), True
 
     def pass_over(self) -> None:
         """Gives sites that showed other visible sets than so far another type."""
@@ -413,7 +413,8 @@ class WatchedSites:
             if seen.get(site.name, site.visible) != site.visible:
                 self.all[i] = dataclasses.replace(site, visible=seen[site.name])
         unknown: dict[str, LayerType] = {name: layer_type(visible, "tokens") for name, visible in seen.items()}
-        self.types = unknown | {site.name: site.layer_type for site in self.all}
+        known: dict[str, LayerType] = {site.name: site.layer_type for site in self.all}
+        self.types = unknown | known
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
