@@ -3,8 +3,8 @@ attentions of a shape of their own, and what looks alike and is none.
 
 python -m tests.foreign.idioms [--cases 500] [--first 0]
 
-Nobody lists here what qkeel can follow: an idiom is right if its numbers are, reported if qkeel says so, and wrong if it
-vanishes without a word. Every scoring and every normaliser has a second, plain definition, which is the reference.
+Nobody lists here what qkeel can follow: an idiom is right if its numbers are, reported if qkeel says so, and wrong if
+it vanishes without a word. Every scoring and every normaliser has a second, plain definition, which is the reference.
 """
 
 from __future__ import annotations
