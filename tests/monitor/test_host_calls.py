@@ -17,14 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW, SOME, MANY = LAYERS = (2, 4, 8)
-# Calls per layer beyond the plain step's that are to be borne, and at most: those of any step, and those of each layer.
+# Calls beyond the plain step's, at most: per layer at 8 layers, of any step, and of each layer more.
 MOST = {
-    "watch()": (300, 760, 60),
-    'watch(stats="entropy")': (300, 760, 60),
-    'watch(stats="max")': (300, 720, 55),
-    "watch, no step measured": (15, 120, 0),
-    "qk_clip": (100, 175, 36),
-    "lalr": (40, 195, 6),
+    "watch()": (150, 730, 54),
+    'watch(stats="entropy")': (150, 730, 54),
+    'watch(stats="max")': (150, 700, 54),
+    "watch, no step measured": (13, 103, 0),
+    "qk_clip": (60, 180, 36),
+    "lalr": (30, 198, 5),
 }
 # In a process of its own: where annotations are checked, as in this one, every function is called by a checker.
 COUNT = """
@@ -65,12 +65,12 @@ def found() -> dict[str, dict[str, list[float]]]:
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_layer_takes_few_calls_of_python(name: str, found: dict[str, dict[str, list[float]]]) -> None:
-    goal, most, most_per_layer = MOST[name]
+    at_eight, most, most_per_layer = MOST[name]
     few, some, many = found["calls"][name]
     per_layer = (many - few) / (MANY - FEW)
     assert per_layer <= most_per_layer
     assert few - FEW * per_layer <= most
-    assert many / MANY <= goal
+    assert many / MANY <= at_eight
     # So many of any step and so many of each layer: what 8 layers show holds at 32 and 80.
     assert some == pytest.approx((few * (MANY - SOME) + many * (SOME - FEW)) / (MANY - FEW), abs=2)
 

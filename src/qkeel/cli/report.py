@@ -40,9 +40,9 @@ def explain_command(name: str, /) -> int:
         name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1; or a number like sink_head_ratio.
     """
     known = answers()["explained"].get(name)
-    if known is None:
-        with suppress(UnknownNameError):
-            known = f"{name}: {explain_field(name)}"
+    with suppress(UnknownNameError):
+        number = f"{name}: {explain_field(name)}"
+        known = number if known is None else f"{known}\n\nA recorded number has this name too. {number}"
     if known is None:  # one with options, several, or none
         from qkeel.cli.inspect import explain
 

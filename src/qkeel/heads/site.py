@@ -408,8 +408,10 @@ INDEX = "#index"  # what the name of an indexer ends with
 
 
 def layer_of(module: str, sites: Iterable[str]) -> str | None:
-    """The first site of the layer that a module is a part of: the innermost module around it, but not the whole model,
-    in which there are sites, or a module that is attention itself; None where there is none.
+    """Returns the first site of the layer that a module is a part of; None if there is none.
+
+    That is the innermost module around it, up to the numbered entry of a list, in which there are sites; or the whole
+    model if that is itself attention.
 
     >>> layer_of("h.1.attn.indexer", ["h.0.attn", "h.1.attn", "h.1.attn#2"]), layer_of("h.1.index", ["h.0.attn"])
     ('h.1.attn', None)
@@ -420,10 +422,11 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
     around = module.split(".") if module else []
     for n in range(len(around), 0, -1):
         path = ".".join(around[:n])
-        if (
-            found := next((s for s, home in homes.items() if home == path or home.startswith(f"{path}.")), None)
-        ) is not None:
+        inside = (site for site, home in homes.items() if home == path or home.startswith(f"{path}."))
+        if (found := next(inside, None)) is not None:
             return found
+        if around[n - 1].isdigit():
+            break
     return next((site for site, home in homes.items() if not home), None)
 
 

@@ -376,7 +376,7 @@ class _DormantHook:
 
     def __init__(self, act: Any, owner: object) -> None:
         self.act, self.owner = act, owner
-        self.uncompiled = torch.compiler.disable(act)
+        self.uncompiled: Any = torch.compiler.disable(act)
 
     def __call__(self, module: nn.Module, args: object, last: object) -> None:
         if torch.compiler.is_compiling():

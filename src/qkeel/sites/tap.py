@@ -233,7 +233,8 @@ MeasureRows = Callable[[AttentionCall, KernelRows], Found | LogitStats | None]
 Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 _NOTHING: Look = "nothing"
-_SELDOM = 17  # a prime: batches of kinds that take turns are all met
+# Primes: batches of kinds that take turns are all met, those of up to four kinds by the first four searches.
+_SELDOM, _HARDLY = 17, 257
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
 # The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
 _LOCAL: dict[str, frozenset[Function] | None] = {
@@ -372,14 +373,16 @@ class Tap(Handle):
     def places(self, phase: Phase) -> Places | None:
         """Where attention that is not of qkeel's modules is looked for in the pass that begins; None for everywhere.
 
-        To look everywhere costs a callback per function of torch: two passes are searched so, and one in 17 from then
-        on; and the pass after one in which a module that has attention showed none.
+        To look everywhere costs a callback per function of torch: the first two passes are searched so, then every
+        17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has attention
+        showed none.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
             return {}
         others = self._searched.get(phase) is not self.tree.named()  # modules that came, or took another's place
-        return None if others or n < 2 or n % _SELDOM == 0 else self._places[phase]
+        searched = n < 2 or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
+        return None if others or searched else self._places[phase]
 
     def searched(self, phase: Phase, places: Places | None) -> None:
         """Notes where the pass that was searched as a whole had attention, besides where earlier ones had some; None
