@@ -43,9 +43,7 @@ _LOG = logging.getLogger(__name__)
 _SOFTMAX = frozenset({"softmax", "safe_softmax", "sparse_softmax"})
 _QUOTIENTS = frozenset({"div", "true_divide", "divide", "mul"})  # mul: by a reciprocal
 _POWERS = frozenset({"exp", "exp2", "pow"})
-_BENT = frozenset(
-    {"sigmoid", "hardsigmoid", "tanh", "relu", "threshold", "clamp_min", "clamp", "softplus", "elu", "silu", "gelu"}
-)
+_BENT = frozenset({"sigmoid", "hardsigmoid", "tanh", "relu", "threshold", "clamp_min", "clamp", "softplus", "elu"})
 _MAKERS = _SOFTMAX | _POWERS | _BENT | {"div"}
 _PRODUCTS = frozenset({"mul", "addcmul"})
 _CONTRACTIONS = frozenset(
@@ -58,7 +56,18 @@ _SUMS = frozenset(
 _ENDS = (
     _SOFTMAX
     | _BENT
-    | {"log_softmax", "native_layer_norm", "native_group_norm", "native_batch_norm", "rsqrt", "log", "argmax", "topk"}
+    | {
+        "silu",
+        "gelu",
+        "log_softmax",
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "rsqrt",
+        "log",
+        "argmax",
+        "topk",
+    }
     | {
         "eq",
         "ne",
