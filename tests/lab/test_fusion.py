@@ -122,7 +122,7 @@ def test_more_codes_than_a_vocabulary_are_refused() -> None:
 def test_text_of_tokens_cannot_be_used_with_captions(tmp_path: Path) -> None:
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     data = dataclasses.replace(TINY.data, source=str(tmp_path / "a.bin"))
-    with pytest.raises(DataError, match="holds tokens"):
+    with pytest.raises(DataError, match="contains tokens"):
         FusedTask(dataclasses.replace(TINY, data=data))
 
 

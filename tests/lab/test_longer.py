@@ -144,7 +144,7 @@ def test_what_a_form_refuses_is_an_empty_row_with_the_reason_on_record(tiny: Mak
     assert not result.failures
     assert [bool(row["accuracy_nonrepeat"]) for row in table(tmp_path / "s")] == [False, True]
     place = RunDirectory(tmp_path / "s" / "runs" / table(tmp_path / "s")[0]["run_id"])
-    assert "in this scale already" in place.long_contexts()[0]["refused"]
+    assert "the scale already contains log_n" in place.long_contexts()[0]["refused"]
     measure(RunConfig.from_dict(place.config()), place, contexts)
     assert len(place.long_contexts()) == 1
 

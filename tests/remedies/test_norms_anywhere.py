@@ -347,7 +347,7 @@ def test_weights_used_behind_their_modules_back_are_refused() -> None:
 
     model, x = Behind("linear"), torch.randn(2, 6, 16)
     before = everything(model)
-    with pytest.raises(RefusedError, match="used by something other than the module that holds them"):
+    with pytest.raises(RefusedError, match="something other than the module that holds the weights uses them"):
         qkeel.apply("qk_norm", model, example=x)
     assert everything(model) == before
 

@@ -194,6 +194,7 @@ class CaptureMode(CallObserver):
             self.handwritten.tags.weights = []
         self.fused: list[tuple[int, int]] = []  # the operators of each function that is attention, where they are kept
         self._begun = 0
+        self._unseen = (0, 0)  # the operators that ran while this was suspended last
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
@@ -289,9 +290,10 @@ class CaptureMode(CallObserver):
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
             return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
-        if name in SDPA:
+        if name in SDPA or self.handwritten.minds(name, args):
             self._begun = self._operators()
-        return True if name in SDPA or self.handwritten.minds(name, args) else INSIDE
+            return True
+        return INSIDE
 
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
         """Reads what the function computed."""
@@ -308,12 +310,13 @@ class CaptureMode(CallObserver):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        token = _READING.set(True)
+        token, first = _READING.set(True), self._operators()
         try:
             with suspended(self):
                 yield
         finally:
             _READING.reset(token)
+            self._unseen = (first, self._operators())
 
     def _chose(self, frame: ModuleCall, tag: Scores | Lost, x: Tensor) -> None:
         if self._elsewhere(frame) or not (self.probing or self.index is not None):
@@ -364,11 +367,14 @@ class CaptureMode(CallObserver):
     def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
         top = self.stack.top
         fused = SDPA.get(name)
-        if fused is not None and self.handwritten.tags.weights is not None:
-            self.fused.append((self._begun, self._operators()))
+        known_weights = self.handwritten.tags.weights
+        before = -1 if known_weights is None else len(known_weights)
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
-        elif not self._elsewhere(top):
+        if known_weights is not None and (fused is not None or len(known_weights) > before):
+            # A softmax with a sink is one function of several operators: all of them belong to the known weights.
+            self.fused.append((self._begun, self._operators()))
+        if fused is not None and not self._elsewhere(top):
             found: list[HeadLayout] = []
 
             def layout_of(q: Tensor, k: Tensor) -> HeadLayout:
@@ -414,6 +420,8 @@ class CaptureMode(CallObserver):
 
     def _read_foreign(self, name: str, arguments: Kwargs, out: object) -> None:
         top = self.stack.top
+        if self.handwritten.tags.weights is not None:
+            self.fused.append(self._unseen)  # nothing was read while the function ran
         if self._elsewhere(top):
             return
         try:
@@ -463,6 +471,11 @@ class CaptureMode(CallObserver):
             self._report(CapturedCall(frame=frame, ordinal=0, how="description", call=read()))
 
         self.apart(report)
+
+    def accounts_for(self, module: str) -> bool:
+        """True for the name of a module whose attention is reported otherwise: qkeel's own, or described by hand."""
+        frames = (frame for frame in self.stack.frames if frame.name == module)
+        return any(self._elsewhere(frame) for frame in frames)
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
         """True if this is the inside of an attention that is reported otherwise."""

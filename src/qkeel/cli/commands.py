@@ -67,7 +67,10 @@ COMMANDS = {
         "inspect:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
-    "explain": ("report:explain_command", "Print the formula of a preset or a remedy, and its source."),
+    "explain": (
+        "report:explain_command",
+        "Print the formula of a preset or a remedy, and its source; or what a recorded number is, and its unit.",
+    ),
     "presets": ("report:list_presets", "List the published attention recipes."),
     "remedies": ("report:list_remedies", "List the remedies."),
     "completion": ("app:completion", "Print the script that completes commands and options in bash, zsh or fish."),

@@ -245,9 +245,11 @@ class HeadRows:
             None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
         )
         with_maxima = own["max_logit"] != -np.inf
-        found = {name: own[name] if name in own else stats.value(name) for name in _COUNTS}
+        # Of each recorded number of a call's logits, the count of those it was made of.
+        made_of = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
+        found = {name: own[name] if name in own else stats.value(name) for name in made_of}
         values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
-        counts = {count: own[count] > 0 for count in _COUNTS.values()}
+        counts = {count: own[count] > 0 for count in made_of.values()}
         for name in values if group is not None else ():
             if len(values[name]) == sum(kv_heads):  # of key heads
                 values[name] = values[name][group]
@@ -256,7 +258,7 @@ class HeadRows:
                 counts[count] = counts[count][group]
         # All names as one table: there are some twenty in every measured step.
         table = np.array([*values.values()], dtype=np.float64)
-        known = np.array([counts[_COUNTS[name]] for name in values])
+        known = np.array([counts[made_of[name]] for name in values])
         for i, name in enumerate(values):
             if name in _OF_MAXIMA:  # where maxima alone were looked for
                 known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
@@ -290,8 +292,6 @@ class HeadRows:
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
-# Of each recorded number of a call's logits, the count of those it was made of.
-_COUNTS = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:

@@ -464,12 +464,13 @@ class Tap(Handle):
         """What is known of the sites, gathered again where they are others."""
         sites = [*self.sites]
         if self._known is None or self._known.sites != sites:
+            indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # a plain list of sites has none
             self._known = _Known(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.sites if site.layout is not None},
                 key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
-                indexers={site.name.removesuffix(INDEX): site.layout for site in self.sites.indexers},
+                indexers={site.name.removesuffix(INDEX): site.layout for site in indexers},
             )
         return self._known
 

@@ -456,7 +456,8 @@ class _Reading:
         watcher = self.watcher
         weights = {memory(x) for x in watcher.handwritten.tags.weights or ()}
         record, dynamic = self.checks.record, self.checks.dynamic
-        return unowned_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
+        found = unowned_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
+        return [one for one in found if not watcher.accounts_for(one.module)]
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
         """The site with what its keys are made of; the visible sets of its first call are kept."""
