@@ -69,7 +69,7 @@ COMMANDS = {
     ),
     "explain": (
         "report:explain_command",
-        "Print the formula of a preset or a remedy, and its source; or what a recorded number is, and its unit.",
+        "Print the formula and source of a preset or remedy, or what a recorded number is.",
     ),
     "presets": ("report:list_presets", "List the published attention recipes."),
     "remedies": ("report:list_remedies", "List the remedies."),

@@ -246,7 +246,10 @@ class HeadRows:
         )
         with_maxima = own["max_logit"] != -np.inf
         # Of each recorded number of a call's logits, the count of those it was made of.
-        made_of = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
+        made_of: dict[str, str] = {}
+        for name, field in HEAD_FIELDS.items():
+            if name in statistics.RECORDED:
+                made_of[name] = field.count
         found = {name: own[name] if name in own else stats.value(name) for name in made_of}
         values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
         counts = {count: own[count] > 0 for count in made_of.values()}
