@@ -311,12 +311,13 @@ def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | No
     """Returns the standard deviation scale · √d · rms(q) · rms(k), in nats, of the logits of independent q and k.
 
     With entries of RMS 1 it is 1 at scale 1/√d for any d, √d without a scale, and 1/√d at scale 1/d.
-    Source: derived, a sum of d products of variance rms(q)² rms(k)² each.
     Args:
         query_rms: RMS of the entries of queries.
         key_rms: RMS of the entries of keys.
-        head_dim: d.
+        head_dim: d, the width of a head.
         scale: the factor on q·k; 1/√d if not given.
+
+    Source: derived, a sum of d products of variance rms(q)² rms(k)² each.
 
     >>> [round(logit_std(1, 1, 64, scale), 3) for scale in (1.0, 64**-0.5, 1 / 64)]
     [8.0, 1.0, 0.125]

@@ -33,7 +33,7 @@ def fused_logit_error(
     Args:
         query_norm: ‖q‖ as it enters the product.
         key_norm: ‖k‖ as it enters the product.
-        head_dim: d.
+        head_dim: d, the width of a head.
         dtype: one of FRACTION_BITS.
         scale: factor of q·k; 1/√d by default.
 
