@@ -19,6 +19,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.patching.modes import without_gradients
 
 # The share that each process has in a number, and the number that all shares make.
 
@@ -318,6 +319,7 @@ class AsyncGather:
             self._host = packed.cpu()
 
     @classmethod
+    @without_gradients
     def alone(cls, measured: Measurement) -> AsyncGather:
         """The transfer of what this process measured, to its host."""
         given = measured.parts()
@@ -326,24 +328,22 @@ class AsyncGather:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(given):
             by_dtype.setdefault(x.dtype, []).append(i)
-        order = [i for of in by_dtype.values() for i in of]
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for of in by_dtype.values():
-            own = [given[i].detach() for i in of]
+            own = [given[i] for i in of]
             flat = [(x if x.ndim == 1 else x.reshape(-1)) if x.device == device else _on(device, dtype, x) for x in own]
             parts.append(torch.cat(flat).to(dtype))
-        sizes = [1, *[given[i].numel() for i in order]]
+        lengths = [len(x) for x in parts]
 
         def merge(row: Tensor) -> Measurement:
-            _, *values = row.split_with_sizes(sizes)
-            each = dict(zip(order, values))
-            at = itertools.count()
-
-            def come(tensors: list[Tensor]) -> list[Tensor]:
-                numbers = [each[next(at)].view(x.shape) for x in tensors]
-                return [n if x.is_floating_point() else n.to(x.dtype) for n, x in zip(numbers, tensors)]
-
-            return measured.each(come)
+            values: list[Tensor | None] = [None] * len(given)
+            _, *groups = row.split_with_sizes(lengths)
+            for (kind, of), group in zip(by_dtype.items(), groups):
+                group = group if kind.is_floating_point else group.to(kind)
+                for i, x in zip(of, group.split_with_sizes([given[i].numel() for i in of])):
+                    values[i] = x if given[i].ndim == 1 else x.view(given[i].shape)
+            at = iter(values)
+            return measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
 
         return cls(torch.cat(parts), [()], merge)
 

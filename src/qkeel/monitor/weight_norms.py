@@ -621,7 +621,7 @@ class WeightNorms:
         heads = list[Tensor]()
         for part, of_grad in sources:  # no call of Python's for each: there are some hundred in a step
             p = self._parameters[part.parameter]
-            x = (p.grad if of_grad and p.grad is not None else p).detach()
+            x = p.grad if of_grad and p.grad is not None else p
             n, r = part.index.shape
             if x.ndim == 2 and part.axis == 0 and part.grid == (0, r, 1) and x.shape[0] == n * r:
                 heads.append(x.view(n, r, x.shape[1]))
