@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
@@ -146,24 +147,29 @@ DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
 
 
-def merge(a: LogitStats, b: LogitStats) -> LogitStats:
-    """Merges the statistics of two data sets: extrema, and means weighted by their counts.
+def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
+    """Merges the statistics of two or more data sets: extrema, and means weighted by their counts.
 
     Associative and commutative up to rounding. Source: derived.
 
     Raises:
         InvalidValueError: the numbers of heads differ.
     """
-    if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
-        raise InvalidValueError(
-            f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
-            f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
-        )
-    fields = merged(tensors(a), tensors(b), MERGES)
-    error = b.entropy_error if a.entropy_error is None else a.entropy_error
-    if a.entropy_error is not None and b.entropy_error is not None:
-        error = merged(tensors(a), tensors(b), {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
-    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), entropy_error=error)
+    for b in others:
+        if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
+            raise InvalidValueError(
+                f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
+                f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
+            )
+    if not others:
+        return a
+    parts = [tensors(a), *map(tensors, others)]
+    sampled = [part for part in parts if "entropy_error" in part]
+    error = sampled[0]["entropy_error"] if sampled else None
+    if len(sampled) > 1:
+        error = merged(sampled, {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
+    classes = functools.reduce(merge_classes, [one.classes for one in others], a.classes)
+    return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -463,14 +469,26 @@ def reduce_rows(
     counted: Bool[Tensor, "b t"] | None,
     q_norm: PerRow | None,
     k_norm: Float[Tensor, "b g s"] | None,
-    keys_seen: Bool[Tensor, "b g s"],
+    keys_seen: Bool[Tensor, "b g s"] | None,
     classes: TokenClasses | None = None,
     of_key: Int[Tensor, " s"] | None = None,
     sinks: int = 0,
 ) -> LogitStats:
-    """Returns LogitStats over counted rows that see a key. Norms may be None; for `of_key` see BandCall. `sinks` is the
-    number of columns without a key that the entropies include, 0 or 1."""
-    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
+    """Returns LogitStats over counted rows that see a key.
+
+    Args:
+        rows: statistics of each row.
+        counted: which rows count; None for all.
+        q_norm, k_norm: norms of queries and keys; None where they are unknown.
+        keys_seen: which keys a counted row sees; None for all, where k_norm is known and there are no classes.
+        classes: by which the statistics are split too.
+        of_key: see BandCall.
+        sinks: number of columns without a key that the entropies include, 0 or 1.
+    """
+    split = None
+    if classes is not None:
+        assert keys_seen is not None
+        split = _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
     blank, bound = ~over, ~free
@@ -539,28 +557,30 @@ def _split(
     )
 
 
-def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-    """Mean and largest norm of the seen keys, overall and by distance from the first seen key of their sequence."""
-    known = norm is not None
-    norm = like.new_zeros(seen.shape) if norm is None else norm
+def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+    """Mean and largest norm of the seen keys, overall and by distance from the first seen key of their sequence. `seen`
+    is None if every key is seen; then the norms are known."""
+    if norm is None:
+        assert seen is not None
+        norm, seen = like.new_zeros(seen.shape), torch.zeros_like(seen)
+    given = torch.ones((), dtype=torch.bool, device=norm.device).expand(norm.shape) if seen is None else seen
     if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
-        norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
-    seen = seen & known
-    norm = norm.masked_fill(~seen, 0.0)
-    count = seen.sum((0, 2))
+        norm, given = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, given))
+    norm = norm if seen is None else norm.masked_fill(~given, 0.0)
+    count = given.sum((0, 2))
     bins = _bins(norm.shape[2])
     if of_key is not None and of_key.numel():
-        offset = _offsets(seen, of_key)
-        inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
+        offset = _offsets(given, of_key)
+        inside = [given & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
         sums = torch.stack([norm.where(one, 0.0).sum((0, 2)) for one in inside], dim=1)
         counts = torch.stack([one.sum((0, 2)) for one in inside], dim=1)
     else:
-        s = norm.shape[2]
-        place = torch.arange(s, device=norm.device) + seen.to(torch.uint8).argmax(-1, keepdim=True)
-        within, place = place < s, place.clamp_max(s - 1)
-        norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
-        sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
-        counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
+        s, norms, there = norm.shape[2], norm, given
+        if seen is not None:
+            place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
+            within, place = place < s, place.clamp_max(s - 1)
+            norms, there = norm.gather(2, place) * within, given.gather(2, place) & within
+        sums, counts = (_binned(x, bins) for x in (norms, there))
     left = (0, POSITION_BINS - len(bins))
     sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
     return {
@@ -570,6 +590,13 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
         "key_norm_by_position": sums / counts.clamp_min(1),
         "n_keys_by_position": counts,
     }
+
+
+def _binned(x: Shaped[Tensor, "b g s"], bins: Sequence[tuple[int, int | None]]) -> Shaped[Tensor, "g bins"]:
+    """The sums over the keys of each bin: on a CPU by one operation of NumPy's in the place of two for each bin."""
+    if x.is_cpu:
+        return torch.from_numpy(np.add.reduceat(x.sum(0).numpy(), [first for first, _ in bins], axis=1))
+    return torch.stack([x[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -178,7 +178,6 @@ class FoundPacked(Found):
             seen = None if seen is None else torch.cat([x for one in every if (x := one.keys_seen) is not None], 1)
         *values, q_norm = fields.unbind()
         rows = RowStats(**dict(zip(self.names, values)), n_keys=n_keys, n_products=n_keys)
-        seen = torch.ones(k_norm.shape, dtype=torch.bool) if seen is None else seen
         return reduce_rows(rows, self.counted, q_norm, k_norm, seen, of_key=self.of_key)
 
 

@@ -468,7 +468,11 @@ def _device(measured: Measurement) -> torch.device:
 
 def merged(parts: Iterable[Stats]) -> SiteStats:
     """Statistics by site, those of one site merged."""
-    return functools.reduce(SiteStats.merged, map(SiteStats.of, parts), SiteStats())
+    found = [stats for part in parts if (stats := SiteStats.of(part)).blocks]
+    if len({tuple([block.layout for block in stats.blocks]) for stats in found}) == 1:
+        blocks = zip(*[stats.blocks for stats in found])
+        return SiteStats([of[0]._replace(joint=merge(*[block.joint for block in of])) for of in blocks], found[0].names)
+    return functools.reduce(SiteStats.merged, found, SiteStats())
 
 
 def on_host(stats: Stats) -> SiteStats:
