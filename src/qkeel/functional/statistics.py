@@ -179,8 +179,8 @@ class LogitBracket:
     `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
     bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
     comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
-    NaN or infinite logit is never certified. `note` says what was computed and why, if the bounds needed a pass of
-    their own.
+    NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
+    computed and why, if the bounds needed a pass of their own.
     """
 
     lower: PerHead
@@ -189,6 +189,12 @@ class LogitBracket:
     entropy_error: PerHead | None = None
     certified: Tensor | None = None
     note: str = ""
+
+    @property
+    def max_logit(self) -> PerHead:
+        """The largest logit of each head where it is certified, else NaN: then only the two bounds are known."""
+        known = torch.zeros_like(self.lower, dtype=torch.bool) if self.certified is None else self.certified
+        return self.lower.masked_fill(~known, torch.nan)
 
     @classmethod
     def exact(

@@ -211,8 +211,10 @@ def first(values: np.ndarray) -> int:
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
     """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
-    counted in learning rates summed over steps."""
+    counted in learning rates summed over steps; "" where the last record is the first that has it."""
     start = first(values)
+    if start == len(values) - 1:
+        return ""
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
     if found is None:
@@ -388,7 +390,7 @@ class EntropyCollapse(Rule):
             return None
         text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
         text += "one key takes all the attention"
-        was = f"it was {means[0, layer]:.3g} at first"
+        was = f"it was {means[0, layer]:.3g} at first" if len(history) > 1 else ""
         return self.alarm(history, text, low, at=RecordPlace("entropy", layer, None), trend=was)
 
 

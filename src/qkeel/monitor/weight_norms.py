@@ -551,7 +551,7 @@ def _scale(site: AttentionSite, like: Tensor) -> Tensor:
 # Numbers of the weights behind a head: their norms, the largest singular value of W_QᵀW_K, their gradients.
 
 # Of each of some tensors the sources that it holds, and how many numbers of each.
-_Held = tuple[tuple[tuple[Hashable, int], ...], ...]
+_SourceSizes = tuple[tuple[tuple[Hashable, int], ...], ...]
 
 
 @final
@@ -614,7 +614,7 @@ class WeightNorms:
             rows += places.taken(whole, torch.minimum if kind == "norms" else interaction_norm)
         return SiteNumbers(rows, split)
 
-    def _read(self) -> Iterator[tuple[str, _Held, list[Tensor]]]:
+    def _read(self) -> Iterator[tuple[str, _SourceSizes, list[Tensor]]]:
         """The norms of the rows of weights and gradients, then Gram matrices, by their size: each as tensors, and for
         each of these which sources it holds, and how many numbers of each."""
         sources, squared = self._sources()
