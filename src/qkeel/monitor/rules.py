@@ -225,7 +225,7 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 # Alarm rules on logits and entropy.
 #
 # A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises
-# it, and how often without a reason, is measured in research/alarms.md. Thresholds are in thresholds.py.
+# it, and how often without a reason, is measured in research/alarms.md. The thresholds are in history.py.
 
 _FEW_NATS = 40.0  # logits within it differ by less than what makes a weight 0 in float32
 _MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
@@ -554,7 +554,7 @@ class Over(Rule):
         return dataclasses.replace(found, layer=of_layer)
 
 
-# Every watched run is checked by these; their numbers are in thresholds.py.
+# Every watched run is checked by these; their thresholds are in history.py.
 DEFAULT: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
     Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
