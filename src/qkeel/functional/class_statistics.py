@@ -76,7 +76,7 @@ def _merged(parts: Sequence[Mapping[str, Tensor]], name: str, rule: Merge) -> Te
         mine, other = (part[rule.count] for part in parts)
         # In the mean's dtype, since dividing integers would give float32.
         share = other.to(values[0].dtype) / (mine + other).clamp_min(1)
-        return torch.lerp(*values, share if share.ndim == values[0].ndim else share[..., None])
+        return torch.lerp(values[0], values[1], share if share.ndim == values[0].ndim else share[..., None])
     every = torch.stack(values)
     return {"max": every.amax, "min": every.amin, "sum": every.sum}[rule.how](0)
 
