@@ -499,7 +499,8 @@ def reduce_rows(
     free = over & (rows.n_keys > 1)
     blank, bound = ~over, ~free
     n_queries, n_free = over.sum((0, 2)), free.sum((0, 2))
-    n_pairs, n_products = (n.masked_fill(blank, 0).sum((0, 2)) for n in (rows.n_keys, rows.n_products))
+    n_pairs = rows.n_keys.masked_fill(blank, 0).sum((0, 2))
+    n_products = rows.n_products.masked_fill(blank, 0).sum((0, 2))
     q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
     entropy = rows.entropy.masked_fill(rows.n_keys + sinks < 2, 0.0)
     relative = (entropy / (rows.n_keys + sinks).clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
@@ -586,7 +587,7 @@ def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like:
             place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
             within, place = place < s, place.clamp_max(s - 1)
             norms, there = norm.gather(2, place) * within, given.gather(2, place) & within
-        sums, counts = (_binned(x, bins) for x in (norms, there))
+        sums, counts = _binned(norms, bins), _binned(there, bins)
     left = (0, POSITION_BINS - len(bins))
     sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
     return {
