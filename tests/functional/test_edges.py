@@ -224,3 +224,11 @@ def test_axes_in_front_are_as_many_as_the_caller_has() -> None:
             both = whole[:, i, j] if len(whole) == 2 and whole.ndim == 3 and whole.shape[1:] == (2, 3) else whole[i, j]
             torch.testing.assert_close(both, alone, rtol=1e-9, atol=1e-12, equal_nan=True)
             assert bool(alone.isnan().any()) == (given[0] is a and (i, j) == (1, 2))
+
+
+@pytest.mark.parametrize("scale", [1e5, 1e9, 1e12])
+def test_products_of_weights_that_overflow_float32_have_their_norm_all_the_same(scale: float) -> None:
+    weights = scale * torch.randn(2, 3, 4, 7, generator=torch.Generator().manual_seed(0))
+    grams = weights @ weights.mT
+    expected = torch.linalg.matrix_norm(weights[0].double().mT @ weights[1].double(), ord=2)
+    torch.testing.assert_close(interaction_norm(*grams).double(), expected, rtol=1e-4, atol=0)

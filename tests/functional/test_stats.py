@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
 from qkeel.functional.class_statistics import ClassStats, Merge
@@ -226,3 +228,26 @@ def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
     for kind in (torch.float32, torch.complex64):
         with pytest.raises(InvalidTypeError, match=f"as whole numbers, got {kind}"):
             class_statistics.check_classes(torch.zeros(1, 2, dtype=kind), 3)
+
+
+def test_a_bracket_gives_the_largest_logit_where_it_is_certified() -> None:
+    both = torch.tensor([2.0, 5.0]), torch.tensor([3.0, 5.0])
+    bracket = LogitBracket(lower=both[0], upper=both[1], certified=torch.tensor([False, True]))
+    assert bracket.max_logit.isnan().tolist() == [True, False]
+    assert bracket.max_logit[1] == 5.0
+    assert LogitBracket(lower=both[0], upper=both[1]).max_logit.isnan().all()
+
+
+def test_many_statistics_merge_as_two_by_two() -> None:
+    def part(seed: int) -> LogitStats:
+        torch.manual_seed(seed)
+        q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+        return qkeel.attention(q, k, k, spec=qkeel.AttentionSpec(), stats=True)[1]
+
+    parts = [LogitStats.empty(2, 2, torch.zeros(())), *map(part, range(5))]
+    pairs = functools.reduce(merge, parts)
+    for name, x in merge(*parts).tensors().items():
+        torch.testing.assert_close(x, pairs.tensors()[name], rtol=1e-5, atol=1e-6)
+    same = merge(parts[1], parts[1], parts[1])
+    for name in ("mean_logit", "entropy", "query_norm", "sink_share"):
+        assert torch.equal(same.tensors()[name], parts[1].tensors()[name])  # the mean of equal values is that value

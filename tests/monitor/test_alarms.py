@@ -192,3 +192,11 @@ def test_records_out_of_order_are_refused_and_an_empty_run_is_quiet() -> None:
         History.of([{"step": 2, "max_logit": 1.0}, {"step": 1, "max_logit": 1.0}])
     assert replay(History.of([])) == []
     assert replay(History.of([{"step": 0}, {"step": 1}]), DEFAULT) == []
+
+
+def test_an_alarm_of_the_first_record_compares_it_with_nothing() -> None:
+    first = History(steps=np.arange(1), values={}, heads={"max_logit": np.full((1, 1, 1), 2.5e5)})
+    alarm = Ceiling(threshold=1e4).check(first)
+    assert alarm is not None
+    assert alarm.trend == ""
+    assert "it was" not in str(alarm)

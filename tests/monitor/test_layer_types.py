@@ -90,6 +90,9 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     assert {site["name"]: site["type"] for site in run.config()["sites"]} == TYPES
     assert History.read(run).types == monitor.history.types == TYPES
+    for frame in (monitor.history.frame(), monitor.history.frame("layers"), qkeel.load(tmp_path / "run").heads):
+        assert dict(zip(frame["layer"], frame["type"])) == TYPES
+    assert "type" not in monitor.history.frame("steps").columns
     page = qkeel.report.write([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
     assert all(f'<td class="text">{of}</td>' in page for of in TYPES.values())
     (read,) = read_watched([tmp_path / "run"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qkeel
+from qkeel.errors import QkeelWarning
 from qkeel.records import BLOCK_FIELDS
 
 
@@ -357,3 +358,62 @@ def test_blocks_without_attention_are_recorded_under_their_own_name() -> None:
     assert frame["layer"].tolist() == ["blocks.0.mixer", "blocks.2.mixer", "blocks.1"]
     assert np.isnan(frame["max_logit"][2])
     assert frame["mlp_share"][2] == sample.values["mlp_share/blocks.1"]
+
+
+class Repeated(nn.Module):
+    """One block that is called several times, as in ALBERT, and a second one that some passes leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norms = nn.ModuleList([Block(8), Block(8)]), list[list[float]]()
+
+    def forward(self, x: Tensor, second: bool = True) -> Tensor:
+        self.norms.append([])
+        for block in [self.layers[0]] * 3 + [self.layers[1]] * second:
+            x = 2 * (out := block(x))
+            self.norms[-1].append(out.detach().norm(dim=-1).mean().item())
+        return x
+
+
+def test_the_norms_of_a_block_that_is_called_again_are_the_mean_of_all_calls() -> None:
+    torch.manual_seed(0)
+    model = Repeated()
+    with qkeel.watch(model) as monitor:
+        model(torch.randn(2, 5, 8))
+        sample = monitor.sample
+    assert sample is not None
+    *again, last = model.norms[-1]
+    assert sample.values["block_output_norm/layers.0.mixer"] == pytest.approx(sum(again) / 3, rel=1e-5)
+    assert sample.values["block_output_norm/layers.1.mixer"] == pytest.approx(last, rel=1e-5)
+
+
+def test_the_norms_of_micro_batches_that_leave_out_a_block_are_means_of_those_that_had_it() -> None:
+    torch.manual_seed(0)
+    model = Repeated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with qkeel.watch(model, optimizer) as monitor:
+        for second in (True, False):
+            model(torch.randn(2, 5, 8), second).sum().backward()
+        optimizer.step()
+        sample = monitor.sample
+    assert sample is not None
+    (*first, only), second_pass = model.norms[-2:]
+    assert sample.values["block_output_norm/layers.0.mixer"] == pytest.approx(sum(first + second_pass) / 6, rel=1e-5)
+    assert sample.values["block_output_norm/layers.1.mixer"] == pytest.approx(only, rel=1e-5)
+
+
+def test_a_model_that_fails_in_the_further_pass_says_that_its_stream_is_not_measured() -> None:
+    class Once(Repeated):
+        """Runs with gradients only, which the pass that shows the blocks has not."""
+
+        def forward(self, x: Tensor, second: bool = True) -> Tensor:
+            if not torch.is_grad_enabled():
+                raise RuntimeError("this batch was seen already")
+            return super().forward(x, second)
+
+    model, sites = Once(), qkeel.find_sites(Repeated(), torch.randn(2, 5, 8))
+    with qkeel.watch(model, stats="all+residual", sites=sites) as monitor:
+        with pytest.warns(QkeelWarning, match="failed in the further pass.*this batch was seen already"):
+            nn.Sequential(*[model] * 10)(torch.randn(2, 5, 8))
+        assert monitor.sample is not None
+        assert not any(name.startswith("block_input") for name in monitor.sample.values)

@@ -18,6 +18,7 @@ from torch import Tensor
 from qkeel.audit.tensor_heads import FUSED, SEPARATE, Geometry, SitePlan, Slice, Unknown, read_geometry, recognise
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
+from qkeel.metrics import text_table
 from qkeel.safetensors_io import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 
 # Per-head numbers of one attention from d×d Gram matrices of its weights, and the logits that they allow.
@@ -488,7 +489,7 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
     parts = [f"{scan.path}: {scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors, {len(scan.sites)} attentions"]
     if scan.sites:
         rows = [row for site in scan.sites for row in _rows(site, every_head)]
-        parts.append(_align([("layer", "head", *_COLUMNS.values()), *rows]))
+        parts.append(text_table([("layer", "head", *_COLUMNS.values()), *rows]))
         parts.append("bounds: no logit can be larger, whatever the input (nats); unrotated: without RoPE; -: not known")
     parts += [line for line in (_outlier_line(scan), *_notes(scan)) if line]
     bad = [t for t in scan.tensors if t.non_finite]
@@ -497,7 +498,7 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
     if tensors:
         head = ("tensor", "dtype", "shape", "|W|_F")
         body = [(t.name, t.dtype, "x".join(map(str, t.shape)) or "-", _number(t.frobenius)) for t in scan.tensors]
-        parts.append(_align([head, *body]))
+        parts.append(text_table([head, *body]))
     return "\n".join(parts)
 
 
@@ -533,12 +534,3 @@ def _notes(scan: Scan) -> list[str]:
     return [
         f"note ({'all layers' if len(names) == total else ', '.join(names[:3])}): {n}" for n, names in where.items()
     ]
-
-
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -137,20 +137,26 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     return Frame({"step": np.asarray(steps).astype(np.int64), **{k: v for k, v in values.items() if k != "step"}})
 
 
-def layers_frame(steps: np.ndarray, layers: Sequence[str], values: Mapping[str, np.ndarray]) -> Frame:
-    """One row per record and layer: step, layer, and each number that was measured, NaN where it was not.
+def layers_frame(
+    steps: np.ndarray, layers: Sequence[str], values: Mapping[str, np.ndarray], types: Mapping[str, str] | None = None
+) -> Frame:
+    """Returns one row per record and layer: step, layer, and each number that was measured, NaN where it was not.
 
     Args:
-        steps: [n]. layers: names, or () for layer 0, layer 1, …
+        steps: [n].
+        layers: names, or () for layer 0, layer 1, …
         values: name -> [n layers].
+        types: layer -> its type, by records.LAYER_TYPES; where some are known there is a column of them.
 
-    >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])})
-    <Frame of 1 rows: step, layer, entropy>
+    >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])}, {"attn": "window"})
+    <Frame of 1 rows: step, layer, type, entropy>
     """
-    return heads_frame(steps, layers, {name: x[..., None] for name, x in values.items()}).without("head")
+    return heads_frame(steps, layers, {name: x[..., None] for name, x in values.items()}, types).without("head")
 
 
-def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray]) -> Frame:
+def heads_frame(
+    steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray], types: Mapping[str, str] | None = None
+) -> Frame:
     """Returns one row per record, layer and head, with the columns step, layer, head and the measured fields.
 
     Heads that a layer does not have get no row; fields that were never measured get no column; a missing value is NaN.
@@ -159,18 +165,23 @@ def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np
         steps: [n].
         layers: names, or () for layer 0, layer 1, …
         heads: name -> [n layers heads], by records.HEAD_FIELDS.
+        types: layer -> its type, by records.LAYER_TYPES; where some are known there is a column of them, "" for others.
 
     >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
     <Frame of 1 rows: step, layer, head, entropy>
     """
     measured = {name: values for name, values in heads.items() if not np.isnan(values).all()}
     if not measured:
-        return Frame({"step": np.zeros(0, np.int64), "layer": np.zeros(0, object), "head": np.zeros(0, np.int64)})
+        kinds = {"step": np.int64, "layer": object, **({"type": object} if types else {}), "head": np.int64}
+        return Frame({name: np.zeros(0, kind) for name, kind in kinds.items()})
     n, n_layers, n_heads = next(iter(measured.values())).shape
     names = np.array([layers[i] if layers else f"layer {i}" for i in range(n_layers)], dtype=object)
     step, layer, head = np.indices((n, n_layers, n_heads)).reshape(3, -1)
     there = np.any([~np.isnan(values.reshape(-1)) for values in measured.values()], axis=0)
-    columns = {"step": np.asarray(steps).astype(np.int64)[step], "layer": names[layer], "head": head}
+    columns = {"step": np.asarray(steps).astype(np.int64)[step], "layer": names[layer]}
+    if types:
+        columns["type"] = np.array([types.get(name, "") for name in names], dtype=object)[layer]
+    columns["head"] = head
     return Frame({name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()})
 
 

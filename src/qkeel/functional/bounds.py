@@ -93,19 +93,27 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     """Returns the spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if one is not finite.
 
     ‖·‖₂² is the largest eigenvalue of a b. A CPU computes it from the symmetric matrix Lᵀ b L with a = L Lᵀ
-    (Cholesky's L, or a^½ if a is singular), other devices by `squared_eigenvalue`. Source: derived:
-    (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
+    (Cholesky's L; a^½ in float64 if a is singular or a product overflows), other devices by `squared_eigenvalue`.
+    Source: derived: (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
     """
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
-    finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
-    a, b = (x.masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
     root, failed = torch.linalg.cholesky_ex(a)
-    if failed.any():
-        values, vectors = torch.linalg.eigh(a)
-        root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    spectral = torch.linalg.eigvalsh(root.mT @ b @ root)[..., -1].clamp_min(0).sqrt()
-    return spectral.masked_fill(~finite, torch.nan)
+    product = root.mT @ b @ root
+    if bool(failed.any()) or not bool((a.sum() + product.sum()).isfinite()):  # a finite sum has finite terms only
+        return _scaled_interaction_norm(a, b)
+    return torch.linalg.eigvalsh(product)[..., -1].clamp_min(0).sqrt()
+
+
+def _scaled_interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
+    """Returns `interaction_norm` of any matrices, scaled so that no product overflows and no eigensolver fails."""
+    finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
+    a64, b64 = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
+    size_a, size_b = (x.abs().amax((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny) for x in (a64, b64))
+    values, vectors = torch.linalg.eigh(a64 / size_a[..., None, None])
+    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    largest = torch.linalg.eigvalsh(root.mT @ (b64 / size_b[..., None, None]) @ root)[..., -1].clamp_min(0)
+    return (largest.sqrt() * size_a.sqrt() * size_b.sqrt()).masked_fill(~finite, torch.nan).to(a.dtype)
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:

@@ -48,9 +48,9 @@ def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
     return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
 
 
-def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
+def merged(parts: Sequence[Mapping[str, Tensor]], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
     """Returns the merged values of the fields that `rules` names."""
-    return {name: _merged(a, b, name, rule) for name, rule in rules.items()}
+    return {name: _merged(parts, name, rule) for name, rule in rules.items()}
 
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
@@ -63,19 +63,22 @@ def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
     return tuple([field.name for field in dataclasses.fields(kind)])
 
 
-def _merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
-    mine, other = a[name], b[name]
-    if rule.how == "max":
-        return torch.maximum(mine, other)
-    if rule.how == "min":
-        return torch.minimum(mine, other)
-    if rule.how == "sum":
-        return mine + other
+def _merged(parts: Sequence[Mapping[str, Tensor]], name: str, rule: Merge) -> Tensor:
+    values = [part[name] for part in parts]
     if rule.how == "root":
-        return torch.hypot(mine, other)
-    # In the mean's dtype, since dividing integers would give float32.
-    share = b[rule.count].to(mine.dtype) / (a[rule.count] + b[rule.count]).clamp_min(1)
-    return torch.lerp(mine, other, share if share.ndim == mine.ndim else share[..., None])
+        return functools.reduce(torch.hypot, values)
+    if rule.how == "mean" and len(parts) > 2:
+        counts = torch.stack([part[rule.count] for part in parts])
+        share = counts.to(values[0].dtype) / counts.sum(0).clamp_min(1)
+        over = torch.stack(values) - values[0]  # so that the mean of equal values is that value
+        return values[0] + (over * (share if share.ndim == over.ndim else share[..., None])).sum(0)
+    if rule.how == "mean":
+        mine, other = (part[rule.count] for part in parts)
+        # In the mean's dtype, since dividing integers would give float32.
+        share = other.to(values[0].dtype) / (mine + other).clamp_min(1)
+        return torch.lerp(values[0], values[1], share if share.ndim == values[0].ndim else share[..., None])
+    every = torch.stack(values)
+    return {"max": every.amax, "min": every.amin, "sum": every.sum}[rule.how](0)
 
 
 # ClassStats: per head, norms, largest logits and attention weights of one site, split by token class.
@@ -205,7 +208,7 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
             f"cannot merge statistics of the classes {', '.join(a.names)} of {len(a.mass)} heads with those of "
             f"{', '.join(b.names)} of {len(b.mass)} heads; merge only statistics of the same site and classes"
         )
-    return ClassStats(names=a.names, **merged(tensors(a), tensors(b), MERGES))
+    return ClassStats(names=a.names, **merged([tensors(a), tensors(b)], MERGES))
 
 
 def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:

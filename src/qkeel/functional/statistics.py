@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
@@ -146,24 +147,29 @@ DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
 
 
-def merge(a: LogitStats, b: LogitStats) -> LogitStats:
-    """Merges the statistics of two data sets: extrema, and means weighted by their counts.
+def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
+    """Merges the statistics of two or more data sets: extrema, and means weighted by their counts.
 
     Associative and commutative up to rounding. Source: derived.
 
     Raises:
         InvalidValueError: the numbers of heads differ.
     """
-    if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
-        raise InvalidValueError(
-            f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
-            f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
-        )
-    fields = merged(tensors(a), tensors(b), MERGES)
-    error = b.entropy_error if a.entropy_error is None else a.entropy_error
-    if a.entropy_error is not None and b.entropy_error is not None:
-        error = merged(tensors(a), tensors(b), {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
-    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), entropy_error=error)
+    for b in others:
+        if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
+            raise InvalidValueError(
+                f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
+                f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
+            )
+    if not others:
+        return a
+    parts = [tensors(a), *map(tensors, others)]
+    sampled = [part for part in parts if "entropy_error" in part]
+    error = sampled[0]["entropy_error"] if sampled else None
+    if len(sampled) > 1:
+        error = merged(sampled, {"entropy_error": Merge("mean", count="n_queries")})["entropy_error"]
+    classes = functools.reduce(merge_classes, [one.classes for one in others], a.classes)
+    return LogitStats(**merged(parts, MERGES), classes=classes, entropy_error=error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,8 +179,8 @@ class LogitBracket:
     `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
     bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
     comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
-    NaN or infinite logit is never certified. `note` says what was computed and why, if the bounds needed a pass of
-    their own.
+    NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
+    computed and why, if the bounds needed a pass of their own.
     """
 
     lower: PerHead
@@ -183,6 +189,12 @@ class LogitBracket:
     entropy_error: PerHead | None = None
     certified: Tensor | None = None
     note: str = ""
+
+    @property
+    def max_logit(self) -> PerHead:
+        """The largest logit of each head where it is certified, else NaN: then only the two bounds are known."""
+        known = torch.zeros_like(self.lower, dtype=torch.bool) if self.certified is None else self.certified
+        return self.lower.masked_fill(~known, torch.nan)
 
     @classmethod
     def exact(
@@ -463,45 +475,61 @@ def reduce_rows(
     counted: Bool[Tensor, "b t"] | None,
     q_norm: PerRow | None,
     k_norm: Float[Tensor, "b g s"] | None,
-    keys_seen: Bool[Tensor, "b g s"],
+    keys_seen: Bool[Tensor, "b g s"] | None,
     classes: TokenClasses | None = None,
     of_key: Int[Tensor, " s"] | None = None,
     sinks: int = 0,
 ) -> LogitStats:
-    """Returns LogitStats over counted rows that see a key. Norms may be None; for `of_key` see BandCall. `sinks` is the
-    number of columns without a key that the entropies include, 0 or 1."""
-    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
+    """Returns LogitStats over counted rows that see a key.
+
+    Args:
+        rows: statistics of each row.
+        counted: which rows count; None for all.
+        q_norm, k_norm: norms of queries and keys; None where they are unknown.
+        keys_seen: which keys a counted row sees; None for all, where k_norm is known and there are no classes.
+        classes: by which the statistics are split too.
+        of_key: see BandCall.
+        sinks: number of columns without a key that the entropies include, 0 or 1.
+    """
+    split = None
+    if classes is not None:
+        assert keys_seen is not None
+        split = _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
+    blank, bound = ~over, ~free
     n_queries, n_free = over.sum((0, 2)), free.sum((0, 2))
-    n_pairs, n_products = ((n * over).sum((0, 2)) for n in (rows.n_keys, rows.n_products))
-
-    def mean(x: Tensor, count: Tensor, where: Tensor = over) -> Tensor:
-        return x.masked_fill(~where, 0.0).sum((0, 2)) / count.clamp_min(1)
-
-    def most(x: Tensor, where: Tensor = over) -> Tensor:
-        return x.masked_fill(~where, -torch.inf).amax((0, 2))
-
+    n_pairs = rows.n_keys.masked_fill(blank, 0).sum((0, 2))
+    n_products = rows.n_products.masked_fill(blank, 0).sum((0, 2))
     q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
     entropy = rows.entropy.masked_fill(rows.n_keys + sinks < 2, 0.0)
     relative = (entropy / (rows.n_keys + sinks).clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+
+    # Fields of one rule as one tensor: each operation costs some microseconds, whatever it is applied to.
+    maxima = [rows.max_logit, -rows.min_logit, rows.capped_max, -entropy, q_norm]
+    top, low, capped, least, q_most = torch.stack(maxima).masked_fill(blank, -torch.inf).amax((1, 3)).unbind()
+    sums = torch.stack([rows.total, entropy, q_norm, rows.above, rows.cos_total]).masked_fill(blank, 0.0).sum((1, 3))
+    counts = torch.stack([n_pairs, n_queries, n_queries, n_pairs, n_products]).clamp_min(1)
+    mean_logit, mean_entropy, q_mean, above, cos_mean = (sums / counts).unbind()
+    of_free = torch.stack([relative, rows.first_weight]).masked_fill(bound, 0.0).sum((1, 3))
+    normalized, sink_share = (of_free / n_free.clamp_min(1)).unbind()
     return LogitStats(
-        max_logit=most(rows.max_logit),
-        min_logit=-most(-rows.min_logit),
-        mean_logit=mean(rows.total, n_pairs),
-        capped_max_logit=most(rows.capped_max),
-        entropy=mean(entropy, n_queries),
-        entropy_min=-most(-entropy),
-        query_norm=mean(q_norm, n_queries),
-        query_norm_max=most(q_norm).clamp_min(0),
+        max_logit=top,
+        min_logit=-low,
+        mean_logit=mean_logit,
+        capped_max_logit=capped,
+        entropy=mean_entropy,
+        entropy_min=-least,
+        query_norm=q_mean,
+        query_norm_max=q_most.clamp_min(0),
         n_queries=n_queries,
         n_pairs=n_pairs,
-        normalized_entropy=mean(relative, n_free, free),
-        sink_share=mean(rows.first_weight, n_free, free),
-        share_above=mean(rows.above, n_pairs),
-        qk_frobenius=torch.linalg.vector_norm(rows.product_norm.masked_fill(~over, 0.0), dim=(0, 2)),
-        cos_max=most(rows.cos_max, over & (rows.n_products > 0)),
-        cos_mean=mean(rows.cos_total, n_products),
+        normalized_entropy=normalized,
+        sink_share=sink_share,
+        share_above=above,
+        qk_frobenius=torch.linalg.vector_norm(rows.product_norm.masked_fill(blank, 0.0), dim=(0, 2)),
+        cos_max=rows.cos_max.masked_fill(blank | (rows.n_products == 0), -torch.inf).amax((0, 2)),
+        cos_mean=cos_mean,
         n_free=n_free,
         n_products=n_products,
         classes=split,
@@ -536,28 +564,30 @@ def _split(
     )
 
 
-def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-    """Mean and largest norm of the seen keys, overall and by distance from the first seen key of their sequence."""
-    known = norm is not None
-    norm = like.new_zeros(seen.shape) if norm is None else norm
+def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+    """Mean and largest norm of the seen keys, overall and by distance from the first seen key of their sequence. `seen`
+    is None if every key is seen; then the norms are known."""
+    if norm is None:
+        assert seen is not None
+        norm, seen = like.new_zeros(seen.shape), torch.zeros_like(seen)
+    given = torch.ones((), dtype=torch.bool, device=norm.device).expand(norm.shape) if seen is None else seen
     if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
-        norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
-    seen = seen & known
-    norm = norm.masked_fill(~seen, 0.0)
-    count = seen.sum((0, 2))
+        norm, given = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, given))
+    norm = norm if seen is None else norm.masked_fill(~given, 0.0)
+    count = given.sum((0, 2))
     bins = _bins(norm.shape[2])
     if of_key is not None and of_key.numel():
-        offset = _offsets(seen, of_key)
-        inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
+        offset = _offsets(given, of_key)
+        inside = [given & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
         sums = torch.stack([norm.where(one, 0.0).sum((0, 2)) for one in inside], dim=1)
         counts = torch.stack([one.sum((0, 2)) for one in inside], dim=1)
     else:
-        s = norm.shape[2]
-        place = torch.arange(s, device=norm.device) + seen.to(torch.uint8).argmax(-1, keepdim=True)
-        within, place = place < s, place.clamp_max(s - 1)
-        norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
-        sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
-        counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
+        s, norms, there = norm.shape[2], norm, given
+        if seen is not None:
+            place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
+            within, place = place < s, place.clamp_max(s - 1)
+            norms, there = norm.gather(2, place) * within, given.gather(2, place) & within
+        sums, counts = _binned(norms, bins), _binned(there, bins)
     left = (0, POSITION_BINS - len(bins))
     sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
     return {
@@ -567,6 +597,13 @@ def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor
         "key_norm_by_position": sums / counts.clamp_min(1),
         "n_keys_by_position": counts,
     }
+
+
+def _binned(x: Shaped[Tensor, "b g s"], bins: Sequence[tuple[int, int | None]]) -> Shaped[Tensor, "g bins"]:
+    """The sums over the keys of each bin: on a CPU by one operation of NumPy's in the place of two for each bin."""
+    if x.is_cpu:
+        return torch.from_numpy(np.add.reduceat(x.sum(0).numpy(), [first for first, _ in bins], axis=1))
+    return torch.stack([x[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
 
 
 @functools.lru_cache(maxsize=64)

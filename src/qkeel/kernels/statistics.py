@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
@@ -177,7 +178,6 @@ class FoundPacked(Found):
             seen = None if seen is None else torch.cat([x for one in every if (x := one.keys_seen) is not None], 1)
         *values, q_norm = fields.unbind()
         rows = RowStats(**dict(zip(self.names, values)), n_keys=n_keys, n_products=n_keys)
-        seen = torch.ones(k_norm.shape, dtype=torch.bool) if seen is None else seen
         return reduce_rows(rows, self.counted, q_norm, k_norm, seen, of_key=self.of_key)
 
 
@@ -245,10 +245,14 @@ class FoundExtremes(Found):
 
 def only_extremes(top: Float[Tensor, " h"], low: Float[Tensor, " h"] | None = None) -> LogitStats:
     """Returns statistics that contain only the largest, and perhaps the smallest, logit of each head."""
-    nothing = LogitStats.empty(len(top), len(top), top)
-    if low is None:
-        return dataclasses.replace(nothing, max_logit=top)
-    return dataclasses.replace(nothing, max_logit=top, min_logit=low)
+    nothing = _no_statistics(len(top), top.dtype, top.device)
+    return LogitStats(**nothing | {"max_logit": top} | ({} if low is None else {"min_logit": low}))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=64)
+def _no_statistics(heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Returns the fields of `LogitStats.empty`, made once: nobody writes into statistics."""
+    return LogitStats.empty(heads, heads, torch.empty((), dtype=dtype, device=device)).tensors()
 
 
 def with_capped(found: LogitStats, cap: Cap) -> LogitStats:

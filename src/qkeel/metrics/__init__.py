@@ -34,6 +34,7 @@ from qkeel.metrics.run_scalars import (
     slope,
     spike_score,
     stored_logit_error,
+    text_table,
 )
 
 __all__ = [
@@ -68,4 +69,5 @@ __all__ = [
     "slope",
     "spike_score",
     "stored_logit_error",
+    "text_table",
 ]

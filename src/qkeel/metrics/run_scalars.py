@@ -293,11 +293,20 @@ class Health:
 
     def table(self) -> str:
         """The numbers behind the verdict, one line per layer."""
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
-        )
+        return text_table([self.columns, *self.rows])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of cells as lines of text, the first column aligned left and all others right.
+
+    >>> print(text_table([("layer", "max logit"), ("attn", "3")]))
+    layer  max logit
+    attn           3
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
 
 
 def judged(

@@ -133,7 +133,7 @@ class MeasuredSteps:
         self._bound = BoundChange()
 
     def due(self, model: str, training: bool, compiled: bool) -> Look:
-        """The readings of the pass of a model that begins; asked once for each."""
+        """Returns what to measure in the pass that begins; call it once per pass."""
         phase: Phase = "train" if training else "eval"
         self._passes[phase, model] += 1
         now = self.done if training and self._by_optimizer else self._passes[phase, model] - 1
@@ -144,16 +144,16 @@ class MeasuredSteps:
         return "bracket" if self._cadence.brackets and training and not compiled else "nothing"
 
     def passed(self, phase: Phase) -> int:
-        """The passes of all models."""
+        """Returns the number of passes of all models together."""
         return sum(n for (of, _), n in self._passes.items() if of == phase)
 
     def rounds(self, phase: Phase) -> int:
-        """The passes that every model has made, so many or more."""
+        """Returns the least number of passes that a model has made."""
         return min(n for (of, _), n in self._passes.items() if of == phase)
 
     @property
     def step_due(self) -> bool:
-        """Returns whether the optimizer step that is under way is measured."""
+        """Whether the current optimizer step is measured."""
         return self._measures(self.done, "train")
 
     def _measures(self, step: int, phase: Phase, model: str = "") -> bool:
@@ -165,11 +165,11 @@ class MeasuredSteps:
 
     @property
     def last(self) -> int | None:
-        """The training step that was measured last."""
+        """The last measured training step."""
         return self._last.get(("train", ""))
 
     def bounded(self, bound: Tensor) -> None:
-        """Takes the bound on the largest logit of a training pass that was not measured in full."""
+        """Notes the bound on the largest logit of a training pass that was not measured in full."""
         self._bound.see(bound)
         if not self._by_optimizer:
             self._bound.step()
@@ -202,16 +202,16 @@ class BoundChange:
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def see(self, bound: Tensor) -> None:
-        """The bound of one more pass of this step."""
+        """Notes the bound of one more pass of this step."""
         self._now = bound if self._now is None else torch.maximum(self._now, bound)
 
     def measured(self) -> None:
-        """This step was measured in full: what comes next is compared with the first bound after it."""
+        """Notes that this step was measured in full; later bounds are compared with the first one after it."""
         self.factor = 1.0
         self._before, self._now, self._coming = None, None, None
 
     def step(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self._arrive()
         now, self._now = self._now, None
         if now is None or dist.world() > 1:

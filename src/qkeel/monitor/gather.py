@@ -19,6 +19,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.patching.modes import without_gradients
 
 # The share that each process has in a number, and the number that all shares make.
 
@@ -30,7 +31,7 @@ Reduction = Literal["mean", "root_mean", "root", "max"]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialValue:
-    """The knowledge that one process has of a number: its value over some of the data, or over its part of a weight.
+    """What one process knows of a number: its value over some of the data, or over its part of a weight.
 
     mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root: √Σ value²; max: the largest.
     A process whose weight is 0 knows nothing of it.
@@ -57,7 +58,7 @@ Numbers = Mapping[NumberKey, Tensor]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentRow:
-    """One number of many sites: of each of their heads, or one of each site.
+    """One named number for many sites: one per head, or one per site.
 
     Args:
         name: of the number.
@@ -65,7 +66,7 @@ class SentRow:
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
         weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
-        how: those of several processes make one, see PartialValue.
+        how: how the values of several processes are combined, see PartialValue.
     """
 
     name: str
@@ -76,7 +77,7 @@ class SentRow:
     how: Reduction = "mean"
 
     def split(self) -> Iterator[tuple[NumberKey, Tensor | PartialValue]]:
-        """The numbers of each site."""
+        """Yields the numbers of each site."""
         parts = self.values.split_with_sizes(self.counts) if self.counts else self.values.unbind()
         for site, x in zip(self.sites, parts, strict=True):
             known = (
@@ -89,11 +90,10 @@ class SentRow:
 
 @final
 class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
-    """Numbers by site and name. Those of all sites alike are kept as rows; a site's own are taken out when it is asked
-    for."""
+    """Numbers by site and name. Numbers that all sites have are stored as rows, and split when a single one is read."""
 
     def __init__(self, rows: Iterable[SentRow] = (), single: GivenNumbers | None = None) -> None:
-        """Takes rows, and numbers that are of none; of several with one key the last counts."""
+        """Takes rows and single numbers; if a key occurs more than once, the last one counts."""
         self.rows, self.single = tuple(rows), single or {}
 
     @functools.cached_property
@@ -110,13 +110,13 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return len(self._by_key)
 
     def __or__(self, other: GivenNumbers) -> SiteNumbers:
-        """These and others."""
+        """Returns these numbers and others."""
         if isinstance(other, SiteNumbers):
             return SiteNumbers((*self.rows, *other.rows), {**self.single, **other.single})
         return SiteNumbers(self.rows, {**self.single, **other})
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> SiteNumbers:
-        """The same with all numbers changed; `change` gets their names too, and leaves the weights of shares."""
+        """Returns the numbers changed by `change(name, x)`; the weights of partial values stay."""
         rows = [dataclasses.replace(row, values=change(row.name, row.values)) for row in self.rows]
         single: dict[NumberKey, Tensor | PartialValue] = {}
         for key, x in self.single.items():
@@ -125,18 +125,18 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return SiteNumbers(rows, single)
 
     def only(self, wanted: Callable[[str], bool]) -> SiteNumbers:
-        """Those of some names."""
+        """Returns the numbers whose names are wanted."""
         single = {key: x for key, x in self.single.items() if wanted(key[1])}
         return SiteNumbers([row for row in self.rows if wanted(row.name)], single)
 
     def renamed(self, rename: Callable[[str, str], str]) -> SiteNumbers:
-        """The same of sites that are called otherwise: `rename` gets a site and the name of a number."""
+        """Returns the numbers with sites renamed by `rename(site, name of the number)`."""
         rows = [dataclasses.replace(r, sites=tuple([rename(site, r.name) for site in r.sites])) for r in self.rows]
         return SiteNumbers(rows, {(rename(site, name), name): x for (site, name), x in self.single.items()})
 
 
 def combined(how: Reduction, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The number that several processes make; NaN where none of them knows anything."""
+    """Combines the values of several processes; NaN where none of them has any data."""
     known = [w > 0 for w in weights]
     if len(values) == 1:
         return values[0].masked_fill(~known[0], torch.nan)
@@ -161,7 +161,7 @@ def _product(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _spread(mean: Tensor, square: Tensor) -> Tensor:
-    """The population standard deviation, of a mean and a mean square."""
+    """Returns the population standard deviation from a mean and a mean square."""
     return (square - mean.square()).clamp_min(0).sqrt()
 
 
@@ -178,7 +178,7 @@ _LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
 
 
 def with_made(numbers: Numbers) -> Numbers:
-    """The numbers, and those that are made of them."""
+    """Returns the numbers and those derived from them."""
     if isinstance(numbers, SiteNumbers) and not any([name in _LAST for _, name in numbers.single]):  # noqa: C419
         return numbers
     found = dict(numbers)
@@ -202,19 +202,21 @@ _WEIGHT = "weight of "
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model; and
-    what the monitor of this process says of itself, by records.MONITOR_FIELDS, which is not sent."""
+    """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model.
+
+    `monitor` is this process's report on its own monitor, by records.MONITOR_FIELDS; it is not sent.
+    """
 
     stats: Mapping[str, LogitStats]
     numbers: GivenNumbers
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def form(self) -> GatherForm:
-        """The form of the vector: its parts in the order in which they are packed."""
+        """Returns the layout of the packed vector: its parts in order."""
         return tuple((site, name, tuple(x.shape), how) for site, name, x, how in self._tensors())
 
     def pack(self, device: torch.device) -> Tensor:
-        """All of it as one vector, a Flag in front."""
+        """Packs everything into one vector that begins with a Flag."""
         dtype = widest(device)  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for _, alike in itertools.groupby(self._tensors(), lambda tensor: tensor[2].dtype):
@@ -222,8 +224,8 @@ class Measurement:
         return torch.cat(parts)
 
     def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
-        """The same with other tensors, and numbers in the place of shares; `change` gets some at a time, in the same
-        order each time."""
+        """Returns the measurement with changed tensors, and with numbers in place of partial values. `change` gets some
+        of the tensors at a time, in the order of `parts`."""
         stats = SiteStats.of(self.stats).each(change)
         numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
         rows, single = numbers.rows, numbers.single
@@ -241,7 +243,7 @@ class Measurement:
         return Measurement(stats=stats, numbers=SiteNumbers(kept, found))
 
     def parts(self) -> list[Tensor]:
-        """All tensors, in the order in which `each` gets them."""
+        """Returns all tensors in the order in which `each` passes them on."""
         found: list[Tensor] = []
         for block in SiteStats.of(self.stats).blocks:
             if block.joint.classes is not None:
@@ -253,7 +255,7 @@ class Measurement:
         return found + [x.weight for x in numbers.single.values() if isinstance(x, PartialValue)]
 
     def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
-        """By dtype: where dtypes differ, a GPU joins tensors one by one."""
+        """Returns the tensors sorted by dtype, since a GPU concatenates mixed dtypes one by one."""
         return sorted(self._named(), key=lambda tensor: str(tensor[2].dtype))
 
     def _named(self) -> Iterable[tuple[str, str, Tensor, str]]:
@@ -266,7 +268,7 @@ class Measurement:
 
 
 def _on(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """A tensor as a vector on a device; a number of the host is filled in there, since a copy would wait for it."""
+    """Returns a tensor as a vector on a device. A host number is filled in there: a copy would make the host wait."""
     if x.device == device:
         return x.reshape(-1)
     return torch.full((1,), float(x), dtype=dtype, device=device) if x.numel() == 1 else x.reshape(-1).to(device, dtype)
@@ -277,7 +279,7 @@ def _how(share: PartialValue) -> str:
 
 
 class Flag(enum.IntEnum):
-    """The state that a process reports before its numbers: some, none this time, or switched off."""
+    """What a process sends ahead of its numbers: there are some, there are none this time, or it is switched off."""
 
     WELL = 0
     NOTHING = 1
@@ -291,8 +293,8 @@ MergedNumbers = tuple[Stats, Numbers]
 
 @final
 class AsyncGather:
-    """A vector on its way: gathered from all processes and copied to the host without waiting for it. `merge` makes one
-    of what they sent, so that each process ends with the same.
+    """A vector that is gathered from all processes and copied to the host without waiting. `merge` combines what they
+    sent, so that each process ends with the same.
     """
 
     def __init__(
@@ -302,7 +304,7 @@ class AsyncGather:
         merge: Callable[[Mapping[int, Sent]], MergedNumbers] | Callable[[Tensor], Measurement],
         gather: Callable[[Tensor], Tensor] = dist.gather,
     ) -> None:
-        """`forms`: of each process; of one alone, nothing is gathered, and `merge` gets its row as it is."""
+        """Takes the form of each process's vector. A single process gathers nothing; `merge` gets its row as it is."""
         self.forms, self._merge = forms, merge
         if len(forms) > 1:
             packed = gather(torch.nn.functional.pad(packed, (0, max(map(_size, forms)) - len(packed))))
@@ -318,48 +320,47 @@ class AsyncGather:
             self._host = packed.cpu()
 
     @classmethod
+    @without_gradients
     def alone(cls, measured: Measurement) -> AsyncGather:
-        """The transfer of what this process measured, to its host."""
+        """Starts the transfer of this process's measurement to its host."""
         given = measured.parts()
         device = _device(measured)
         dtype = widest(device)  # exact for counts under 2^53
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(given):
             by_dtype.setdefault(x.dtype, []).append(i)
-        order = [i for of in by_dtype.values() for i in of]
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for of in by_dtype.values():
-            own = [given[i].detach() for i in of]
+            own = [given[i] for i in of]
             flat = [(x if x.ndim == 1 else x.reshape(-1)) if x.device == device else _on(device, dtype, x) for x in own]
             parts.append(torch.cat(flat).to(dtype))
-        sizes = [1, *[given[i].numel() for i in order]]
+        lengths = [len(x) for x in parts]
 
         def merge(row: Tensor) -> Measurement:
-            _, *values = row.split_with_sizes(sizes)
-            each = dict(zip(order, values))
-            at = itertools.count()
-
-            def come(tensors: list[Tensor]) -> list[Tensor]:
-                numbers = [each[next(at)].view(x.shape) for x in tensors]
-                return [n if x.is_floating_point() else n.to(x.dtype) for n, x in zip(numbers, tensors)]
-
-            return measured.each(come)
+            values: list[Tensor | None] = [None] * len(given)
+            _, *groups = row.split_with_sizes(lengths)
+            for (kind, of), group in zip(by_dtype.items(), groups):
+                group = group if kind.is_floating_point else group.to(kind)
+                for i, x in zip(of, group.split_with_sizes([given[i].numel() for i in of])):
+                    values[i] = x if given[i].ndim == 1 else x.view(given[i].shape)
+            at = iter(values)
+            return measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
 
         return cls(torch.cat(parts), [()], merge)
 
     @property
     def arrived(self) -> bool:
-        """Returns whether it can be read without waiting."""
+        """Whether the numbers can be read without waiting."""
         return self._event is None or self._event.query()
 
     def flagged(self, flag: Flag) -> bool:
-        """Returns whether some process reported this; waits for the numbers if need be."""
+        """Returns whether some process sent this flag; waits for the numbers if need be."""
         if self._event is not None:
             self._event.synchronize()
         return bool((self._host[:, 0] == flag).any())
 
     def result(self) -> Measurement:
-        """The numbers of all processes that had some, on the host; waits for them if need be.
+        """Returns the merged numbers of all processes on the host; waits for them if need be.
 
         Raises: InvalidValueError if a process has stopped measuring.
         """
@@ -378,14 +379,14 @@ class AsyncGather:
 
 
 def word(flag: Flag, form: GatherForm) -> Tensor:
-    """A vector of this form that holds nothing but a word."""
+    """Returns a vector of this form that holds nothing but a flag."""
     vector = torch.zeros(_size(form), dtype=torch.float64)
     vector[0] = flag
     return vector.to(dist.collective_device())
 
 
 def merged_alike(sent: Sequence[Sent]) -> MergedNumbers:
-    """The numbers of processes of which each has all heads and layers, and the same weights."""
+    """Merges processes that each have all heads and layers and the same weights."""
     stats: Stats
     stats, numbers, _ = sent[0]
     for other, _, _ in sent[1:]:
@@ -394,7 +395,7 @@ def merged_alike(sent: Sequence[Sent]) -> MergedNumbers:
 
 
 def shared(sent: Sequence[Mapping[NumberKey, PartialValue]]) -> dict[NumberKey, Tensor]:
-    """The numbers that several shares make."""
+    """Combines the partial values of several processes."""
     found: dict[NumberKey, list[PartialValue]] = {}
     for shares in sent:
         for key, share in shares.items():
@@ -437,7 +438,7 @@ def _unpacked(form: GatherForm, row: Tensor) -> Sent:
 
 
 def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
-    """Every tensor of a site's statistics; those by class carry the names of the classes."""
+    """Returns every tensor of a site's statistics; names of those by class carry the class names."""
     found = [*stats.tensors().items()]
     classes = stats.classes
     if classes is not None:
@@ -446,7 +447,7 @@ def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
 
 
 def _classes(site: str, found: dict[NumberKey, Tensor]) -> ClassStats | None:
-    """Those of a site, taken out of what was found."""
+    """Takes the class statistics of a site out of `found`."""
     own = [name.split("\t") for at, name in found if at == site and "\t" in name]
     if not own:
         return None
@@ -467,12 +468,16 @@ def _device(measured: Measurement) -> torch.device:
 
 
 def merged(parts: Iterable[Stats]) -> SiteStats:
-    """Statistics by site, those of one site merged."""
-    return functools.reduce(SiteStats.merged, map(SiteStats.of, parts), SiteStats())
+    """Merges statistics by site."""
+    found = [stats for part in parts if (stats := SiteStats.of(part)).blocks]
+    if len({tuple([block.layout for block in stats.blocks]) for stats in found}) == 1:
+        blocks = zip(*[stats.blocks for stats in found])
+        return SiteStats([of[0]._replace(joint=merge(*[block.joint for block in of])) for of in blocks], found[0].names)
+    return functools.reduce(SiteStats.merged, found, SiteStats())
 
 
 def on_host(stats: Stats) -> SiteStats:
-    """The statistics on the CPU, in float64."""
+    """Returns the statistics on the CPU, in float64."""
     if not stats:
         return SiteStats()
     return SiteStats.of(AsyncGather.alone(Measurement(stats=stats, numbers={})).result().stats)

@@ -345,11 +345,11 @@ class History:
 
     def frame(self, rows: Rows = "heads") -> Frame:
         """The records as a table: one row per step, layer and head; one per step and layer, with numbers of heads
-        folded; or one per step."""
+        folded; or one per step. Where types of layers are known, rows of layers and heads have a column of them."""
         if rows == "heads":
-            return heads_frame(self.steps, self.layers, self.heads)
+            return heads_frame(self.steps, self.layers, self.heads, self.types)
         if rows == "layers":
-            return layers_frame(self.steps, *self._layers())
+            return layers_frame(self.steps, *self._layers(), self.types)
         if rows != "steps":
             raise unknown("rows of a frame", rows, get_args(Rows))
         return steps_frame(self.steps, self.values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, final, get_args
+from typing import Generic, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -77,23 +77,39 @@ def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
     return (True if first == "all" else first), frozenset(others)  # type: ignore[return-value]
 
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Revertible(Generic[K, V]):
+    """Values collected over the passes of a step, of which those of a failed pass are taken back."""
+
+    def __init__(self) -> None:
+        self._found: dict[K, V] = {}
+        self._before: dict[K, V] = {}
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._before = dict(self._found)
+
+    def drop(self) -> None:
+        """The pass failed."""
+        self._found = self._before
+
+    def taken(self) -> dict[K, V]:
+        """The values since this was last called."""
+        found, self._found = self._found, {}
+        return found
+
+
 @final
-class RowSums:
+class RowSums(Revertible[tuple[str, str], Tensor]):
     """Collects, by site, what `row_moments` counts of the logsumexps of a step's query rows, and of the gates that
     learned sinks make of them: lse_mean, lse_std, sink_logit, gate_mean, gate_std [h]."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], Tensor] = {}
-        self._before: dict[tuple[str, str], Tensor] = {}
+        super().__init__()
         self._sinks: dict[str, Tensor] = {}
-
-    def begin(self) -> None:
-        """A pass begins, whose rows `drop` takes back."""
-        self._before = dict(self._sums)
-
-    def drop(self) -> None:
-        """The pass failed."""
-        self._sums = self._before
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
@@ -119,12 +135,12 @@ class RowSums:
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         new = row_moments(x, over)
-        self._sums[of] = new if of not in self._sums else self._sums[of] + new
+        self._found[of] = new if of not in self._found else self._found[of] + new
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
-        sums, self._sums, found = self._sums, {}, dict[NumberKey, Tensor | PartialValue]()
-        for (site, of), (n, total, squares) in sums.items():
+        found = dict[NumberKey, Tensor | PartialValue]()
+        for (site, of), (n, total, squares) in self.taken().items():
             for name, x in (("mean", total), ("square", squares)):
                 found[site, f"{of}_{name}"] = PartialValue(value=x / n.clamp_min(1), weight=n, own=True)
         for site, sink in self._sinks.items():
@@ -134,22 +150,13 @@ class RowSums:
 
 
 @final
-class IndexSums:
+class IndexSums(Revertible[str, LogitStats]):
     """Collects, by layer, what an indexer's scores of a step are, as if a softmax took them: index_max_logit,
     index_mean_logit, index_entropy [h]."""
 
     def __init__(self, tokens: PassTokens) -> None:
+        super().__init__()
         self._tokens = tokens
-        self._found: dict[str, LogitStats] = {}
-        self._before: dict[str, LogitStats] = {}
-
-    def begin(self) -> None:
-        """A pass begins, whose calls `drop` takes back."""
-        self._before = dict(self._found)
-
-    def drop(self) -> None:
-        """The pass failed."""
-        self._found = self._before
 
     @torch.no_grad()
     def add(self, layer: str, call: ScoresCall) -> None:
@@ -160,9 +167,8 @@ class IndexSums:
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
-        taken, self._found = self._found, {}
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
-        for layer, x in taken.items():
+        for layer, x in self.taken().items():
             n = x.n_queries.to(x.entropy.dtype)
             numbers[layer, "index_max_logit"] = PartialValue(value=x.max_logit, weight=n, how="max")
             numbers[layer, "index_mean_logit"] = PartialValue(value=x.mean_logit, weight=x.n_pairs.to(n.dtype))
@@ -479,15 +485,14 @@ class StepNumbers(Visitor):
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
         self._means, self._tree = Means(), ModuleTree(sites.model)
+        self._collected = [x for x in (self._means, self._indexes, self._rows) if x is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
         self._read = SiteNumbers()
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        self._means.begin()
-        self._indexes.begin()
-        if self._rows is not None:
-            self._rows.begin()
+        for one in self._collected:
+            one.begin()
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())
@@ -557,10 +562,8 @@ class StepNumbers(Visitor):
         return self._sites.types
 
     def failed(self) -> None:
-        self._means.drop()
-        self._indexes.drop()
-        if self._rows is not None:
-            self._rows.drop()
+        for one in self._collected:
+            one.drop()
         if self._sites.pass_failed():
             self._hidden = None
 
@@ -619,40 +622,37 @@ class StepNumbers(Visitor):
 
 
 @final
-class Means:
+class Means(Revertible["_Of", tuple[Tensor, int]]):
     """Means on their device, each over so many values, and the means of all.
 
     A mean is one number, or a row of one number of each of some sites.
     """
 
     def __init__(self) -> None:
-        self._means: dict[_Of, tuple[Tensor, int]] = {}
-        self._before: dict[_Of, tuple[Tensor, int]] = {}
+        super().__init__()
         self._hows: dict[_Of, Reduction] = {}
-
-    def begin(self) -> None:
-        """A pass begins, whose values `drop` takes back."""
-        self._before = dict(self._means)
-
-    def drop(self) -> None:
-        """The pass failed."""
-        self._means = self._before
 
     def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
         """One more mean, over n values; of a site, or of several, as one tensor. how: several make one."""
-        known, before = self._means.get(of, (mean, 0))
+        known, before = self._found.get(of, (mean, 0))
         if how != "mean":
             self._hows[of] = how
-            self._means[of] = mean if not before else joined(how, known, mean, n / (before + n)), before + n
-            return
-        self._means[of] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
+        self._found[of] = mean if not before else joined(how, known, mean, n / (before + n)), before + n
 
     def read(self) -> SiteNumbers:
         """The means since the last read, once."""
-        means, self._means = self._means, {}
         rows: list[SentRow] = []
         single: dict[NumberKey, Tensor | PartialValue] = {}
-        for (sites, name), (x, n) in means.items():
+        found = self.taken()
+        keys = [(site, name) for sites, name in found for site in ([sites] if isinstance(sites, str) else sites)]
+        if len(set(keys)) < len(keys):  # passes that did not have the same sites, as with dropped layers
+            apart = Means()
+            for (sites, name), (x, n) in found.items():
+                how = self._hows.get((sites, name), "mean")
+                for site, mean in [(sites, x)] if isinstance(sites, str) else zip([(s,) for s in sites], x[:, None]):
+                    apart.add((site, name), mean, n, how)
+            return apart.read()
+        for (sites, name), (x, n) in found.items():
             if n and isinstance(sites, tuple):
                 how = self._hows.get((sites, name), "mean")
                 rows.append(SentRow(name=name, sites=sites, counts=(), values=x, weight=n, how=how))

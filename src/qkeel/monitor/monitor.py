@@ -43,7 +43,7 @@ from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, stepping
 from qkeel.sites.tap import Phase, Tap
 
-# The end of a step, whose numbers go to where all processes are merged, and of a training, measured once more.
+# The end of a step, which sends its numbers on, and the end of a training, which measures the final weights.
 
 NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
@@ -76,14 +76,14 @@ class StepEnd:
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
-        """The statistics of the step under way so far, on the CPU, for a reader; they count for the step as well."""
+        """Returns the statistics of the current step so far, on the CPU; they still count for the step as well."""
         recent = on_host(self._models.read(phase))
         if recent:
             self._taken[phase].append(recent)
         return self._group.placed(recent)
 
     def pass_over(self, phase: Phase) -> None:
-        """Ends a step that is one forward pass of each model, where there is no optimizer."""
+        """Ends a step without an optimizer, which is one forward pass of each model."""
         self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
 
     def before(self, optimizer: Optimizer) -> None:
@@ -94,7 +94,7 @@ class StepEnd:
             self._models.before_step(scale if isinstance(scale, Tensor) else None)
 
     def after(self, optimizer: Optimizer) -> None:
-        """Called after each step of the optimizer; of one that was skipped, what was measured counts for the next."""
+        """Called after each step of the optimizer. What was measured for a skipped step counts for the next one."""
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
@@ -119,7 +119,7 @@ class StepEnd:
         self._arrivals.settle(wait=False)
 
     def training_over(self) -> None:
-        """Called after the last step, when the models were measured once more."""
+        """Called after the last step, once the final weights have been measured."""
         self._close("train", self._steps.done, self.rate, alone=False)
 
     def evaluated(self) -> None:
@@ -128,7 +128,7 @@ class StepEnd:
             self._close("eval", self._steps.done, None, alone=True)
 
     def _itself(self, phase: Phase, stats: Stats) -> dict[str, float]:
-        """What the monitor says of itself since the measured step before, by records.MONITOR_FIELDS."""
+        """Returns the monitor's report on itself since the previous measured step, by records.MONITOR_FIELDS."""
         found = self._models.coverage(phase, stats)
         calls, seconds = found["calls"], self._guard.seconds
         found["calls"] -= self._calls[phase]
@@ -146,7 +146,7 @@ class StepEnd:
         self._close("train", self._steps.done, rate, alone=False)
 
     def _close(self, phase: Phase, step: int, rate: Tensor | None, *, alone: bool) -> None:
-        """Ends the phase; `alone`: it is recorded by this process only."""
+        """Sends the numbers of a phase on; with `alone`, only this process records it."""
         fresh, taken = self._models.read(phase), self._taken[phase]
         self._taken[phase] = []
         if taken:
@@ -206,11 +206,11 @@ class TrainingEnd:
         self._norm = _norm(optimizer)
 
     def skip(self) -> None:
-        """The end is not asked for."""
+        """Marks the final weights as not to be measured."""
         self._asked = self._steps.done
 
     def measure(self) -> None:
-        """Measures the models as they are.
+        """Measures the current weights.
 
         Raises: RefusedError, see `Monitor.measure_end`.
         """
@@ -233,7 +233,7 @@ class TrainingEnd:
         self._guard(self._step_end.training_over)
 
     def measure_or_tell(self, tell: Callable[[str], None]) -> None:
-        """Measures the weights of the last step; where it can't, `tell` gets one sentence, once."""
+        """Measures the weights of the last step; if that is impossible, calls `tell` once with the reason."""
         if self._asked == self._steps.done or self._optimizer is None or not self._missing:
             return
         last = self._steps.last
@@ -279,8 +279,8 @@ class Monitor(Handle):
     the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a
     step. Passes in eval mode are kept apart. A fault in here warns once and switches the monitor off.
 
-    A number goes one way: the tap measures calls, the end of the step takes them, the group of processes merges them,
-    what arrives is put on record, and the rules and sinks get the record.
+    Numbers flow one way: the tap measures calls, the end of the step collects them, the group of processes merges
+    them, the journal records what arrives, and the rules and sinks read the record.
     """
 
     _waited_for = False  # once it is closed: whether others will wait for this process at the next measured step
@@ -361,8 +361,8 @@ class Monitor(Handle):
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; of several models an
-        nn.ModuleDict, in which the sites have their names."""
+        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; for several models
+        an nn.ModuleDict in which the sites have their names."""
         return self._models.whole
 
     @property
@@ -372,7 +372,7 @@ class Monitor(Handle):
 
     @property
     def missed(self) -> tuple[UnrecognizedAttention, ...]:
-        """The attentions that were seen but not understood: they are not watched."""
+        """The attentions that were seen but not understood, so they are not watched."""
         return self.sites.missed
 
     @property
@@ -392,14 +392,14 @@ class Monitor(Handle):
         self._steps.done = done
 
     def measure_next(self) -> None:
-        """Measures the step under way whatever the cadence says; call it before the step's first forward pass.
+        """Measures the current step whatever the cadence says; call it before the step's first forward pass.
 
         For the last step of a training, or any that matters; where several processes train, all of them must.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     def measure_end(self) -> None:
-        """Measures how a training ended whose last step nobody knew beforehand, as `close()` and the end of `with` do.
+        """Measures the final weights where the last step was not known beforehand, as `close()` and `with` do.
 
         To be called where the weights were changed since the last step, or for the numbers before watching ends.
 
@@ -415,14 +415,14 @@ class Monitor(Handle):
             self._end.measure()
 
     def training_over(self, tell: Callable[[str], None] = caution) -> None:
-        """Measures the end as `close()` does. Where it can't, `tell` gets one sentence, with the step measured last:
-        after an error, or where the weights are not those that the last step left."""
+        """Measures the final weights as `close()` does. If that is impossible, after an error or because the weights
+        have changed since the last step, calls `tell` with one sentence that names the last measured step."""
         if self.active:
             self._guard(self._end.measure_or_tell, tell)
 
     @property
     def closer(self) -> int | None:
-        """Every so many steps are measured besides those of the cadence, alike on all processes; None for no others."""
+        """Measures every so many steps in addition to the cadence, the same on all processes; None for no others."""
         return self._steps.closer
 
     @closer.setter
@@ -430,7 +430,7 @@ class Monitor(Handle):
         self._steps.closer = every
 
     def event(self, event: Mapping[str, object]) -> None:
-        """Gives the sinks something else that happened, after the first sample; see `Sink.event`."""
+        """Sends an event to the sinks, after the first sample; see `Sink.event`."""
         self._journal.event(event)
 
     @property
@@ -440,7 +440,7 @@ class Monitor(Handle):
 
     @property
     def empty_passes(self) -> int:
-        """The number of passes over an empty batch, of no sequences or no tokens: they are counted and not measured."""
+        """The number of passes over an empty batch (no sequences or no tokens), which are not measured."""
         return sum(tap.empty for tap in self._models.taps)
 
     def read(self, phase: Phase | None = None) -> Stats:
@@ -455,7 +455,7 @@ class Monitor(Handle):
         return merged([self._arrivals.take(phase), self._step_end.take(phase)])
 
     def include(self, *sites: AttentionSite) -> Self:
-        """Watches sites that were described by hand too (`qkeel.sites.describe`); before the first pass.
+        """Also watches sites that were described by hand (`qkeel.sites.describe`); call it before the first pass.
 
         Raises: InvalidValueError if one was not described by hand, or passes have been seen already.
         """
@@ -469,7 +469,7 @@ class Monitor(Handle):
 
     @property
     def sample(self) -> Sample | None:
-        """The numbers of the step measured last; None before the first."""
+        """The numbers of the last measured step; None before the first."""
         self._settle()
         return self._journal.sample
 
@@ -483,18 +483,18 @@ class Monitor(Handle):
 
     @property
     def alarms(self) -> list[Alarm]:
-        """The alarms that were raised."""
+        """The alarms raised so far."""
         self._settle()
         return list(self._journal.log.alarms)
 
     @property
     def history(self) -> History:
-        """The history of the run, for rules and plots; its `phase` says whether it is of training."""
+        """The history of the run, for rules and plots; `phase` says whether it comes from training or evaluation."""
         self._settle()
         return self._journal.history
 
     def table(self) -> str:
-        """The numbers of the step measured last and the gravest alarms, one line per layer."""
+        """Returns the numbers of the last measured step, one line per layer, and the gravest alarms."""
         sample = self.sample
         return (
             "nothing measured yet"
@@ -503,7 +503,7 @@ class Monitor(Handle):
         )
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
-        """Draws the history of the run by matplotlib and returns the Axes; see `History.plot`."""
+        """Draws the history of the run with matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
     def __repr__(self) -> str:
@@ -539,13 +539,13 @@ class Monitor(Handle):
         self.close(complete=exc[0] is None)
 
     def remove(self) -> None:
-        """Stops watching, at once; the run counts as complete. Where several processes train, all of them must."""
+        """Stops watching at once; the run counts as complete. If several processes train, call it on all of them."""
         self._end.skip()
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned. Then its end is measured first, where the
-        cadence has left it out, as by `measure_end`; one warning says so where it can't."""
+        """Stops watching; `complete` says whether training ended as planned. If so, the final weights are measured
+        first unless the last step was, as by `measure_end`; if that is impossible, one warning says so."""
         if self.active:
             self._journal.complete = complete
             try:
@@ -561,7 +561,7 @@ class Monitor(Handle):
         self._group.stopped = True
 
     def _state(self) -> State:
-        """Steps done, the step measured last, the rate of the step done last (-1 for none); records and alarms."""
+        """The steps done, the last measured step, the last learning rate (-1 for none), the records and the alarms."""
         self.sample_before(self.steps)  # it waits for the last record
         last, rate = self._steps.last, self._step_end.rate
         state = {"steps": torch.tensor(self.steps), "last": torch.tensor(-1 if last is None else last)}
@@ -612,12 +612,12 @@ class Monitor(Handle):
         self._group.leave(known=False)
 
     def _switch_off(self) -> None:
-        """After a fault. Processes that wait for this one learn it at the next measured step."""
+        """Switches off after a fault. Processes that wait for this one are notified at the next measured step."""
         self._group.stopped = True
         self.close(complete=False)
 
 
 def watched(model: nn.Module) -> bool:
-    """Returns whether a Monitor is on this model; a shallow copy of one that is shares its hooks, but is none."""
+    """Returns whether a Monitor watches this model; a shallow copy shares the hooks of a model but is not watched."""
     taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
     return any(isinstance(tap.visitor, StepNumbers) and tap.model is unwrapped(model) for tap in taps)

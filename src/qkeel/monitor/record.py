@@ -18,6 +18,7 @@ from qkeel import dist
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.frames.tables import plain_table, tag
 from qkeel.heads.site import AttentionSite, UnrecognizedAttention
+from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
 from qkeel.records import (
@@ -239,12 +240,10 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
     step 5, max logit 3
     """
     head, rows = _rows(sample, root)
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
     return "\n".join(
         [
             sample_line(sample, root),
-            *(body if rows else []),
+            *([text_table([head, *rows])] if rows else []),
             *filter(None, [monitor_line(sample), note]),
             *map(str, _gravest(alarms)),
         ]

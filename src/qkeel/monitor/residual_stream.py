@@ -37,7 +37,7 @@ _TRIES = 8  # passes that are looked at until every attention has its branch: on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Branch:
+class StreamBranch:
     """A module whose output, times a factor, a block adds to its input; sites: the attentions in it, () of an MLP."""
 
     module: str
@@ -61,7 +61,9 @@ class _Shown:
     mutated: bool = False
 
 
-def branches_of(shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequence[Branch]] = ()) -> list[Branch] | None:
+def branches_of(
+    shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequence[StreamBranch]] = ()
+) -> list[StreamBranch] | None:
     """The branches of a block, the fewest whose sum with factors is its output minus its input; [] where too little is
     added to say, None where it is no such sum.
 
@@ -88,7 +90,7 @@ def branches_of(shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequenc
     return None if found is None else _with_sites(found, sites, shown)
 
 
-def _fewest(added: Tensor, within: float, alike: Sequence[Sequence[str]], shown: _Shown) -> list[Branch] | None:
+def _fewest(added: Tensor, within: float, alike: Sequence[Sequence[str]], shown: _Shown) -> list[StreamBranch] | None:
     """The fewest modules that sum to what was added, up to `within`; of as many the best."""
     columns = [shown.modules[names[-1]].flatten() for names in alike]
     if not columns:
@@ -105,7 +107,7 @@ def _fewest(added: Tensor, within: float, alike: Sequence[Sequence[str]], shown:
                 best, found = float(left.norm()), list(zip(chosen, factors.tolist()))
         if found is not None:
             slack = 4 * within / float(added.norm())
-            return [Branch(alike[i][-1], 1.0 if abs(f - 1) <= slack else f, ()) for i, f in found]
+            return [StreamBranch(alike[i][-1], 1.0 if abs(f - 1) <= slack else f, ()) for i, f in found]
     return None
 
 
@@ -131,7 +133,7 @@ def _holds(outer: str, inner: str) -> bool:
     return outer == inner or inner.startswith(f"{outer}.") or outer.startswith(f"{inner}.")
 
 
-def _with_sites(branches: Sequence[Branch], sites: Mapping[str, str], shown: _Shown) -> list[Branch]:
+def _with_sites(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> list[StreamBranch]:
     """The branches with the attentions of each: those inside it, or from which modules, such as a norm, lead to it."""
     groups = _alike(shown)
     inside = [next((g for g in groups if branch.module in g), [branch.module]) for branch in branches]
@@ -152,7 +154,7 @@ def _with_sites(branches: Sequence[Branch], sites: Mapping[str, str], shown: _Sh
     return found
 
 
-def _covers(branches: Sequence[Branch], sites: Mapping[str, str], shown: _Shown) -> bool:
+def _covers(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> bool:
     """Whether every attention is in one of the branches."""
     return {site for branch in _with_sites(branches, sites, shown) for site in branch.sites}.issuperset(sites)
 
@@ -195,10 +197,10 @@ class ResidualStream:
         self.model, self._add, self._guard = model, add, guard
         self._tree = ModuleTree(model) if tree is None else tree
         self._of_site = blocks_of(model, sites)
-        self.branches: dict[str, list[Branch]] = {}  # by block, also of blocks where none were found
+        self.branches: dict[str, list[StreamBranch]] = {}  # by block, also of blocks where none were found
         self._copied: set[str] = set()  # blocks that change their input in place
         self._layers: dict[str, tuple[str, ...]] = {}  # what the numbers of a block are filed under
-        self._tries, self._said = 0, False
+        self._tries, self._seen, self._said = 0, False, False  # seen: a pass has shown the blocks
         self._most = 1 if spread(model) else _TRIES
         self._unsure: list[str] = []  # attentions whose branch added too little to be seen yet
         self._refused: list[str] = []  # those of blocks that are no such sums
@@ -210,7 +212,7 @@ class ResidualStream:
     def complete(self) -> bool:
         """Returns whether no further pass is to be looked at; only one is that all processes take part in, since they
         may not agree on more."""
-        return self._tries >= self._most or (self._tries > 0 and not self._unsure)
+        return self._tries >= self._most or (self._seen and not self._unsure)
 
     def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:
         """Finds the blocks and their branches by a pass with these arguments, which changes nothing."""
@@ -223,7 +225,14 @@ class ResidualStream:
             undo.enter_context(_WithoutDropout())
             try:
                 self.model(*copied(args), **copied(dict(kwargs)))
-            except Exception:  # the model's, which its own pass will show
+            except Exception as error:
+                # Most often the model's own pass fails too. Where it does not, silence would look like a measurement.
+                if self._tries >= self._most and not self._seen:
+                    self._said = True
+                    caution(
+                        "the residual stream is not measured: the model failed in the further pass that shows its "
+                        f"blocks: {type(error).__name__}: {error}"
+                    )
                 return
         self._understand({name: one for name, one in shown.items() if one.out is not None})
 
@@ -275,9 +284,9 @@ class ResidualStream:
 
     def _understand(self, shown: Mapping[str, _Shown]) -> None:
         kinds = {name: type(module) for name, module in self._tree.named()}
-        known: dict[type, list[list[Branch]]] = {}
+        known: dict[type, list[list[StreamBranch]]] = {}
         inside = {name: self._inside(name) for name in shown}
-        self._unsure, self._refused = [], []
+        self._unsure, self._refused, self._seen = [], [], True
         for again in (False, True):  # a block whose attention adds nothing yet has the branches of its class
             for name, one in shown.items():
                 own, patterns = inside[name], known.setdefault(kinds[name], [])
@@ -355,7 +364,9 @@ class ResidualStream:
             self._measure(name, "input", own)
 
     @torch.no_grad()
-    def _take(self, name: str, branch: Branch, several: bool, module: nn.Module, args: object, output: object) -> None:
+    def _take(
+        self, name: str, branch: StreamBranch, several: bool, module: nn.Module, args: object, output: object
+    ) -> None:
         before = self._open.get(name)
         x = None if before is None else _like(output, before.x.shape)
         if before is None or x is None:

@@ -211,8 +211,10 @@ def first(values: np.ndarray) -> int:
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
     """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
-    counted in learning rates summed over steps."""
+    counted in learning rates summed over steps; "" where the last record is the first that has it."""
     start = first(values)
+    if start == len(values) - 1:
+        return ""
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
     if found is None:
@@ -223,7 +225,7 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 # Alarm rules on logits and entropy.
 #
 # A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises
-# it, and how often without a reason, is measured in research/alarms.md. Thresholds are in thresholds.py.
+# it, and how often without a reason, is measured in research/alarms.md. The thresholds are in history.py.
 
 _FEW_NATS = 40.0  # logits within it differ by less than what makes a weight 0 in float32
 _MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
@@ -388,7 +390,7 @@ class EntropyCollapse(Rule):
             return None
         text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
         text += "one key takes all the attention"
-        was = f"it was {means[0, layer]:.3g} at first"
+        was = f"it was {means[0, layer]:.3g} at first" if len(history) > 1 else ""
         return self.alarm(history, text, low, at=RecordPlace("entropy", layer, None), trend=was)
 
 
@@ -552,7 +554,7 @@ class Over(Rule):
         return dataclasses.replace(found, layer=of_layer)
 
 
-# Every watched run is checked by these; their numbers are in thresholds.py.
+# Every watched run is checked by these; their thresholds are in history.py.
 DEFAULT: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
     Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),

@@ -30,6 +30,7 @@ from qkeel.records import (
     RunStatus,
     append_line,
     fresh_directory,
+    layer_types,
     write_json,
 )
 from qkeel.records.files import JSONObject
@@ -305,7 +306,7 @@ class Run:
     @functools.cached_property
     def heads(self) -> Frame:
         """One row per training record, layer and head."""
-        return _heads(self.directory.heads() if self._has("heads.json") else None)
+        return self._heads(self.directory.heads() if self._has("heads.json") else None)
 
     @functools.cached_property
     def eval_steps(self) -> Frame:
@@ -315,7 +316,7 @@ class Run:
     @functools.cached_property
     def eval_heads(self) -> Frame:
         """The same as `heads`, of passes in evaluation mode."""
-        return _heads(self.directory.eval_heads() if self._has("eval_heads.json") else None)
+        return self._heads(self.directory.eval_heads() if self._has("eval_heads.json") else None)
 
     @functools.cached_property
     def events(self) -> list[JSONObject]:
@@ -325,6 +326,11 @@ class Run:
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the run by matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
+
+    def _heads(self, heads: Heads | None) -> Frame:
+        if heads is None:
+            return heads_frame(np.zeros(0), (), {})
+        return heads_frame(heads.steps, heads.layers, heads.values, layer_types(self.config, self.events))
 
     def _has(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -358,7 +364,3 @@ def _steps(records: Sequence[JSONObject]) -> Frame:
     names = dict.fromkeys(name for record in records for name in record)
     values = {name: np.array([number(record.get(name)) for record in records]) for name in names}
     return steps_frame(values.get("step", np.zeros(0)), values)
-
-
-def _heads(heads: Heads | None) -> Frame:
-    return heads_frame(np.zeros(0), (), {}) if heads is None else heads_frame(heads.steps, heads.layers, heads.values)

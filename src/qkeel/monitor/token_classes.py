@@ -18,7 +18,6 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.monitor.gather import NumberKey
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded, without_gradients
 from qkeel.spec import AttentionCall
@@ -202,22 +201,19 @@ class HiddenNorms:
         found, self._found, last, self._last = self._found, [], self._last, None
         if last is not None and not self._final:
             found.append(((), next(norms for sites, norms in reversed(found) if sites)))
-        groups: dict[object, list[tuple[str, Tensor]]] = {}
+        blocks: dict[tuple[str, ...], list[Tensor]] = {}  # several calls of a block, where it is called again
         for sites, norms in found:
-            for site in sites:
-                group = groups.setdefault((norms.shape, norms.dtype, norms.device), [])
-                if any([site == known for known, _ in group]):  # a block that was called again  # noqa: C419
-                    self._add((site, "block_output_norm"), norms)
-                else:
-                    group.append((site, norms))
-            if not sites:
-                self._add(("", "final_hidden_norm"), norms)
+            blocks.setdefault(sites, []).append(norms.flatten())
+        for norms in blocks.pop((), ()):
+            self._take_norm(("", "final_hidden_norm"), norms.mean(), norms.numel())
+        groups: dict[object, list[tuple[tuple[str, ...], Tensor]]] = {}
+        for sites, calls in blocks.items():
+            norms = calls[0] if len(calls) == 1 else torch.cat(calls)
+            groups.setdefault((norms.shape, norms.dtype, norms.device), []).append((sites, norms))
         for group in groups.values():
-            every = torch.stack([norms.flatten() for _, norms in group])
-            self._take_norm((tuple([site for site, _ in group]), "block_output_norm"), every.mean(1), every.shape[1])
-
-    def _add(self, key: NumberKey, norms: Tensor) -> None:
-        self._take_norm(key, norms.mean(), norms.numel())
+            means = torch.stack([norms for sites, norms in group for _ in sites]).mean(1)
+            names = tuple([site for sites, _ in group for site in sites])
+            self._take_norm((names, "block_output_norm"), means, group[0][1].numel())
 
 
 def _norms(state: Tensor) -> Tensor:

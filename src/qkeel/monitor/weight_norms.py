@@ -551,7 +551,7 @@ def _scale(site: AttentionSite, like: Tensor) -> Tensor:
 # Numbers of the weights behind a head: their norms, the largest singular value of W_QᵀW_K, their gradients.
 
 # Of each of some tensors the sources that it holds, and how many numbers of each.
-_Held = tuple[tuple[tuple[Hashable, int], ...], ...]
+_SourceSizes = tuple[tuple[tuple[Hashable, int], ...], ...]
 
 
 @final
@@ -614,14 +614,14 @@ class WeightNorms:
             rows += places.taken(whole, torch.minimum if kind == "norms" else interaction_norm)
         return SiteNumbers(rows, split)
 
-    def _read(self) -> Iterator[tuple[str, _Held, list[Tensor]]]:
+    def _read(self) -> Iterator[tuple[str, _SourceSizes, list[Tensor]]]:
         """The norms of the rows of weights and gradients, then Gram matrices, by their size: each as tensors, and for
         each of these which sources it holds, and how many numbers of each."""
         sources, squared = self._sources()
         heads = list[Tensor]()
         for part, of_grad in sources:  # no call of Python's for each: there are some hundred in a step
             p = self._parameters[part.parameter]
-            x = (p.grad if of_grad and p.grad is not None else p).detach()
+            x = p.grad if of_grad and p.grad is not None else p
             n, r = part.index.shape
             if x.ndim == 2 and part.axis == 0 and part.grid == (0, r, 1) and x.shape[0] == n * r:
                 heads.append(x.view(n, r, x.shape[1]))

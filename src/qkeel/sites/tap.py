@@ -504,6 +504,8 @@ class Tap(Handle):
         if empty:
             self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
+        if look == _NOTHING:
+            return
         extra = compiled or _takes_fast_path(self.tree)
         if look == "bracket" and not extra:
             self._running = mode = BracketMode(self.guard)
