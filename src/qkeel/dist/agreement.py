@@ -390,26 +390,21 @@ def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | Non
     Raises:
         ApartError: a process of the collective has reported a failure (checked on the host only).
     """
-    found = vector.to(collective_device())
-    how = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
-    work = torch_distributed.all_reduce(found, how, group=group, async_op=True)
-    _wait(work, found)
-    return found.to(vector.device)
+    return reduced_together([(vector, by)], group)[0]
 
 
-def gather(vector: Tensor) -> Tensor:
-    """Gathers [n] from every process into [world n] on each, in rank order, in one collective.
-
-    Raises:
-        ApartError: a process of the collective has reported a failure (checked on the host only).
-    """
-    if not on():
-        return vector[None]
-    out = vector.new_empty(world() * vector.numel())
-    # torch 2.13 renamed the function and warns about the old name.
-    all_gather = getattr(torch_distributed, "all_gather_single", torch_distributed.all_gather_into_tensor)
-    _wait(all_gather(out, vector.contiguous(), async_op=True), out)
-    return out.view(world(), -1)
+def reduced_together(
+    vectors: Sequence[tuple[Tensor, Literal["sum", "max"]]], group: ProcessGroup | None = None
+) -> list[Tensor]:
+    """Reduces several vectors like `reduced`, one collective each. All have begun before the first is waited for."""
+    under_way = []
+    for vector, by in vectors:
+        found = vector.to(collective_device(), copy=True)
+        how = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
+        under_way.append((found, torch_distributed.all_reduce(found, how, group=group, async_op=True)))
+    for found, work in under_way:
+        _wait(work, found)
+    return [found.to(vector.device) for (found, _), (vector, _) in zip(under_way, vectors)]
 
 
 def say_failed(why: str) -> None:
@@ -434,20 +429,20 @@ def _wait(work: Work | None, result: Tensor) -> None:
     work.wait()
 
 
-# The gather at the end of an optimizer step, and maxima over all processes that are sent along.
+# The exchange of numbers at the end of an optimizer step, and maxima over all processes that are sent along.
 
 
 @final
-class StepGather:
-    """The gather at the end of some optimizer steps.
+class StepExchange:
+    """The all-reduces at the end of some optimizer steps.
 
-    Maxima that are needed after each step are sent along, so that such a step has one collective. All processes must
-    have agreed on this.
+    Maxima that are needed after each step are sent along, so that such a step has no collective for them. All processes
+    must have agreed on this.
     """
 
     def __init__(self) -> None:
         self.maxima: list[StepMaxima] = []
-        self.agreed = ""  # name of the gather that all processes take part in
+        self.agreed = ""  # name of the exchange that all processes take part in
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
@@ -455,7 +450,7 @@ class StepGather:
         return _OF.setdefault(optimizer, cls())  # type: ignore[return-value]
 
     def agree(self, name: str, counts: set[str]) -> None:
-        """Records that all processes take part in the named gather; `counts` are the distinct values of their
+        """Records that all processes take part in the named exchange; `counts` are the distinct values of their
         `count`."""
         self.agreed = name
         for one in self.maxima if len(counts) == 1 else ():
@@ -466,17 +461,20 @@ class StepGather:
         """The number of vectors of maxima, for comparison between processes."""
         return str(len(self.maxima))
 
-    def gather(self, name: str, vector: Tensor) -> Tensor:
-        """Gathers [n] from every process into [world n], and sends along the maxima that are due."""
+    def reduce(self, name: str, largest: Tensor, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Reduces a vector to its maxima and others to their sums, and sends along the maxima that are due."""
         with_it = [one for one in self.maxima if one.sent_with == name and one.found is None]
-        sent = [vector, *(one.own().to(vector) for one in with_it)]
-        rows, *others = gather(torch.cat(sent)).split([len(x) for x in sent], 1)
-        for one, found in zip(with_it, others):
-            one.found = found.amax(0)
-        return rows
+        own = [one.own() for one in with_it]
+        wide = functools.reduce(torch.promote_types, [x.dtype for x in own], largest.dtype)
+        together = torch.cat([largest, *(x.to(largest.device) for x in own)]) if own else largest
+        over_all, *others = reduced_together([(together.to(wide), "max"), *((x, "sum") for x in sums)])
+        mine, *found = over_all.split([len(largest), *map(len, own)])
+        for one, x in zip(with_it, found):
+            one.found = x
+        return [mine, *others]
 
     def largest(self, wanted: StepMaxima) -> Tensor:
-        """Returns maxima over all processes, once per step. Maxima that no gather has sent share one collective."""
+        """Returns maxima over all processes, once per step. Maxima that no exchange has sent share one collective."""
         if wanted.found is None:
             left = [one for one in self.maxima if one.found is None]
             own = [one.own() for one in left]
@@ -492,8 +490,8 @@ class StepGather:
 class StepMaxima:
     """A vector whose entries are known to some processes at the end of a step, and whose maxima over all are needed.
 
-    `sent_with` names the agreed gather that sends it along, in steps that have this gather; otherwise it is reduced
-    separately. `own` is called once per step and returns no NaN.
+    `sent_with` names the agreed exchange that sends it along, in steps that have one; otherwise it is reduced
+    separately. `own` is called once per step and returns no NaN. Its dtype is the same on all processes.
     """
 
     def __init__(self, own: Callable[[], Tensor], sent_with: str) -> None:
@@ -501,4 +499,4 @@ class StepMaxima:
         self.found: Tensor | None = None
 
 
-_OF: WeakKeyDictionary[Optimizer, StepGather] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[Optimizer, StepExchange] = WeakKeyDictionary()

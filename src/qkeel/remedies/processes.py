@@ -150,7 +150,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
 @final
 class SharedMaxima:
     """The maxima of a model's heads as one row, the same on all processes that run them, by one collective per step:
-    the one in which a monitor of the same optimizer gathers, where it measures the step, else their own.
+    the one of a monitor of the same optimizer, where it measures the step, else their own.
 
     Replicas of a model see other sequences, and tensor parallel processes other heads of the same layer. The stages of
     a pipeline run other layers, whatever these are called, and each has a place of its own in what is reduced.
@@ -160,12 +160,13 @@ class SharedMaxima:
         self, target: Target, optimizer: Optimizer, maxima: Callable[[], Mapping[str, Tensor]] = lambda: {}
     ) -> None:
         """`maxima`: gives those that this process saw since the last step."""
-        self._sites, self._maxima, self._gather = target.sites, maxima, dist.StepGather.of(optimizer)
+        self._sites, self._maxima, self._exchange = target.sites, maxima, dist.StepExchange.of(optimizer)
         self._counts = [site.n_heads for site in target.sites]
         self._nothing = torch.full((sum(self._counts),), -torch.inf)
         self._first: dict[str, int] = {}  # of this process's heads of a site, where it has a part of them
         self._before = self._behind = 0  # numbers of other layers around this process's in the row of all
         self._over_all: dist.StepMaxima | None = None
+        self._dtype = torch.float32  # in which they are reduced
         self._late: Handle | None = None
         self._model = target.model
         self._around: list[nn.Module] | None = None  # the wrappers of the model, once a step has come
@@ -196,7 +197,7 @@ class SharedMaxima:
     def remove(self) -> None:
         """No step wants them any longer."""
         if self._over_all is not None:
-            self._gather.maxima.remove(self._over_all)
+            self._exchange.maxima.remove(self._over_all)
         if self._late is not None:
             self._late.remove()
 
@@ -205,9 +206,11 @@ class SharedMaxima:
             "mates": dist.mates(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": _fingerprint(target),
-            "gather": self._gather.agreed,
+            "double": any(target.parameter(x.parameter).dtype == torch.float64 for x in target.logit_slices()),
+            "exchange": self._exchange.agreed,
         }
         words = [json.loads(word) for word in dist.words_of_all(WHAT, json.dumps(own))]
+        self._dtype = torch.float64 if any(word["double"] for word in words) else torch.float32
         groups = _same_layers(words)
         lengths = {group: sum(n for _, n in words[group]["sites"]) for group in sorted(set(groups))}
         mine = groups[dist.rank()]
@@ -216,9 +219,9 @@ class SharedMaxima:
         if any(word["weights"] and groups.count(group) > 1 for word, group in zip(words, groups)):
             self._late = refuse_late_stage(target.model, "qk_clip")  # equal stages would be taken for replicas
         if len(set(groups)) < len(groups):
-            gathers = {word["gather"] for word in words}
-            self._over_all = dist.StepMaxima(self._sent, gathers.pop() if len(gathers) == 1 else "")
-            self._gather.maxima.append(self._over_all)
+            exchanges = {word["exchange"] for word in words}
+            self._over_all = dist.StepMaxima(self._sent, exchanges.pop() if len(exchanges) == 1 else "")
+            self._exchange.maxima.append(self._over_all)
 
     def row(self, maxima: Mapping[str, Tensor]) -> Tensor:
         """The maxima of all sites, one after the other, on one device; -inf of heads that this process did not see."""
@@ -263,12 +266,12 @@ class SharedMaxima:
         row = self.row(self._maxima())
         if self._over_all is None:
             return row
-        found = self._gather.largest(self._over_all)
+        found = self._exchange.largest(self._over_all)
         return found[self._before : len(found) - self._behind].to(row)
 
     def _sent(self) -> Tensor:
         """This process's maxima among those of all layers."""
-        row = self.row(self._maxima()).double()
+        row = self.row(self._maxima()).to(self._dtype)
         # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
         return F.pad(row.masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
 
