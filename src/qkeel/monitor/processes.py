@@ -457,7 +457,7 @@ class Members:
                         first.append(row)
                         of.append(layer)
                     layers += [row] * count
-            queries, of_keys = (_Rows(*(torch.tensor(x, device=device) for x in side)) for side in found)
+            queries, of_keys = (_Rows(*(torch.tensor(x, dtype=torch.long, device=device) for x in side)) for side in found)
             self._rows[names] = queries, of_keys
         return self._rows[names]
 
@@ -976,9 +976,9 @@ class ProcessGroup:
             self._exchange(None, self.members, stopped=True)
 
     def _exchange(self, measured: Measurement | None, members: Members, *, stopped: bool = False) -> Transfer:
-        self.exchanges += 1
         device = dist.collective_device()
         largest, *sums = members.pack(measured, stopped=stopped)
+        self.exchanges += 1  # from here on the others do not wait for another one of this step
         reduced = self._step_exchange.reduce(self._name, largest, sums)
         own = members.alike(measured)
         known = [on_device(device, widest(device), x.detach()).to(widest(device)) for x in own.values()]
