@@ -599,7 +599,7 @@ def a_swapped_weight_stops_all() -> None:
         query.weight = nn.Parameter(query.weight.detach().clone())
     with pytest.raises(RefusedError, match="has been replaced"):
         own_step(model, optimizer)
-    dist.words_of_all("both have their error", "")
+    dist.gather_messages("both have their error", "")
     print("well", flush=True)
     os._exit(0)  # a reduction that one process never joins is still under way
 

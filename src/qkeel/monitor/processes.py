@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.capture.calls import ScoreBlock, SiteStats
-from qkeel.dist.agreement import leave_word, left_by_all, publish, published, words_under
+from qkeel.dist.agreement import PATIENCE, all_posted, post_message, publish, published, try_gather_messages
 from qkeel.dist.sharding import Layout, head_axes
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import MERGES as _CLASS_MERGES
@@ -457,7 +457,9 @@ class Members:
                         first.append(row)
                         of.append(layer)
                     layers += [row] * count
-            queries, of_keys = (_Rows(*(torch.tensor(x, dtype=torch.long, device=device) for x in side)) for side in found)
+            queries, of_keys = (
+                _Rows(*(torch.tensor(x, dtype=torch.long, device=device) for x in side)) for side in found
+            )
             self._rows[names] = queries, of_keys
         return self._rows[names]
 
@@ -467,12 +469,12 @@ class Members:
         None says that this process has no numbers in this step; `stopped`, that it measures no more.
         """
         device = dist.collective_device()
-        dtypes = [torch.float64 if self.extent.double else torch.float32] * 2 + [torch.float64]
-        largest, sums, exact = vectors = [
-            torch.full((n,), -torch.inf if i == 0 else 0.0, dtype=min(dtype, widest(device), key=lambda d: d.itemsize))
-            for i, (n, dtype) in enumerate(zip(self._ends, dtypes))
-        ]
-        vectors = [x.to(device) for x in vectors]
+        single = torch.float64 if self.extent.double else torch.float32
+        dtypes = single, single, torch.float64
+        if widest(device) is torch.float32:
+            dtypes = torch.float32, torch.float32, torch.float32
+        neutral = -torch.inf, 0.0, 0.0
+        vectors = [torch.full((n,), x, dtype=t, device=device) for n, x, t in zip(self._ends, neutral, dtypes)]
         largest, sums, exact = vectors
         largest[_STOPPED] = float(stopped)
         if measured is not None:
@@ -554,7 +556,7 @@ class Members:
     def unpack(self, vectors: Sequence[Tensor]) -> Measurement:
         """Returns the measurement of the whole model, of the reduced vectors on the host."""
         largest, sums, *exact = (x.double() for x in vectors)
-        if not exact:
+        if not exact:  # float64 throughout
             sums, exact = sums[: self._ends[1]], [sums[self._ends[1] :]]
         reduced = [largest, sums, exact[0]]
         if largest[_WELL] != 1:
@@ -811,8 +813,6 @@ def _with_weights(model: nn.Module, site: str) -> nn.Module:
 
 # The processes of a run measuring as one: what a measured step exchanges, and no process waits for ever.
 
-PATIENCE = 8.0  # seconds that a process waits for another that may not watch at all
-LONGEST = 60.0  # seconds that it waits, once, for one that watches to end its first measured step
 _NO_NUMBERS, _OFF = "nothing", "off"
 _GONE = "the monitor of another process of this run has switched itself off"
 
@@ -847,7 +847,7 @@ class ProcessGroup:
         """Tells the others, as soon as there are some, that this process watches."""
         if not self._name and dist.world() > 1:
             self._name = f"monitor {dist.ordinal('monitor')}"
-            leave_word(f"{self._name} watches", "yes")
+            post_message(f"{self._name} watches", "yes")
 
     @property
     def several(self) -> bool:
@@ -879,8 +879,6 @@ class ProcessGroup:
             late = not self._all_come()
             self._late = late and not self.records_alone
             return not late
-        if not self.records_alone:
-            self.all_watch()
         return True
 
     def about(self) -> dict[str, object]:
@@ -897,7 +895,7 @@ class ProcessGroup:
         if dist.world() == 1:
             return False
         if self._unmet():
-            self._hear("watches", PATIENCE)
+            self._wait_for_all("watches", PATIENCE)
         return self.several
 
     def _unmet(self) -> bool:
@@ -914,14 +912,14 @@ class ProcessGroup:
             return True
         if not self._passes:
             self._passes = 1
-            self._hear("pass 0", PATIENCE, again=True)
+            self._wait_for_all("pass 0", PATIENCE, again=True)
             return self._watching
-        self._hear("pass 1", PATIENCE if left_by_all(f"{self._name} pass 0") else 0.01)
+        self._wait_for_all("pass 1", PATIENCE if all_posted(f"{self._name} pass 0") else 0.01)
         return True
 
-    def _hear(self, at: str, patience: float, *, again: bool = False) -> None:
-        """Waits for a word of all processes; without one this process stays alone, unless it is to try again."""
-        words = words_under(f"{self._name} {at}", "yes", patience)
+    def _wait_for_all(self, at: str, patience: float, *, again: bool = False) -> None:
+        """Waits for a message of all processes; without one this process stays alone, unless it is to try again."""
+        words = try_gather_messages(f"{self._name} {at}", "yes", patience)
         if words is not None and _OFF in words:
             self.over = True
             raise InvalidValueError(_GONE)
@@ -971,7 +969,7 @@ class ProcessGroup:
             return
         if self.members is None:
             for at in (self._round(), f"{self._name} pass {self._passes}"):
-                leave_word(at, _OFF)
+                post_message(at, _OFF)
         else:
             self._exchange(None, self.members, stopped=True)
 
@@ -997,7 +995,7 @@ class ProcessGroup:
         print_of = str(zlib.crc32(text.encode()))
         publish(f"{self._name} {print_of}", text)
         nothing, count = _NO_NUMBERS if measured is None else "", self._step_exchange.count
-        words = words_under(self._round(), f"{nothing}|{count}|{print_of}|{place}", LONGEST)
+        words = try_gather_messages(self._round(), f"{nothing}|{count}|{print_of}|{place}", None)
         self._rounds += 1
         if words is None:
             self.stay_alone("not every process of this run reached the end of its first measured step")

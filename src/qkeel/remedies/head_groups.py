@@ -78,7 +78,7 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
         group.append((i, s))
     numbers = torch.cat([g[0][1].index.flatten() for g in groups])
     disjoint = numbers.unique().numel() == numbers.numel()
-    part = dist.shard(shares[0][1].parameter, weight)
+    part = dist.local_block(shares[0][1].parameter, weight)
     if part is not None:
         return [HeadView(weight=weight, shares=tuple(shares), whole=True, span=part.spans[shares[0][1].axis])]
     if not disjoint or any(g[0][1].grid is None for g in groups):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import RefusedError
+from qkeel.errors import RefusedError, caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
@@ -53,10 +53,11 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
 
 
 def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
+    """Raises RefusedError if the optimizer would undo a change of the weights between steps, from a copy of its own.
 
-    Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
-    passes, but for LBFGS, whose curvature is read from how weights and gradients changed from step to step.
+    It is tried on a small matrix: halved between steps at a rate of almost 0, the matrix must stay halved. An optimizer
+    that cannot be tried passes with a warning. LBFGS is refused, since it estimates the curvature from how weights and
+    gradients change from step to step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
@@ -67,7 +68,12 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
         with _apart(device):
             try:
                 keeps = _keeps_changes(optimizer, group, device)
-            except Exception:  # nothing is known then
+            except Exception as error:
+                caution(
+                    f"{remedy} changes weights after the step, and it is unknown whether {type(optimizer).__name__} "
+                    f"keeps the change: a trial on a small matrix failed ({type(error).__name__}: {error}). Check after "
+                    "some steps that the remedy's effect lasts"
+                )
                 continue
         if not keeps:
             raise RefusedError(
@@ -331,7 +337,7 @@ class HeadSteps:
     def sizes(self) -> Tensor:
         """The measure of all heads [h] now, to the bit as in a step."""
         if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
-            dist.words_of_all("qkeel.apply", "measures")
+            dist.gather_messages("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})
         self._forget()
         return found

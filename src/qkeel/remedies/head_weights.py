@@ -42,7 +42,7 @@ def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
             f"{name} is quantised ({type(weight).__name__} of {weight.dtype}), so the rows of its heads cannot be read "
             f"or scaled; apply {remedy} to plain floating point weights"
         )
-    dist.shard(name, weight)
+    dist.local_block(name, weight)
 
 
 def check_whole(name: str, weight: Tensor, remedy: str) -> None:
@@ -62,14 +62,14 @@ class SplitNorms:
     """
 
     def __init__(self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor], measure: WeightNorm | None) -> None:
-        shards = list(dist.shards_of([(s.parameter, t) for s, t in zip(slices, tensors)]))
+        blocks = list(dist.local_blocks([(s.parameter, t) for s, t in zip(slices, tensors)]))
         self._slices, self._tensors = slices, tensors
-        self._sums = dist.PartialSums(shards)
+        self._sums = dist.PartialSums(blocks)
         # The head of each row that this process holds; one more for rows of none.
         self._heads = {
-            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*shard.spans[s.axis])]
-            for i, (s, t, shard) in enumerate(zip(slices, tensors, shards))
-            if shard is not None
+            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*block.spans[s.axis])]
+            for i, (s, t, block) in enumerate(zip(slices, tensors, blocks))
+            if block is not None
         }
         if self._heads and measure not in (None, frobenius_norm):
             raise RefusedError(
@@ -172,7 +172,7 @@ class ReplacementCheck:
         gone = [name for name, p in self._weights.items() if id(p) not in names]
         if gone:
             more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
-            dist.say_failed(f"{gone[0]} has been replaced")
+            dist.report_failure(f"{gone[0]} has been replaced")
             raise RefusedError(
                 f"{self._remedy} was applied to {gone[0]}{more}, which "
                 "has been replaced since: the step was not taken. remove() the remedy's handle and apply it again "

@@ -79,22 +79,22 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     return Handle(undo, state=handle.state, load=handle.load)
 
 
-def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
+def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
     """Raise ApartError unless processes that run the same layers see the same attention. The stages of a pipeline have
     layers of their own, and nothing to be compared with."""
     if dist.world() == 1:
         return
     own = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
-    mates = dist.mates(model)
-    words = dist.words_of_all(WHAT, f"{' '.join(map(str, mates))}|{own}")
+    peers = dist.peer_ranks(model)
+    words = dist.gather_messages(WHAT, f"{' '.join(map(str, peers))}|{own}")
     for other, word in enumerate(words):
         group, _, seen = word.partition("|")
-        for mate in map(int, group.split()):
-            theirs = words[mate].partition("|")[2]
+        for peer in map(int, group.split()):
+            theirs = words[peer].partition("|")[2]
             if theirs != seen:
                 raise dist.ApartError(
                     f"{WHAT}: the processes of one model hold different attention layers. Process {other} has {seen}; "
-                    f"process {mate} has {theirs}"
+                    f"process {peer} has {theirs}"
                 )
 
 
@@ -203,13 +203,13 @@ class SharedMaxima:
 
     def _meet(self, target: Target) -> None:
         own = {
-            "mates": dist.mates(target.model),
+            "peers": dist.peer_ranks(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": _fingerprint(target),
             "double": any(target.parameter(x.parameter).dtype == torch.float64 for x in target.logit_slices()),
             "exchange": self._exchange.agreed,
         }
-        words = [json.loads(word) for word in dist.words_of_all(WHAT, json.dumps(own))]
+        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(own))]
         self._dtype = torch.float64 if any(word["double"] for word in words) else torch.float32
         groups = _same_layers(words)
         lengths = {group: sum(n for _, n in words[group]["sites"]) for group in sorted(set(groups))}
@@ -248,7 +248,7 @@ class SharedMaxima:
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
                 p = target.parameter(s.parameter)
-                part = dist.shard(s.parameter, p, gathered.get(id(p), 0))
+                part = dist.local_block(s.parameter, p, gathered.get(id(p), 0))
                 if part is None:
                     continue
                 first, last = part.in_pass[s.axis]
@@ -283,15 +283,15 @@ def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:
     for i, word in enumerate(words):
         own = (word["sites"], word["weights"])
         alike = [j for j, other in enumerate(words) if word["weights"] and own == (other["sites"], other["weights"])]
-        for mate in (*word["mates"], *alike):  # type: ignore[misc]
-            old, new = sorted((group[i], group[mate]), reverse=True)
+        for peer in (*word["peers"], *alike):  # type: ignore[misc]
+            old, new = sorted((group[i], group[peer]), reverse=True)
             group = [new if g == old else g for g in group]
     return group
 
 
 def _fingerprint(target: Target) -> str:
     """A number that tells the weights of two layers apart; "" where a wrapper says which processes run the same."""
-    if len(dist.mates(target.model)) > 1:
+    if len(dist.peer_ranks(target.model)) > 1:
         return ""
     parts = [f"{name}{tuple(p.shape)}" for name, p in target.model.named_parameters()]
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
