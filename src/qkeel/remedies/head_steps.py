@@ -70,8 +70,8 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
                 keeps = _keeps_changes(optimizer, group, device)
             except Exception as error:
                 caution(
-                    f"{remedy} changes weights after the step, and it is unknown whether {type(optimizer).__name__} "
-                    f"keeps the change: a trial on a small matrix failed ({type(error).__name__}: {error}). Check after "
+                    f"{remedy} changes weights after the step. It is unknown whether {type(optimizer).__name__} keeps "
+                    f"the change: a trial on a small matrix failed ({type(error).__name__}: {error}). Check after "
                     "some steps that the remedy's effect lasts"
                 )
                 continue
