@@ -1,4 +1,4 @@
-"""The processes that watch one run, and the numbers of a step that they merge."""
+"""The processes of a run that measure one model: how they meet, and the numbers that they reduce in a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import running_stage
 from qkeel.sites.find import within
 
-# The processes of a run as they introduced themselves, and what they measured as that of one model.
+# The processes of a run, and the layers and heads of their model.
 
 V = TypeVar("V")
 
@@ -54,10 +54,16 @@ UNLIKE = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One process: its place, what it sends, whose heads and key heads are split, and its part of the description.
+    """One process of a run.
 
-    `stages` are those of its models, by their names, with which the names of their sites begin; {} of one model.
-    `keys_seen` counts the keys that its queries saw in the first measured step, `extent` is what it measured there.
+    Args:
+        layout: its role.
+        keys_seen: number of keys that its queries saw in the first measured step.
+        form: the form of its measurements; () if it had none when the processes met.
+        split: by site whether query heads, and key heads, are split over processes.
+        about: its part of the description of the model.
+        stages: by the names of several models, with which the names of their sites begin, their pipeline stages.
+        extent: the statistics of its first measured step.
     """
 
     layout: Layout
@@ -69,13 +75,13 @@ class RankInfo:
     extent: Extent | None = None
 
     def words(self) -> tuple[str, str]:
-        """Its place, and what is the same for many processes, as texts."""
+        """Returns two texts: its place, and the rest, which is the same for many processes."""
         own = dataclasses.asdict(self)
         return json.dumps([own.pop("layout"), own.pop("keys_seen")]), json.dumps([*own.values()])
 
     @classmethod
     def of(cls, place: str, text: str) -> Self:
-        """The member that these texts describe."""
+        """Returns the process that these texts describe."""
         form, split, about, stages, extent = json.loads(text)
         layout, keys_seen = json.loads(place)
         return cls(
@@ -89,7 +95,7 @@ class RankInfo:
         )
 
     def parts(self) -> list[tuple[_ModelPart, Self]]:
-        """Each of its stages as if a process of its own had it; numbers of the whole model are those of the last."""
+        """Returns each of its stages as a process; numbers of the whole model belong to the last stage."""
         stages = sorted(self.stages, key=lambda name: self.stages[name])
         found = [_ModelPart(name, name == stages[-1]) for name in stages]
         return [(part, self._of(part)) for part in found] or [(_ModelPart("", True), self)]
@@ -110,34 +116,34 @@ class RankInfo:
 
     @property
     def stage(self) -> int:
-        """The stage of a pipeline; 0 where there is none."""
+        """Returns the pipeline stage; 0 without a pipeline."""
         return self.layout.stage or 0
 
     @property
     def place(self) -> tuple[int, ...]:
-        """All stages that it has."""
+        """Returns all stages of the process."""
         return tuple(sorted(self.stages.values())) or (self.stage,)
 
     def heads(self, site: str, name: str = "max_logit") -> int:
-        """The number of query heads of a site that it has, of "key_norm" of key heads."""
+        """Returns how many query heads of a site it has; key heads for name="key_norm"."""
         return next(shape[0] for at, known, shape, _ in self.form if (at, known) == (site, name))
 
     @property
     def sites(self) -> list[str]:
-        """The names of the sites, as this process knows them."""
+        """Returns the names of the sites in this process."""
         return [site for site, name, _, _ in self.form if name == "max_logit"]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ModelPart:
-    """One of the models of a process, "" for the only one; `last`: what it says of the whole model is this one's."""
+    """One of the models of a process, "" for a single one; the `last` has the numbers of the whole model."""
 
     model: str
     last: bool
 
     def own(self, site: str) -> str | None:
-        """The name of a site inside the model; None of other models' sites."""
+        """Returns the name of a site inside the model; None for sites of other models."""
         if not site or not self.model:
             return site if self.last else None
         rest = site.removeprefix(self.model)
@@ -145,12 +151,8 @@ class _ModelPart:
         return rest.removeprefix(".") if inside else None
 
     def only(self, by_site: Mapping[str, V]) -> dict[str, V]:
-        """Those by site that belong to the model, by its own names."""
+        """Returns the values of this model's sites, by their names inside it."""
         return {own: x for site, x in by_site.items() if (own := self.own(site)) is not None}
-
-    def keys(self, by_key: Mapping[NumberKey, V]) -> dict[NumberKey, V]:
-        """The same of numbers by site and name."""
-        return {(own, name): x for (site, name), x in by_key.items() if (own := self.own(site)) is not None}
 
 
 # What a step's exchange holds: which statistics, and how exactly.
@@ -333,11 +335,11 @@ class Members:
 
     @property
     def sites(self) -> list[str]:
-        """The names of all sites, in the order of the model."""
+        """Returns the names of all sites, in the order of the model."""
         return [*self._names.values()]
 
     def about(self) -> dict[str, object]:
-        """The description of the whole model: what each stage says of its sites and of its size."""
+        """Returns the description of the whole model: the sites and the size of each stage."""
         sites, size = [], 0
         for stage in self._stages:
             m = self._first[stage]
@@ -357,7 +359,7 @@ class Members:
         return {"sites": sites, "parameters": size}
 
     def placed(self, stats: Stats) -> Stats:
-        """Statistics of this process alone, by the names and heads of the whole model."""
+        """Returns statistics of this process alone by the names and heads of the whole model."""
         return {
             self._names[self.all[n].stage, site]: placed(s, *self._spans[n, site])
             for n, part in self._own
@@ -642,7 +644,7 @@ class Members:
         return key if key[1] in WHOLE_MODEL else (self._names.get((stage, key[0]), key[0]), key[1])
 
     def _span(self, m: RankInfo, site: str, name: str, which: int) -> HeadSpan:
-        """The place of a process's heads among all heads of a site."""
+        """Returns the range of a process's heads among all heads of a site."""
         n = m.heads(site, name)
         if not m.split[site][which]:
             return 0, n, n
@@ -688,7 +690,7 @@ def _of_classes(found: Mapping[str, Tensor]) -> ClassStats:
 
 
 def _outline(m: RankInfo) -> object:
-    """The part of a member that must be the same for all processes of a stage."""
+    """Returns what must be equal for all processes of a stage."""
     if any(heads for heads, _ in m.split.values()):
         return [(site, name, how) for site, name, _, how in m.form]
     return m.form
@@ -697,21 +699,16 @@ def _outline(m: RankInfo) -> object:
 HeadSpan = tuple[int, int, int]  # the first head, how many, of how many
 
 
-def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan, *, count_keys: bool = True) -> LogitStats:
-    """The statistics with a place for every head, for `merge`.
-
-    Args:
-        stats: of some heads.
-        heads: which of the query heads these are.
-        keys: which of the key heads.
-        count_keys: whether the keys count; not where another process counts the same ones.
-    """
-    if heads[1] == heads[2] and keys[1] == keys[2] and count_keys:
+def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan) -> LogitStats:
+    """Returns the statistics with a place for every head of the whole model, neutral for those of other processes."""
+    if heads[1] == heads[2] and keys[1] == keys[2]:
         return stats
 
-    def put(name: str, value: Tensor, nothing: float) -> Tensor:
-        of_keys = name.startswith(("key_", "n_keys"))
-        return put_in_place(value, keys if of_keys else heads, nothing, blank=of_keys and not count_keys)
+    def put(name: str, value: Tensor, neutral: float) -> Tensor:
+        first, n, total = keys if _of_keys(name) else heads
+        out = value.new_full((total, *value.shape[1:]), neutral)
+        out[first : first + n] = value
+        return out
 
     neutral = {name: rule.neutral for name, rule in MERGES.items()} | {"entropy_error": 0.0}
     fields = {name: put(name, value, neutral[name]) for name, value in stats.tensors().items()}
@@ -722,24 +719,15 @@ def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan, *, count_keys: bo
     return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]
 
 
-def put_in_place(value: Tensor, at: HeadSpan, nothing: float, *, blank: bool = False) -> Tensor:
-    """The numbers of some heads among those of all, the others `nothing`; with `blank` all of them are."""
-    first, n, total = at
-    out = value.new_full((total, *value.shape[1:]), nothing)
-    if not blank:
-        out[first : first + n] = value
-    return out
-
-
-# The introduction of a process to the others that measure with it.
+# How a process introduces itself to the others.
 
 
 @final
 class Handshake:
-    """Makes a process's Member from its model: the place is read from the weights, unless it was given.
+    """Makes a process's RankInfo from its model; reads its role from the weights unless a layout was given.
 
-    `stages` gets, by the name of each of several models, "" of one, of which stage of a pipeline the first pass shows
-    the model to be.
+    Attributes:
+        stages: by the name of each model, "" for a single one, the pipeline stage that its first pass shows.
     """
 
     def __init__(self, model: nn.Module, sites: Callable[[], Sequence[AttentionSite]], layout: Layout | None) -> None:
@@ -801,7 +789,7 @@ class Handshake:
 
 
 def _with_weights(model: nn.Module, site: str) -> nn.Module:
-    """The module of a site, or the nearest around it that has weights."""
+    """Returns the module of a site, or the nearest one around it that has weights."""
     path = site.partition("#")[0].split(".") if site else []
     while path:
         module = model.get_submodule(".".join(path))
@@ -819,7 +807,7 @@ _GONE = "the monitor of another process of this run has switched itself off"
 
 @final
 class ProcessGroup:
-    """The processes of a run that measure as one, as one of them sees it.
+    """The processes of a run that measure as one, seen from one of them.
 
     Before any collective the processes make sure that all of them watch, and before the first exchange they introduce
     themselves, since a reduction of vectors of unlike sizes, or without one of them, never ends. Later a process that
@@ -844,7 +832,7 @@ class ProcessGroup:
         self.here()
 
     def here(self) -> None:
-        """Tells the others, as soon as there are some, that this process watches."""
+        """Announces to the others, as soon as there are some, that this process watches."""
         if not self._name and dist.world() > 1:
             self._name = f"monitor {dist.ordinal('monitor')}"
             post_message(f"{self._name} watches", "yes")
@@ -865,12 +853,17 @@ class ProcessGroup:
         return self.several and not self.records_alone
 
     def begin(self, model: str, *, gathers: bool) -> bool:
-        """Called in the first pass of a model that is to be measured, before anything is done that takes all
-        processes. Returns whether it is measured: none of this step is where another process was late to it.
+        """Begins the first measured pass of a model in a step, before anything that all processes must do together.
 
-        gathers: a pass of the model is something that all processes do.
+        Args:
+            model: its name.
+            gathers: True if a pass of the model needs all processes, since its weights are split.
 
-        Raises: InvalidValueError if the monitor of another process has switched itself off before it.
+        Returns:
+            Whether the pass is measured. No pass of a step is if another process was late to it.
+
+        Raises:
+            InvalidValueError: the monitor of another process has switched itself off before.
         """
         self._introduced.stages[model] = running_stage()
         if self._late:
@@ -882,16 +875,16 @@ class ProcessGroup:
         return True
 
     def about(self) -> dict[str, object]:
-        """The description of the whole model, where several processes have parts of it."""
+        """Returns the description of the whole model; {} if it is not known to be spread over processes."""
         return {} if self.members is None else self.members.about()
 
     def stay_alone(self, why: str) -> None:
-        """Measure this process's part only."""
+        """Measures only this process's part from now on."""
         self._alone = True
         caution(f"{why}: what is recorded is what this process sees")
 
     def all_watch(self) -> bool:
-        """Returns whether all processes watch the model; waits at most 8 seconds for them, once."""
+        """Returns whether all processes watch the model; waits for them once, at most 8 seconds."""
         if dist.world() == 1:
             return False
         if self._unmet():
@@ -899,15 +892,16 @@ class ProcessGroup:
         return self.several
 
     def _unmet(self) -> bool:
-        """Returns whether other processes may take part, of which it is not known whether all watch the model."""
+        """Returns whether other processes may take part and have not all announced that they watch."""
         self.here()
         if self.several and self._apart():
             self.stay_alone(self._apart())
         return self.several and not self._watching
 
     def _all_come(self) -> bool:
-        """Returns False where a process is 8 seconds late to the first pass that waits for all of them. The model waits
-        for it in that pass: if it has not come until the next one, it does not watch."""
+        """Returns False if a process is 8 seconds late to the first pass that needs all of them.
+
+        The model itself waits for that process. One that has not announced itself by the next pass does not watch."""
         if not self._unmet():
             return True
         if not self._passes:
@@ -933,11 +927,17 @@ class ProcessGroup:
             self.stay_alone("not every process of this run watches the model")
 
     def send(self, measured: Measurement | None, *, alone: bool) -> Transfer | None:
-        """Starts the exchange of a step; None says that this process, or as the answer every process, has no numbers.
+        """Starts the exchange of a step.
 
-        alone: only this process records the step.
+        Args:
+            measured: the numbers of this process; None if it has none.
+            alone: only this process records the step.
 
-        Raises: InvalidValueError if the processes can't be merged.
+        Returns:
+            The numbers on their way; None if no process has any.
+
+        Raises:
+            InvalidValueError: the measurements of the processes cannot be merged.
         """
         if self._late and not alone:
             self._late = False
@@ -956,13 +956,14 @@ class ProcessGroup:
         return self._exchange(measured, members)
 
     def placed(self, stats: Stats) -> Stats:
-        """Statistics of this process alone, by the names and heads of the whole model once these are known."""
+        """Returns statistics of this process alone, by the names and heads of the whole model once these are known."""
         return stats if self.members is None else self.members.placed(stats)
 
     def leave(self, *, known: bool) -> None:
         """Reports to the others that this process has switched itself off; they do the same.
 
-        known: another process has reported the same of itself, so that nobody waits.
+        Args:
+            known: another process has reported this already, so that nobody waits.
         """
         self.over = True
         if known or not dist.world() > 1 or not self._name:

@@ -185,8 +185,8 @@ class _TrialOptimizer:
 def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
     """Returns a new optimizer for one parameter, of the same class and with the options of the group.
 
-    The class itself makes it, since some, such as Adagrad, set up their state then. It shares nothing with the original.
-    A class whose constructor takes other arguments is replaced by the base class that defines its step.
+    The class itself makes it, since some, such as Adagrad, set up their state then. It shares nothing with the
+    original. A class whose constructor takes other arguments is replaced by the base class that defines its step.
     """
     options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
     first: Exception | None = None
