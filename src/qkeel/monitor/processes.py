@@ -254,19 +254,18 @@ class _Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a tensor of a process goes, its heads among all of them, and whether it counts."""
+    """Where a tensor of a process goes, and its heads among all of them."""
 
     slot: _Slot
     span: HeadSpan | None
-    counts: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
     """The rows of a process's heads that it contributes, and their places among the heads of the whole model.
 
-    `layer` is the index of each row's layer among this process's, `first` each layer's first row, and `layers` their
-    indices in the whole model, -1 where the layer is contributed by another process.
+    `layer` is the first row of each row's layer. `first` is the first row of each contributed layer, and `layers` its
+    index in the whole model.
     """
 
     rows: Tensor
@@ -315,18 +314,20 @@ class Members:
             for stage in self._stages
             for site in first[stage].sites
         }
+        # Of the other processes one of each stage is looked at: there may be thousands.
+        self._leads = {stage: next(n for n, m in enumerate(self.all) if m.stage == stage) for stage in self._stages}
         self._spans = {
             (n, site): (self._span(m, site, "max_logit", 0), self._span(m, site, "key_norm", 1))
-            for n, m in enumerate(self.all)
+            for n in {*self._leads.values(), *(n for n, _ in self._own)}
+            for m in [self.all[n]]
             for site in m.sites
         }
-        if any(split for m in self.all for heads_and_keys in m.split.values() for split in heads_and_keys):
+        if any(any(split) for m in self.all for split in m.split.values()):
             self.extent = dataclasses.replace(self.extent, even=False)  # the parts' counts are not compared
-        self._counted = {(n, site): self._counts(n, site) for n, site in self._spans}
+        self._counted = {(n, site): self._counts(n, site) for n, _ in self._own for site in self.all[n].sites}
         self._starts: tuple[list[int], list[int]] = [0], [0]  # first query and key head of each layer, and the end
         for stage, site in self._names:
-            of = next(n for n, m in enumerate(self.all) if m.stage == stage)
-            for starts, span in zip(self._starts, self._spans[of, site]):
+            for starts, span in zip(self._starts, self._spans[self._leads[stage], site]):
                 starts.append(starts[-1] + span[2])
         self._layer = {of: i for i, of in enumerate(self._names)}
         self._rows: dict[tuple[str, ...], tuple[_Rows, _Rows]] = {}
@@ -343,11 +344,10 @@ class Members:
         sites, size = [], 0
         for stage in self._stages:
             m = self._first[stage]
-            rank = self.all.index(m)
             size += sum(m.about["parameters"].values())  # type: ignore[attr-defined]
             known = {site["name"]: site for site in m.about["sites"]}  # type: ignore[attr-defined]
             for site in m.sites:
-                heads, keys = self._spans[rank, site]
+                heads, keys = self._spans[self._leads[stage], site]
                 sites.append(
                     {
                         **known.get(site, {"head_dim": 0, "weights": "unknown"}),
@@ -381,7 +381,7 @@ class Members:
         saw most of them in the first step.
         """
         m = self.all[n]
-        peers = [(i, x) for i, x in enumerate(self.all) if x.stage == m.stage and site in x.sites]
+        peers = [(i, x) for i, x in enumerate(self.all) if x.stage == m.stage]
 
         def queries(x: RankInfo) -> object:
             return x.layout.data, x.layout.context, x.split[site][0] and x.layout.head_part
@@ -394,46 +394,55 @@ class Members:
         return first == n, -most[1] == n
 
     def _slot_table(self) -> tuple[dict[NumberKey, _Slot], dict[NumberKey, list[_Source]]]:
-        """Gives every number of every process its place, the same on all of them, and says where this one's go."""
-        last: dict[str, int] = {}  # of numbers of the whole model: the last stage that knows them
-        for m in self.all:
-            last |= {name: max(m.stage, last.get(name, 0)) for site, name, _, _ in m.form if not site}
+        """Returns the place of every number, the same on all processes, and where this process's own numbers go."""
+        leads = [(n, self.all[n]) for n in self._leads.values()]
+        # Of a number of the whole model, the last stage that knows it.
+        last = {name: m.stage for _, m in leads for site, name, _, _ in m.form if not site}
         ends = [_FLAGS, 0, 1]
         for vector, rows, names in self._groups():
             ends[vector] += rows * sum(map(self.extent.width, names))
         slots: dict[NumberKey, _Slot] = {}
-        sources: dict[tuple[int, str, str], _Source] = {}
-        shards: set[tuple[int, str]] = set()
-        for n, m in enumerate(self.all):
-            holds = (m.stage, m.layout.shard) not in shards
-            shards.add((m.stage, m.layout.shard))
+        for n, m in leads:
             for site, name, shape, form in m.form:
-                of_class = "\t" in name
+                of_class, how, of = "\t" in name, form, ""
                 if (form == ALIKE and not self._alike) or not (form or of_class or name == "entropy_error"):
                     continue
-                key, counts, of, span = self._key(m.stage, (site, name)), True, "data", None
-                if form and form != ALIKE:
-                    how, of, heads = form.split()
-                    counts = of == "data" or holds
-                    if heads == "own" and site and shape[:1] == (self._spans[n, site][0][1],):
-                        span = self._spans[n, site][0]
-                else:
-                    how = form or (_CLASS_MERGES[name.partition("\t")[0]].how if of_class else "mean")
                 if not form:
-                    span, counts = self._spans[n, site][_of_keys(name)], self._counted[n, site][_of_keys(name)]
-                counts = counts and (bool(site) or m.stage == last[name])
+                    how = _CLASS_MERGES[name.partition("\t")[0]].how if of_class else "mean"
+                elif form != ALIKE:
+                    how, of, _ = form.split()
+                span, key = self._split_span(n, site, name, shape, form), self._key(m.stage, (site, name))
                 whole = shape if span is None else (span[2], *shape[1:])
                 if key not in slots:
                     vector = 0 if how in ("max", ALIKE) else 2 if how == "sum" or not shape else 1
                     slots[key] = _Slot(how, whole, ends[vector], vector, not form and of_class, of == "weights")
                     ends[vector] += math.prod(whole) * (2 if slots[key].weighted else 1)
-                sources[n, site, name] = _Source(slots[key], span, counts)
         self._ends = ends
         mine: dict[NumberKey, list[_Source]] = {}
-        for site, name, _, _ in self.own_form:
-            found = [sources.get((n, own, name)) for n, part in self._own if (own := part.own(site)) is not None]
-            mine[site, name] = [source for source in found if source is not None and source.counts]
+        holds = {n: self._holds_shard(n) for n, _ in self._own}
+        for site, name, shape, form in self.own_form:
+            for n, part in self._own:
+                own = part.own(site)
+                slot = None if own is None else slots.get(self._key(self.all[n].stage, (own, name)))
+                if own is None or slot is None or (not own and self.all[n].stage != last[name]):
+                    continue
+                counts = form or self._counted[n, own][_of_keys(name)]
+                if counts and (holds[n] or not slot.of_weights):
+                    mine.setdefault((site, name), []).append(_Source(slot, self._split_span(n, own, name, shape, form)))
         return slots, mine
+
+    def _split_span(self, n: int, site: str, name: str, shape: tuple[int, ...], form: str) -> HeadSpan | None:
+        """Returns a process's heads among all, for a number that each process has of its own heads; else None."""
+        if not form:
+            return self._spans[n, site][_of_keys(name)]
+        own = site and form.endswith(" own") and shape[:1] == (self._spans[n, site][0][1],)
+        return self._spans[n, site][0] if own else None
+
+    def _holds_shard(self, n: int) -> bool:
+        """Returns whether a process is the first of those that hold the same part of the weights."""
+        own = self.all[n].layout
+        same = (i for i, m in enumerate(self.all) if (m.layout.stage, m.layout.shard) == (own.stage, own.shard))
+        return n == next(same)
 
     def _groups(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
         """Yields the fields of statistics that stand together in the vectors: the vector, the rows, the fields."""
@@ -587,7 +596,7 @@ class Members:
             widths = [self.extent.width(name) for name in names]
             part = vectors[vector][ends[vector] :][: rows * sum(widths)].view(rows, -1)
             ends[vector] += part.numel()
-            if rows == len(self._layer) and vector == 2 and self.extent.even and names:
+            if vector == 2 and self.extent.even and names:
                 part = part.repeat_interleave(sizes[_of_keys(names[0])], 0)
             for name, x in zip(names, part.split(widths, 1)):
                 found[name][:, : x.shape[1]] = x
@@ -829,6 +838,7 @@ class ProcessGroup:
         self._late = False  # another process was late to the step under way
         self._passes = self._rounds = 0
         self.members: Members | None = None
+        self._under_way: Transfer | None = None  # the last exchange
         self.here()
 
     def here(self) -> None:
@@ -976,6 +986,8 @@ class ProcessGroup:
 
     def _exchange(self, measured: Measurement | None, members: Members, *, stopped: bool = False) -> Transfer:
         device = dist.collective_device()
+        if self._under_way is not None and float(self._under_way.vectors[0][_UNFIT]) == 1:
+            members.widen()  # as every other process has done by now
         largest, *sums = members.pack(measured, stopped=stopped)
         self.exchanges += 1  # from here on the others do not wait for another one of this step
         reduced = self._step_exchange.reduce(self._name, largest, sums)
@@ -989,7 +1001,9 @@ class ProcessGroup:
             parts = zip(own.items(), vectors[-1].split([x.numel() for x in own.values()])) if own else ()
             return dataclasses.replace(found, numbers={**{k: x.view(y.shape) for (k, y), x in parts}, **found.numbers})
 
-        return Transfer([*reduced, *([torch.cat(known)] if known else [])], read, lambda v: float(v[0][_STOPPED]) == 1)
+        vectors = [*reduced, *([torch.cat(known)] if known else [])]
+        self._under_way = Transfer(vectors, read, lambda v: float(v[0][_STOPPED]) == 1)
+        return self._under_way
 
     def _meet(self, measured: Measurement | None) -> None:
         place, text = self._introduced(measured).words()
