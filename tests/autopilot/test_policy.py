@@ -13,7 +13,7 @@ from tests.autopilot.runs import EAGER, run
 
 from qkeel.autopilot import Action, Decision, DecisionEffect, Ladder, Records, Refused, SiteFacts, policy, replay
 from qkeel.autopilot.actuator import PolicyRunner
-from qkeel.autopilot.policy import in_force
+from qkeel.autopilot.policy import active_actions
 from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
 from qkeel.monitor import History, PlannedRates
 from qkeel.monitor.alarms import Recording
@@ -54,7 +54,7 @@ def test_it_escalates_by_head_and_site_and_lets_go_with_hysteresis() -> None:
     assert acts[2] == (Action.RATES, "b", (), False)
     gone = [(Action.RATES, "b", (), True), (Action.CLIP, "b", (1,), True), (Action.WATCH, None, (), True)]
     assert acts[3:] == gone
-    assert not in_force(found)
+    assert not active_actions(found)
     assert found[1].forecast is None or found[1].forecast.threshold in (100, 1000)
     # The same again takes twice as long to be released.
     twice = decided(np.concatenate([pushed, calm, pushed * 3, calm]))
@@ -95,7 +95,7 @@ def test_a_norm_takes_the_place_of_all_others() -> None:
     logits[8:, 1, 1] = 900.0  # neither clip nor rates hold it
     found = decided(logits)
     norm = next(i for i, d in enumerate(found) if d.action is Action.NORM)
-    assert list(in_force(found[: norm + 1])) == [("watch:every=2", None), ("qk_norm", None)]
+    assert list(active_actions(found[: norm + 1])) == [("watch:every=2", None), ("qk_norm", None)]
     assert found[norm].site is None
     assert len(found) == norm + 1
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import qkeel
 from qkeel.autopilot import Action, Decision, Policy, Records
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.gather import AsyncGather
+from qkeel.monitor.gather import Transfer
 
 ACTING = (Action.CLIP, Action.RATES)
 
@@ -47,9 +47,9 @@ def test_decisions_do_not_depend_on_when_numbers_arrive_from_the_device(monkeypa
     # On the CPU they are there at once; here none is until it is waited for, as on a device that is a step behind.
     at_once, often = run().train(), run(every=1).train()
     waited: list[int] = []
-    result = AsyncGather.result
-    monkeypatch.setattr(AsyncGather, "arrived", property(lambda _: False))
-    monkeypatch.setattr(AsyncGather, "result", lambda one: (waited.append(1), result(one))[1])
+    result = Transfer.result
+    monkeypatch.setattr(Transfer, "arrived", property(lambda _: False))
+    monkeypatch.setattr(Transfer, "result", lambda one: (waited.append(1), result(one))[1])
     late, late_often = run().train(), run(every=1).train()
     assert len(waited) >= 12
     for one, other in ((at_once, late), (often, late_often)):

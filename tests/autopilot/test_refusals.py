@@ -107,7 +107,7 @@ def test_what_is_refused_gives_way_to_the_next_action_and_nothing_is_half_applie
         before = left(within)
         within.pilot = pilot = qkeel.autopilot(within.model, within.optimizer, policy=AT_ONCE, every=1)
         within.train(0, 6)
-        own = {one.action: one.reason for one in pilot.deliberation.refused if one.action != NORM}
+        own = {one.action: one.reason for one in pilot.runner.refused if one.action != NORM}
         assert own.keys() == refused.keys(), (name, own)
         assert all(words in own[action] for action, words in refused.items()), (name, own)
         assert [d.action for d in pilot.decisions if d.action is not Action.WATCH] == taken, name

@@ -148,9 +148,10 @@ def faults_on_one_process_switch_all_off() -> None:
     a_fault_on_one_process(2, None, "measure")
     a_fault_on_one_process(0, None, "measure")
     a_fault_on_one_process(2, WeightNorms, "read")
+    a_fault_on_one_process(2, processes.Members, "_pack_statistics")
 
 
-def a_fault_after_the_gather_switches_all_off_at_the_next() -> None:
+def a_fault_after_the_exchange_switches_all_off_at_the_next() -> None:
     def during(step: int, monitor: Monitor) -> None:
         if step == 2 and dist.get_rank() == 1:
             monitor._journal.add = boom  # type: ignore[method-assign]
@@ -435,7 +436,7 @@ FAST: tuple[Callable[[], None], ...] = (
 )
 SLOW: tuple[Callable[[], None], ...] = (
     unlike_sites_switch_all_off,
-    a_fault_after_the_gather_switches_all_off_at_the_next,
+    a_fault_after_the_exchange_switches_all_off_at_the_next,
     faults_on_both_at_once,
     what_changes_its_form_switches_all_off,
     a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody,

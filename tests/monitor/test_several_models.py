@@ -120,20 +120,18 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
     members = [member(rank, own, of.form()) for rank, (own, of) in enumerate(zip(stages[:2], measured))]
     silent = member(2, stages[2], ())  # it had nothing to send when they met
     known = Members([RankInfo.of(*m.words()) for m in (*members, silent)], rank=1)
-    assert known.forms[2] == known.forms[1] == measured[1].form()
+    assert known.own_form == measured[1].form()
     assert known.sites == [f"stages.{i}.attn" for i in range(4)]
     assert known.about() == {
         "sites": [{"name": name, "n_heads": 2, "n_kv_heads": 2} for name in known.sites],
         "parameters": 4,
     }
-    sent = {
-        rank: (dict(of.stats), {k: x for k, x in of.numbers.items() if not isinstance(x, PartialValue)}, shares(of))
-        for rank, of in enumerate(measured[:2])
-    }
-    found, others = known.merge(sent)
+    of_all = [Members([RankInfo.of(*m.words()) for m in (*members, silent)], rank=i) for i in range(3)]
+    merged = reduced(of_all, [*measured[:2], None])
+    found, others = merged.stats, merged.numbers
     homes = [(0, "0.attn"), (1, "0.attn"), (1, "1.attn"), (0, "1.attn")]
     for name, (rank, own) in zip(known.sites, homes, strict=True):
-        assert torch.equal(found[name].max_logit, measured[rank].stats[own].max_logit)
+        assert torch.equal(found[name].max_logit, measured[rank].stats[own].max_logit.double())
         assert others[name, "query_weight_norm"] == measured[rank].numbers[own, "query_weight_norm"]
     assert float(others["", "train_loss"]) == 3.0  # of the last stage
     assert {*known.placed({"1.attn": measured[1].stats["1.attn"]})} == {"stages.2.attn"}
@@ -150,8 +148,12 @@ def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | Part
     return {("", "lr"): torch.tensor(1e-2), ("", "train_loss"): loss, **norms}
 
 
-def shares(of: Measurement) -> dict[tuple[str, str], PartialValue]:
-    return {key: x for key, x in of.numbers.items() if isinstance(x, PartialValue)}
+def reduced(members: list[Members], measured: list[Measurement | None]) -> Measurement:
+    """What every process reads of the vectors that all of them send."""
+    sent = [of.pack(own) for of, own in zip(members, measured, strict=True)]
+    largest, *sums = [torch.stack(each) for each in zip(*sent)]
+    found = [of.unpack([largest.amax(0), *(x.sum(0) for x in sums)]) for of in members]
+    return found[0]
 
 
 def member(rank: int, stages: dict[str, int], form: object) -> RankInfo:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qkeel import watch
 from qkeel.errors import QkeelWarning
 from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink
-from qkeel.monitor.gather import AsyncGather
+from qkeel.monitor.gather import Transfer
 from qkeel.monitor.journal import Recorder
 from qkeel.monitor.measure import CallStatistics
 from qkeel.monitor.monitor import Monitor
@@ -245,7 +245,7 @@ def test_reading_a_monitor_never_raises_its_faults(name: str, monkeypatch: pytes
     model, optimizer, monitor = train(lambda m, o: watch(m, o), steps=1)
     model(batch(0)).sum().backward()
     monkeypatch.setattr(Recorder, "add", boom)
-    monkeypatch.setattr(AsyncGather, "arrived", property(lambda _: False))
+    monkeypatch.setattr(Transfer, "arrived", property(lambda _: False))
     optimizer.step()
     assert monitor.active
     value = getattr(monitor, name)

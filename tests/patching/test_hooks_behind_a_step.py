@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from qkeel.handle import Handle
-from qkeel.patching.optimizers import when_hooks_are_done
+from qkeel.patching.optimizers import when_hooks_are_done, when_made
 
 
 def stepped(times: int, seen: list[int], handles: list[Handle]) -> torch.optim.Optimizer:
@@ -76,3 +76,18 @@ def test_many_steps_leave_no_finalizers() -> None:
     optimizer = stepped(50, [], [])
     assert len(weakref.finalize._registry) <= before + 1  # type: ignore[attr-defined]
     del optimizer
+
+
+def test_watchers_of_new_optimizers_may_go_in_any_order() -> None:
+    original, seen = torch.optim.Optimizer.__init__, []
+    first, second = when_made(lambda _: seen.append("first")), when_made(lambda _: seen.append("second"))
+    weight = torch.nn.Parameter(torch.ones(2))
+    first.remove()
+    torch.optim.SGD([weight], lr=0.1)
+    assert seen == ["second"]
+    second.remove()
+    torch.optim.SGD([weight], lr=0.1)
+    assert seen == ["second"]
+    third = when_made(lambda _: seen.append("third"))
+    third.remove()
+    torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]  # the first one's is left, idle

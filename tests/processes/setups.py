@@ -26,7 +26,7 @@ class Setup:
     processes: int
     quick: bool = False
     statistics: str = "equal"
-    collectives: int = 1
+    collectives: int = 2
     collectives_of_search: bool = False
     remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -48,7 +48,10 @@ SETUPS: dict[str, Setup] = {
         remedies=GATHERED,
     ),
     "fsdp2_mixed": Setup(
-        title="fully_shard, MixedPrecisionPolicy(param_dtype=float32) of float64", processes=2, remedies=MIXED
+        title="fully_shard, MixedPrecisionPolicy(param_dtype=float32) of float64",
+        processes=2,
+        collectives=3,  # counts are summed in float64
+        remedies=MIXED,
     ),
     "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2, remedies=GATHERED),
     "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4, remedies=GATHERED),

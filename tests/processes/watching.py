@@ -39,13 +39,15 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n = 0
+        self.n = self.bytes = 0
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
             self.n += 1
-            self.sizes.append(min([x.numel() for x in pytree.tree_leaves(args) if isinstance(x, Tensor)], default=0))
+            sent = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+            self.sizes.append(min([x.numel() for x in sent], default=0))
+            self.bytes += sum(x.numel() * x.itemsize for x in sent)
         return func(*args, **(kwargs or {}))
 
 

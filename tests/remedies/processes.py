@@ -218,11 +218,11 @@ def collectives() -> None:
 
 
 def watched_clip() -> None:
-    """The maxima of a clip are sent with the gather of a monitor where that measures the step, else by themselves, and
+    """The maxima of a clip are sent with those of a monitor where that measures the step, else by themselves, and
     the weights are to the bit those without a monitor, also where that ends on one process."""
     for setup in ("ddp", "fsdp2"):
         plain, before = with_clip(setup, "")
-        alone = with_clip(setup, "no clip")[1][2][-1]  # how many numbers the monitor sends
+        largest, sums = with_clip(setup, "no clip")[1][2][-2:]  # how many numbers the monitor sends
         for case in ("applied first", "watched first", "closed on one", "fails on one", "measures too late"):
             found, counts = with_clip(setup, case)
             assert all(torch.equal(found[name], x) for name, x in plain.items()), (setup, case)
@@ -233,7 +233,8 @@ def watched_clip() -> None:
                 if case == "measures too late":  # by passes of their own over a probe batch
                     assert len(counts[number]) > len(before[number]) if measured else counts[number] == before[number]
                 else:
-                    assert counts[number] == [*passes, clip + alone * measured], (setup, case, number)
+                    ends = [clip + largest, sums] if measured else [clip]
+                    assert counts[number] == [*passes, *ends], (setup, case, number)
 
 
 def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]]:
@@ -598,7 +599,7 @@ def a_swapped_weight_stops_all() -> None:
         query.weight = nn.Parameter(query.weight.detach().clone())
     with pytest.raises(RefusedError, match="has been replaced"):
         own_step(model, optimizer)
-    dist.words_of_all("both have their error", "")
+    dist.gather_messages("both have their error", "")
     print("well", flush=True)
     os._exit(0)  # a reduction that one process never joins is still under way
 

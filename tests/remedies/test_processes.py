@@ -115,7 +115,7 @@ def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: py
     def shared(self: SharedMaxima, *args: object) -> None:
         several(self, *args)  # type: ignore[arg-type]
         self._over_all = dist.StepMaxima(self._sent, "")
-        self._gather.maxima.append(self._over_all)
+        self._exchange.maxima.append(self._over_all)
 
     monkeypatch.setattr(SharedMaxima, "__init__", shared)
     with qkeel.apply("qk_clip:threshold=20", model, optimizer):

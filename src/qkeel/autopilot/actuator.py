@@ -11,7 +11,17 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.autopilot.policy import Action, Decision, DecisionEffect, Held, Policy, Records, Refused, SiteFacts, policy
+from qkeel.autopilot.policy import (
+    Action,
+    ActiveActions,
+    Decision,
+    DecisionEffect,
+    Policy,
+    Records,
+    Refused,
+    SiteFacts,
+    policy,
+)
 from qkeel.errors import DamagedFileError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
 from qkeel.heads.site import AttentionSite
@@ -120,17 +130,17 @@ FIELDS = ("max_logit", "entropy")  # the per-head fields that a policy may read
 MOST_PLANNED = 20_000  # schedules with more steps are not stored with the start event
 
 
-def begun(named: str, deliberation: PolicyRunner, planned: PlannedRates | None) -> Row:
+def begun(named: str, runner: PolicyRunner, planned: PlannedRates | None) -> Row:
     """The event that an autopilot begins with: what a replay needs besides the records."""
     known = planned is not None and planned.steps <= MOST_PLANNED
-    alone = [f"{s.name}: {s.unknown}" for s in deliberation.sites if s.unknown] + list(deliberation.missed)
+    alone = [f"{s.name}: {s.unknown}" for s in runner.sites if s.unknown] + list(runner.missed)
     unverified = f". It leaves alone what was not verified: {'; '.join(alone)}" if alone else ""
     return {
         "event": "autopilot",
         "policy": named,
-        "sites": [{"name": s.name, "n_heads": s.n_heads, "unknown": s.unknown} for s in deliberation.sites],
-        "missed": list(deliberation.missed),
-        "refusals": [{"action": r.action, "site": r.site, "reason": r.reason} for r in deliberation.refused],
+        "sites": [{"name": s.name, "n_heads": s.n_heads, "unknown": s.unknown} for s in runner.sites],
+        "missed": list(runner.missed),
+        "refusals": [{"action": r.action, "site": r.site, "reason": r.reason} for r in runner.refused],
         "clock": planned.clock.tolist() if planned is not None and known else None,
         "text": f"autopilot with the policy {named}" + unverified,
     }
@@ -171,37 +181,37 @@ def replay(
     start = starts[0]
     try:
         sites = [SiteFacts(**site) for site in start["sites"]]
-        deliberation = PolicyRunner(chosen, sites, start["missed"])
-        deliberation.refused += [Refused(step=-1, **one) for one in start["refusals"]]
+        runner = PolicyRunner(chosen, sites, start["missed"])
+        runner.refused += [Refused(step=-1, **one) for one in start["refusals"]]
         found = [event for event in events if event.get("event") == "refused"]
         refusals = [Refused(**{k: event[k] for k in ("step", "action", "site", "reason")}) for event in found]
         if planned is None and start["clock"] is not None:
             planned = PlannedRates(clock=np.array(start["clock"]))
     except (KeyError, TypeError) as error:
         raise DamagedFileError(f"{place.path / 'events.jsonl'} has no valid autopilot start ({error}).") from error
-    return _replayed(history, deliberation, refusals, planned)
+    return _replayed(history, runner, refusals, planned)
 
 
 def _replayed(
-    history: History, deliberation: PolicyRunner, refusals: Sequence[Refused], planned: PlannedRates | None
+    history: History, runner: PolicyRunner, refusals: Sequence[Refused], planned: PlannedRates | None
 ) -> list[Decision | DecisionEffect]:
     if "max_logit" not in history.heads:
         raise InvalidValueError(
             "expected a run that records the largest logit of each head, as qkeel.watch and qkeel run do"
         )
-    recording = Recording([site.name for site in deliberation.sites], planned=planned or history.planned)
+    recording = Recording([site.name for site in runner.sites], planned=planned or history.planned)
     out: list[Decision | DecisionEffect] = []
     for n in range(len(history)):
         values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
         if history.rates is not None:
             values["lr"] = history.rates[n]
         recording.append(values, {name: v[n] for name, v in history.heads.items() if name in FIELDS})
-        decisions, effects = deliberation.see(recording.history)
+        decisions, effects = runner.see(recording.history)
         out += [*effects, *decisions]
         # A live run learns of a refusal after the decision, so a replay passes it on in the same order.
         for one in refusals:
             if one.step == int(history.steps[n]):
-                deliberation.refuse(one)
+                runner.refuse(one)
     return out
 
 
@@ -285,7 +295,7 @@ class RemedyManager:
             return str(error)
         return ""
 
-    def set(self, held: Held, optimizer: int) -> Refusals:
+    def set(self, held: ActiveActions, optimizer: int) -> Refusals:
         """Applies exactly the remedies that should be active on this optimizer; returns what was refused."""
         norm = next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
         if refused := self.set_norm(norm):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.autopilot.actuator import FIELDS, PolicyRunner, RemedyManager, begun
-from qkeel.autopilot.policy import Action, Decision, Policy, Refused, SiteFacts, in_force
+from qkeel.autopilot.policy import Action, Decision, Policy, Refused, SiteFacts, active_actions
 from qkeel.autopilot.policy import policy as known_policy
 from qkeel.capture.example import arguments
 from qkeel.errors import AlarmWarning, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
@@ -41,12 +41,12 @@ from qkeel.sites.find import find_sites
 def state(pilot: Autopilot) -> State:
     """The state of an autopilot: its records, its decisions, and the state of the active remedies."""
     found: State = {f"monitor/{name}": value for name, value in pilot.monitor.state().items()}
-    about: Row = {"policy": pilot.named, "begun": pilot.deliberation is not None}
+    about: Row = {"policy": pilot.named, "begun": pilot.runner is not None}
     if (coming := pilot.next_sample(lag=0)) is not None:
         found |= {f"coming/{name}": torch.from_numpy(x.copy()) for name, x in coming.heads.items()}
         about["coming"] = {"step": coming.step, "values": dict(coming.values), "layers": coming.layers}
-    if pilot.deliberation is not None and pilot.actuator is not None:
-        known, actuator = pilot.deliberation, pilot.actuator
+    if pilot.runner is not None and pilot.actuator is not None:
+        known, actuator = pilot.runner, pilot.actuator
         found |= {f"records/{name}": torch.from_numpy(x.copy()) for name, x in pilot.recording.state().items()}
         found |= {f"remedy/{name}": value for name, value in actuator.state().items()}
         about = {
@@ -73,7 +73,7 @@ def load(pilot: Autopilot, state: State) -> None:
         InvalidValueError: the state is not that of an autopilot with this policy, or training has begun.
         RefusedError: remedies were active and the sites are not known.
     """
-    if pilot.deliberation is not None:
+    if pilot.runner is not None:
         raise InvalidValueError(
             "expected the state of an autopilot before its first step; load it right after making it"
         )
@@ -146,7 +146,7 @@ class Autopilot(Handle):
         self.events: list[Row] = []
         self.warns = True  # whether each decision raises a warning, as alarms do
         self.recording = Recording(planned=monitor.history.planned)
-        self.deliberation: PolicyRunner | None = None
+        self.runner: PolicyRunner | None = None
         self.actuator: RemedyManager | None = None
         self.carried: Sample | None = None  # measured before a checkpoint, decided on after it
         self._pending = [False] * len(self.optimizers)
@@ -160,7 +160,7 @@ class Autopilot(Handle):
     @property
     def decisions(self) -> list[Decision]:
         """The decisions of the policy so far."""
-        return [] if self.deliberation is None else list(self.deliberation.decisions)
+        return [] if self.runner is None else list(self.runner.decisions)
 
     @property
     def asked_rate(self) -> bool:
@@ -204,7 +204,7 @@ class Autopilot(Handle):
 
     def _end(self) -> None:
         """Handles the record of the last step, which no further step triggers, and stops."""
-        last = None if self._stopped or self.deliberation is None else self.next_sample(lag=0)
+        last = None if self._stopped or self.runner is None else self.next_sample(lag=0)
         if last is not None:
             self._guard(self._see, last)
         self._stop()
@@ -236,8 +236,8 @@ class Autopilot(Handle):
         """Starts the policy on these sites."""
         self.actuator = RemedyManager(self.monitor.model, self.optimizers, sites, self.example)
         self.recording.layers = tuple(site.name for site in facts)
-        self.deliberation = PolicyRunner(self.policy, facts, missed)
-        return self.deliberation
+        self.runner = PolicyRunner(self.policy, facts, missed)
+        return self.runner
 
     def _after(self, optimizer: Optimizer) -> None:
         """Runs among the hooks after an optimizer step."""
@@ -246,7 +246,7 @@ class Autopilot(Handle):
         if self._stopped or not self.monitor.active:
             return
         # The first record is handled without lag, so that a checkpoint right after it contains the sites.
-        sample = self.next_sample(lag=0 if self.deliberation is None else 1) if number == 0 else None
+        sample = self.next_sample(lag=0 if self.runner is None else 1) if number == 0 else None
         if self._pending[number] or sample is not None:
             act = lambda _: self._guard(self._act, number, sample)  # noqa: E731
             self._later[number] = when_hooks_are_done(optimizer, act)
@@ -259,24 +259,24 @@ class Autopilot(Handle):
 
     def _act(self, number: int, sample: Sample | None) -> None:
         """Handles the record and carries out decisions, after all hooks of the step have run."""
-        if self.deliberation is None:
+        if self.runner is None:
             assert sample is not None  # nothing is pending before the policy has started
             self._begin(sample)
         elif sample is not None:
             self._see(sample)
-        known, actuator = self.deliberation, self.actuator
+        known, actuator = self.runner, self.actuator
         if not self._pending[number] or known is None or actuator is None:
             return
         self._pending[number] = False
         actuator.compiled = self.monitor.compiled
-        for action, site, reason in actuator.set(in_force(known.decisions, known.refused), number):
+        for action, site, reason in actuator.set(active_actions(known.decisions, known.refused), number):
             refused = Refused(step=known.decisions[-1].step, action=str(action), site=site, reason=reason)
             known.refuse(refused)
             self._pending[number] |= action is Action.NORM  # the other decisions are carried out after the next step
             self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
 
     def _see(self, sample: Sample) -> None:
-        known = self.deliberation
+        known = self.runner
         assert known is not None
         if self.actuator is not None and not self.actuator.sites:
             self.actuator.know(self.monitor.sites)
@@ -290,7 +290,7 @@ class Autopilot(Handle):
                 caution(str(one), AlarmWarning)
         if decisions:
             self._pending = [True] * len(self.optimizers)
-            held = in_force(known.decisions, known.refused)
+            held = active_actions(known.decisions, known.refused)
             closer = [parse(spec)[0].options for (spec, _), (action, _) in held.items() if action is Action.WATCH]
             self.monitor.closer = int(closer[0]["every"]) if closer else None
 
@@ -307,7 +307,7 @@ class Autopilot(Handle):
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(one) for one in self.monitor.missed]
         # All processes must agree on the sites, or their policies would decide differently.
-        dist.done_by_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None, patience=dist.PATIENCE)
+        dist.run_on_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None, patience=dist.PATIENCE)
         known = self.start(facts, missed, list(sites.values()))
         assert self.actuator is not None
         for action, site, reason in self.actuator.try_all():

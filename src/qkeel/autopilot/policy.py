@@ -51,9 +51,9 @@ class Records:
         return int(self.history.steps[-1])
 
     @property
-    def in_force(self) -> Held:
+    def active_actions(self) -> ActiveActions:
         """The active action and its heads, by remedy and site."""
-        return in_force(self.decisions, self.refused)
+        return active_actions(self.decisions, self.refused)
 
     def refuses(self, action: Action, site: str | None) -> str:
         """Returns the reason why a site refuses an action, or "" if it does not."""
@@ -194,19 +194,20 @@ def _row(event: str, one: Decision | DecisionEffect) -> Row:
     return {"event": event, **plain, "text": str(one)}
 
 
-Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
+ActiveActions = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
 
 
-def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Held:
+def active_actions(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> ActiveActions:
     """Returns the actions that are active after these decisions, by (remedy, site), with their heads (empty for all).
 
     A decision that was refused at its step changes nothing. A norm replaces all remedies that act on optimizer steps.
 
-    >>> in_force([Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")])
+    >>> rates = Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")
+    >>> active_actions([rates])
     {('lalr', 'a'): (<Action.RATES: 'lalr'>, ())}
     """
     gone = {(one.step, one.action, one.site) for one in refused}
-    found: Held = {}
+    found: ActiveActions = {}
     for one in decisions:
         key = (one.remedy or str(one.action), one.site)
         old = found.get(key, (one.action, ()))[1]
@@ -331,7 +332,7 @@ class _Step:
     def __init__(self, ladder: Ladder, records: Records) -> None:
         self.ladder, self.records, self.history = ladder, records, records.history
         self.logits = np.asarray(self.history.series("max_logit"), dtype=np.float64)
-        self.held = records.in_force
+        self.held = records.active_actions
         self.specs = {
             Action.WATCH: f"watch:every={ladder.every}",
             Action.CLIP: f"qk_clip:threshold={ladder.threshold:g}",

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import Literal, Self, TypeVar, final
 from weakref import WeakKeyDictionary
 
@@ -48,39 +47,37 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
-# Key-value messages between the ranks of a run, through the process group's store.
+# Messages between the ranks of a run, through the process group's store. A collective would wait forever for a silent
+# rank; the store tells which ranks have arrived.
+
+PATIENCE = 8.0  # seconds for the other processes to arrive once one of them has failed, and until a first warning
 
 
-def leave_word(name: str, word: str) -> None:
+def post_message(name: str, message: str) -> None:
     """Stores this rank's message under a name without waiting; other ranks read it when they get there."""
     if on():
-        process_store().set(_key(name, rank()), word)
+        process_store().set(f"qkeel/{name}/{rank()}", message)
 
 
-def words_under(name: str, word: str, patience: float) -> list[str] | None:
+def try_gather_messages(name: str, message: str, patience: float | None) -> list[str] | None:
     """Stores a message and returns the messages of all ranks in order, or None; the answer is the same on every rank.
 
-    None means that some rank stored no message within `patience` seconds. The store is used because a collective would
-    wait for a silent rank forever.
+    Args:
+        name: of the matter, new for each time that the ranks meet.
+        message: of this rank.
+        patience: seconds to wait for all; None allows what the process group waits in a collective, with a warning
+            after 8 seconds. None is returned when this time is over.
     """
     if not on():
-        return [word]
-    leave_word(name, word)
-    store, keys = process_store(), [_key(name, other) for other in range(world())]
-    try:
-        store.wait(keys, timedelta(seconds=patience))
-        verdict = "heard"
-    except RuntimeError:  # each kind of store has its own error class
-        verdict = "alone"
-    # The first verdict binds all ranks: one may just have lost patience with another that was about to answer.
-    if store.compare_set(f"qkeel/{name}/verdict", "", verdict).decode() == "alone":
-        return None
-    return [store.get(key).decode() for key in keys]
+        return [message]
+    found = _meet_all(f"qkeel/{name}", name, message, patience)
+    messages = [one for one in found if one is not None]
+    return messages if len(messages) == len(found) else None
 
 
-def left_by_all(name: str) -> bool:
+def all_posted(name: str) -> bool:
     """True if every rank has stored a message under a name; does not wait."""
-    return process_store().check([_key(name, other) for other in range(world())])
+    return process_store().check([f"qkeel/{name}/{other}" for other in range(world())])
 
 
 def publish(name: str, text: str) -> None:
@@ -98,16 +95,11 @@ def ordinal(kind: str) -> int:
     return process_store().add(f"qkeel/{kind}/{rank()}", 1) if on() else 0
 
 
-def _key(name: str, of: int) -> str:
-    return f"qkeel/{name}/{of}"
-
-
 # Actions that all processes of a run perform or none. They agree through the store, where a silent process blocks
 # nobody for long.
 
 T = TypeVar("T")
 
-PATIENCE = 8.0  # seconds for the other processes to arrive once one of them has failed
 _FAILED = "failed: "
 _ROUND = "qkeel/round"
 _AGREED = ContextVar("qkeel_agreed_collectives", default=False)
@@ -117,7 +109,7 @@ class ApartError(RefusedError):
     """An action was not performed on all processes of a run. Every process raises an error."""
 
 
-def done_by_all(
+def run_on_all(
     what: str,
     act: Callable[[], T],
     word: Callable[[T], str],
@@ -134,7 +126,7 @@ def done_by_all(
         act: runs on each process; inside it, only nested calls of this function may wait for other processes.
         word: describes the outcome; must be equal on all processes.
         undo: reverts the action if another process failed or had a different outcome.
-        patience: as in `words_of_all`.
+        patience: as in `gather_messages`.
 
     Raises:
         ApartError: another process failed, had another outcome, or did not arrive.
@@ -147,10 +139,10 @@ def done_by_all(
     except ApartError:
         raise
     except BaseException as error:
-        _say(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
+        _report(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
         raise
     try:
-        words = words_of_all(what, word(done), patience=patience)
+        words = gather_messages(what, word(done), patience=patience)
         if len(set(words)) > 1:
             raise ApartError(f"{what} is not the same on all processes of this run. {_unlike(words)}")
     except ApartError:
@@ -159,7 +151,7 @@ def done_by_all(
     return done
 
 
-def words_of_all(what: str, word: str, *, patience: float | None = None) -> list[str]:
+def gather_messages(what: str, word: str, *, patience: float | None = None) -> list[str]:
     """Returns what every process reports about `what`, in rank order, once all have reported.
 
     Args:
@@ -172,7 +164,7 @@ def words_of_all(what: str, word: str, *, patience: float | None = None) -> list
         ApartError: a process stays silent, reports about another matter, or has reported a failure. In the last case
             silent processes get 8 more seconds, and this error as soon as they report.
     """
-    at, words = _say(what, word, patience)
+    at, words = _report(what, word, patience)
     fault = _fault(at)
     if fault:
         raise ApartError(fault)
@@ -189,13 +181,13 @@ def words_of_all(what: str, word: str, *, patience: float | None = None) -> list
     return [text for *_, text in said]
 
 
-def failed_on_all(what: str, error: Exception) -> None:
+def fail_on_all(what: str, error: Exception) -> None:
     """Reports to the other processes that this one failed in `what`; returns if every process reports a failure too.
 
     Raises:
         ApartError: some process did not fail.
     """
-    at, words = _say(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
+    at, words = _report(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
     if not all(said is not None and said.startswith(f"{what}\n{_FAILED}") for said in words):
         raise ApartError(_fault(at)) from error
 
@@ -230,7 +222,7 @@ def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
         store.set(f"{here}/{rank()}", operator)
         while not store.check(keys):
             if _fault(at):
-                words_of_all(what, "")  # raises, and releases the others
+                gather_messages(what, "")  # raises, and releases the others
             over = [other for other in ranks if store.check([f"{at}/{other}"])]
             if (over or time.monotonic() > give_up) and not store.check(keys):
                 raise RefusedError(
@@ -272,7 +264,7 @@ def _processes(ranks: Sequence[int]) -> str:
 
 
 @_store_there()
-def _say(what: str, word: str, patience: float | None) -> tuple[str, list[str | None]]:
+def _report(what: str, word: str, patience: float | None) -> tuple[str, list[str | None]]:
     """Stores this rank's message and returns the round's key and the messages of all ranks, None for silent ones.
 
     All ranks share the number of the round, so a rank that was silent in one meets the others in the next.
@@ -280,18 +272,25 @@ def _say(what: str, word: str, patience: float | None) -> tuple[str, list[str | 
     store, number = process_store(), _number()
     at = f"{_ROUND}/{number}"
     _catch_up(what, number, patience)
-    keys = [f"{at}/{other}" for other in range(world())]
     if word.startswith(_FAILED):
         fault = f"{what} failed on process {rank()}, so no process has done it: {word[len(_FAILED) :]}"
         store.compare_set(f"{at}/fault", "", fault)
-    store.set(keys[rank()], f"{what}\n{word}")
-    verdict = f"{at}/verdict"
-    complete = _waited(what, keys, verdict, f"{at}/fault", _limit(patience))
-    # The first verdict binds all ranks: one may just have lost patience with another that was about to answer.
-    final = store.compare_set(verdict, "", "complete" if complete else "silent").decode()
+    messages = _meet_all(at, what, f"{what}\n{word}", patience)
     store.compare_set(_ROUND, str(number), str(number + 1))
-    here = [final == "complete" or store.check([key]) for key in keys]
-    return at, [store.get(key).decode() if said else None for key, said in zip(keys, here)]
+    return at, messages
+
+
+def _meet_all(at: str, what: str, message: str, patience: float | None) -> list[str | None]:
+    """Stores this rank's message and returns those of all ranks, None for those that were not here in time.
+
+    Every rank gets the same answer: the first that has seen all messages, or has lost patience, decides for all.
+    """
+    store, keys = process_store(), [f"{at}/{other}" for other in range(world())]
+    store.set(keys[rank()], message)
+    complete = _waited(what, keys, f"{at}/verdict", f"{at}/fault", _limit(patience))
+    own = [] if complete else [str(other) for other, key in enumerate(keys) if not store.check([key])]
+    silent = store.compare_set(f"{at}/verdict", "", ",".join(own) or "none").decode().split(",")
+    return [None if str(other) in silent else store.get(key).decode() for other, key in enumerate(keys)]
 
 
 def _catch_up(what: str, number: int, patience: float | None) -> None:
@@ -390,29 +389,24 @@ def reduced(vector: Tensor, by: Literal["sum", "max"], group: ProcessGroup | Non
     Raises:
         ApartError: a process of the collective has reported a failure (checked on the host only).
     """
-    found = vector.to(collective_device())
-    how = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
-    work = torch_distributed.all_reduce(found, how, group=group, async_op=True)
-    _wait(work, found)
-    return found.to(vector.device)
+    return reduced_together([(vector, by)], group)[0]
 
 
-def gather(vector: Tensor) -> Tensor:
-    """Gathers [n] from every process into [world n] on each, in rank order, in one collective.
+def reduced_together(
+    vectors: Sequence[tuple[Tensor, Literal["sum", "max"]]], group: ProcessGroup | None = None
+) -> list[Tensor]:
+    """Reduces several vectors like `reduced`, one collective each. All have begun before the first is waited for."""
+    under_way = []
+    for vector, by in vectors:
+        found = vector.to(collective_device(), copy=True)
+        how = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
+        under_way.append((found, torch_distributed.all_reduce(found, how, group=group, async_op=True)))
+    for found, work in under_way:
+        _wait(work, found)
+    return [found.to(vector.device) for (found, _), (vector, _) in zip(under_way, vectors)]
 
-    Raises:
-        ApartError: a process of the collective has reported a failure (checked on the host only).
-    """
-    if not on():
-        return vector[None]
-    out = vector.new_empty(world() * vector.numel())
-    # torch 2.13 renamed the function and warns about the old name.
-    all_gather = getattr(torch_distributed, "all_gather_single", torch_distributed.all_gather_into_tensor)
-    _wait(all_gather(out, vector.contiguous(), async_op=True), out)
-    return out.view(world(), -1)
 
-
-def say_failed(why: str) -> None:
+def report_failure(why: str) -> None:
     """Tells processes that wait for this one in a reduction that it has failed."""
     if on():
         process_store().set(_FAILED_THERE, f"process {rank()}: {why}")
@@ -434,20 +428,20 @@ def _wait(work: Work | None, result: Tensor) -> None:
     work.wait()
 
 
-# The gather at the end of an optimizer step, and maxima over all processes that are sent along.
+# The exchange of numbers at the end of an optimizer step, and maxima over all processes that are sent along.
 
 
 @final
-class StepGather:
-    """The gather at the end of some optimizer steps.
+class StepExchange:
+    """The all-reduces at the end of some optimizer steps.
 
-    Maxima that are needed after each step are sent along, so that such a step has one collective. All processes must
-    have agreed on this.
+    Maxima that are needed after each step are sent along, so that such a step has no collective for them. All processes
+    must have agreed on this.
     """
 
     def __init__(self) -> None:
         self.maxima: list[StepMaxima] = []
-        self.agreed = ""  # name of the gather that all processes take part in
+        self.agreed = ""  # name of the exchange that all processes take part in
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
@@ -455,7 +449,7 @@ class StepGather:
         return _OF.setdefault(optimizer, cls())  # type: ignore[return-value]
 
     def agree(self, name: str, counts: set[str]) -> None:
-        """Records that all processes take part in the named gather; `counts` are the distinct values of their
+        """Records that all processes take part in the named exchange; `counts` are the distinct values of their
         `count`."""
         self.agreed = name
         for one in self.maxima if len(counts) == 1 else ():
@@ -466,17 +460,20 @@ class StepGather:
         """The number of vectors of maxima, for comparison between processes."""
         return str(len(self.maxima))
 
-    def gather(self, name: str, vector: Tensor) -> Tensor:
-        """Gathers [n] from every process into [world n], and sends along the maxima that are due."""
+    def reduce(self, name: str, largest: Tensor, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Reduces a vector to its maxima and others to their sums, and sends along the maxima that are due."""
         with_it = [one for one in self.maxima if one.sent_with == name and one.found is None]
-        sent = [vector, *(one.own().to(vector) for one in with_it)]
-        rows, *others = gather(torch.cat(sent)).split([len(x) for x in sent], 1)
-        for one, found in zip(with_it, others):
-            one.found = found.amax(0)
-        return rows
+        own = [one.own() for one in with_it]
+        wide = functools.reduce(torch.promote_types, [x.dtype for x in own], largest.dtype)
+        together = torch.cat([largest, *(x.to(largest.device) for x in own)]) if own else largest
+        over_all, *others = reduced_together([(together.to(wide), "max"), *((x, "sum") for x in sums)])
+        mine, *found = over_all.split([len(largest), *map(len, own)])
+        for one, x in zip(with_it, found):
+            one.found = x
+        return [mine, *others]
 
     def largest(self, wanted: StepMaxima) -> Tensor:
-        """Returns maxima over all processes, once per step. Maxima that no gather has sent share one collective."""
+        """Returns maxima over all processes, once per step. Maxima that no exchange has sent share one collective."""
         if wanted.found is None:
             left = [one for one in self.maxima if one.found is None]
             own = [one.own() for one in left]
@@ -492,8 +489,8 @@ class StepGather:
 class StepMaxima:
     """A vector whose entries are known to some processes at the end of a step, and whose maxima over all are needed.
 
-    `sent_with` names the agreed gather that sends it along, in steps that have this gather; otherwise it is reduced
-    separately. `own` is called once per step and returns no NaN.
+    `sent_with` names the agreed exchange that sends it along, in steps that have one; otherwise it is reduced
+    separately. `own` is called once per step and returns no NaN. Its dtype is the same on all processes.
     """
 
     def __init__(self, own: Callable[[], Tensor], sent_with: str) -> None:
@@ -501,4 +498,4 @@ class StepMaxima:
         self.found: Tensor | None = None
 
 
-_OF: WeakKeyDictionary[Optimizer, StepGather] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[Optimizer, StepExchange] = WeakKeyDictionary()

@@ -105,7 +105,7 @@ def wrapped_by(model: nn.Module) -> str:
     return "tensor parallel" if any(map(is_split, model.parameters())) else ""
 
 
-def mates(model: nn.Module) -> tuple[int, ...]:
+def peer_ranks(model: nn.Module) -> tuple[int, ...]:
     """Returns the ranks known to run the same layers: those of its wrapper or of its parameters' meshes."""
     found = {rank()}
     for wrapper in wrappers(model):
@@ -264,7 +264,7 @@ Span = tuple[int, int]  # first index, and the index after the last
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shard:
+class LocalBlock:
     """The block of a parameter's entries that this process holds.
 
     Args:
@@ -281,7 +281,7 @@ class Shard:
     over: tuple[bool, ...]
 
 
-def shard(name: str, p: Tensor, gathered: int = 0) -> Shard | None:
+def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
     """Returns the part of a parameter on this process; None if it holds all of it.
 
     Args:
@@ -313,7 +313,7 @@ def shard(name: str, p: Tensor, gathered: int = 0) -> Shard | None:
     if [last - first for first, last in own] != list(local(p).shape):
         raise RefusedError(f"{name} is split over processes in a way that is not known: {tuple(placements)}")
     groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
-    return Shard(
+    return LocalBlock(
         spans=tuple(own),
         in_pass=tuple(spans([axis for axis in plain if axis >= gathered])),
         groups=groups,
@@ -340,7 +340,7 @@ class PartialSums:
     All sums share one collective over all processes if the parameters' meshes cover these, else one per mesh axis.
     """
 
-    def __init__(self, shards: Sequence[Shard | None]) -> None:
+    def __init__(self, shards: Sequence[LocalBlock | None]) -> None:
         found = {id(group): group for s in shards if s is not None for group in s.groups}
         self._groups = list(found.values())
         self.counted = [all(self._counts(s, group) for group in self._groups) for s in shards]
@@ -348,7 +348,7 @@ class PartialSums:
             self._groups = [torch_distributed.group.WORLD] if self._groups else []
 
     @staticmethod
-    def _counts(s: Shard | None, group: ProcessGroup) -> bool:
+    def _counts(s: LocalBlock | None, group: ProcessGroup) -> bool:
         """True if this process's numbers count in a group: always for a part, and for replicas on the first rank."""
         split = s is not None and any(own is group for own, over in zip(s.groups, s.over) if over)
         return split or torch_distributed.get_rank(group) == 0
@@ -360,10 +360,10 @@ class PartialSums:
         return row
 
 
-def shards_of(named: Sequence[tuple[str, Tensor]]) -> Iterator[Shard | None]:
+def local_blocks(named: Sequence[tuple[str, Tensor]]) -> Iterator[LocalBlock | None]:
     """Yields the part of each parameter; shared parameters are inspected once."""
-    seen: dict[int, Shard | None] = {}
+    seen: dict[int, LocalBlock | None] = {}
     for name, p in named:
         if id(p) not in seen:
-            seen[id(p)] = shard(name, p)
+            seen[id(p)] = local_block(name, p)
         yield seen[id(p)]

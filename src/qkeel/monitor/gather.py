@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from qkeel import dist
 from qkeel.capture.calls import SiteStats
 from qkeel.errors import InvalidValueError
-from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.functional.statistics import LogitStats, merge
 from qkeel.patching.modes import without_gradients
 
 # The share that each process has in a number, and the number that all shares make.
@@ -135,23 +131,6 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return SiteNumbers(rows, {(rename(site, name), name): x for (site, name), x in self.single.items()})
 
 
-def combined(how: Reduction, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Combines the values of several processes; NaN where none of them has any data."""
-    known = [w > 0 for w in weights]
-    if len(values) == 1:
-        return values[0].masked_fill(~known[0], torch.nan)
-    x, w = torch.stack([v.masked_fill(~k, 0.0) for v, k in zip(values, known)]), torch.stack(list(weights))
-    if how == "max":
-        out = x.masked_fill(w == 0, -torch.inf).amax(0)
-    elif how == "mean":
-        out = (w * x).sum(0) / w.sum(0)
-    else:
-        top = x.abs().amax(0).nan_to_num(1.0, 1.0).clamp_min(torch.finfo(x.dtype).tiny)  # squares stay finite
-        total = ((x / top).square() * (w if how == "root_mean" else 1.0)).sum(0)
-        out = top * (total / w.sum(0) if how == "root_mean" else total).sqrt()
-    return out.masked_fill(w.sum(0) == 0, torch.nan)
-
-
 def _smaller_over_eps(query: Tensor, key: Tensor, eps: Tensor) -> Tensor:
     return torch.minimum(query, key) / eps
 
@@ -194,9 +173,9 @@ def with_made(numbers: Numbers) -> Numbers:
 # From the device to the host, and from every process to every process, in one piece.
 
 Stats = Mapping[str, LogitStats]
-# Of each tensor that is sent: the site, the name, the shape, and how shares make one number ("" of statistics).
-GatherForm = tuple[tuple[str, str, tuple[int, ...], str], ...]
-_WEIGHT = "weight of "
+# Of each measured tensor: the site, the name, the shape, and how partial values make one number ("" of statistics).
+MeasurementForm = tuple[tuple[str, str, tuple[int, ...], str], ...]
+ALIKE = "alike"  # of numbers that all processes with the same weights know
 
 
 @final
@@ -211,17 +190,13 @@ class Measurement:
     numbers: GivenNumbers
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def form(self) -> GatherForm:
-        """Returns the layout of the packed vector: its parts in order."""
-        return tuple((site, name, tuple(x.shape), how) for site, name, x, how in self._tensors())
-
-    def pack(self, device: torch.device) -> Tensor:
-        """Packs everything into one vector that begins with a Flag."""
-        dtype = widest(device)  # exact for counts under 2^53
-        parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
-        for _, alike in itertools.groupby(self._tensors(), lambda tensor: tensor[2].dtype):
-            parts.append(torch.cat([_on(device, dtype, x.detach()) for _, _, x, _ in alike]).to(dtype))
-        return torch.cat(parts)
+    def form(self) -> MeasurementForm:
+        """Returns the form of the measurement, which must be the same in every step."""
+        found = [(site, name, tuple(x.shape), "") for site, s in self.stats.items() for name, x in site_tensors(s)]
+        for (site, name), x in self.numbers.items():
+            value, how = (x.value, _how(x)) if isinstance(x, PartialValue) else (x, ALIKE)
+            found.append((site, name, tuple(value.shape), how))
+        return tuple(found)
 
     def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
         """Returns the measurement with changed tensors, and with numbers in place of partial values. `change` gets some
@@ -234,7 +209,7 @@ class Measurement:
         shares = {key: x for key, x in single.items() if isinstance(x, PartialValue)}
         weights = dict(zip(shares, change([x.weight for x in shares.values()])))
         found: dict[NumberKey, Tensor | PartialValue] = {
-            key: combined(shares[key].how, [x], [weights[key]]) if key in shares else x for key, x in zip(single, known)
+            key: x.masked_fill(~(weights[key] > 0), torch.nan) if key in shares else x for key, x in zip(single, known)
         }
         kept = [
             SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=None)
@@ -254,74 +229,45 @@ class Measurement:
         found += [x.value if isinstance(x, PartialValue) else x for x in numbers.single.values()]
         return found + [x.weight for x in numbers.single.values() if isinstance(x, PartialValue)]
 
-    def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
-        """Returns the tensors sorted by dtype, since a GPU concatenates mixed dtypes one by one."""
-        return sorted(self._named(), key=lambda tensor: str(tensor[2].dtype))
 
-    def _named(self) -> Iterable[tuple[str, str, Tensor, str]]:
-        for site, stats in self.stats.items():
-            yield from ((site, name, x, "") for name, x in _tensors(stats))
-        for (site, name), x in self.numbers.items():
-            if isinstance(x, PartialValue):
-                yield site, _WEIGHT + name, x.weight, ""
-            yield (site, name, x.value, _how(x)) if isinstance(x, PartialValue) else (site, name, x, "alike")
-
-
-def _on(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Returns a tensor as a vector on a device. A host number is filled in there: a copy would make the host wait."""
+def on_device(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """A tensor as a vector on a device; a number of the host is filled in there, since a copy would wait for it."""
     if x.device == device:
         return x.reshape(-1)
     return torch.full((1,), float(x), dtype=dtype, device=device) if x.numel() == 1 else x.reshape(-1).to(device, dtype)
 
 
-def _how(share: PartialValue) -> str:
-    return f"{share.how} {share.of} {'own' if share.own else 'all'}"
-
-
-class Flag(enum.IntEnum):
-    """What a process sends ahead of its numbers: there are some, there are none this time, or it is switched off."""
-
-    WELL = 0
-    NOTHING = 1
-    OFF = 2
-
-
-# What a process sent: statistics by site, tensors that are known alike, shares.
-Sent = tuple[Stats, Numbers, dict[NumberKey, PartialValue]]
-MergedNumbers = tuple[Stats, Numbers]
-
-
 @final
-class AsyncGather:
-    """A vector that is gathered from all processes and copied to the host without waiting. `merge` combines what they
-    sent, so that each process ends with the same.
-    """
+class Transfer:
+    """The numbers of a step on their way from the device to the host, which waits for them only if it must."""
 
     def __init__(
         self,
-        packed: Tensor,
-        forms: Sequence[GatherForm],
-        merge: Callable[[Mapping[int, Sent]], MergedNumbers] | Callable[[Tensor], Measurement],
-        gather: Callable[[Tensor], Tensor] = dist.gather,
+        vectors: Sequence[Tensor],
+        read: Callable[[list[Tensor]], Measurement],
+        stopped: Callable[[list[Tensor]], bool] = lambda _: False,
     ) -> None:
-        """Takes the form of each process's vector. A single process gathers nothing; `merge` gets its row as it is."""
-        self.forms, self._merge = forms, merge
-        if len(forms) > 1:
-            packed = gather(torch.nn.functional.pad(packed, (0, max(map(_size, forms)) - len(packed))))
-        else:
-            packed = packed[None]
+        """Starts the copy of the vectors.
+
+        Args:
+            vectors: the numbers, on one device.
+            read: makes a measurement of the vectors once they are on the host.
+            stopped: tells by the vectors whether another process has stopped measuring.
+        """
+        self._read, self._stopped = read, stopped
         self._event: torch.cuda.Event | None = None
-        if packed.device.type == "cuda":
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
+        if any(x.device.type == "cuda" for x in vectors):
+            self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in vectors]
+            for there, x in zip(self._host, vectors):
+                there.copy_(x, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = packed.cpu()
+            self._host = [x.cpu() for x in vectors]
 
     @classmethod
     @without_gradients
-    def alone(cls, measured: Measurement) -> AsyncGather:
+    def alone(cls, measured: Measurement) -> Transfer:
         """Starts the transfer of this process's measurement to its host."""
         given = measured.parts()
         device = _device(measured)
@@ -329,16 +275,19 @@ class AsyncGather:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(given):
             by_dtype.setdefault(x.dtype, []).append(i)
-        parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
+        parts = []
         for of in by_dtype.values():
             own = [given[i] for i in of]
-            flat = [(x if x.ndim == 1 else x.reshape(-1)) if x.device == device else _on(device, dtype, x) for x in own]
+            flat = [
+                (x if x.ndim == 1 else x.reshape(-1)) if x.device == device else on_device(device, dtype, x)
+                for x in own
+            ]
             parts.append(torch.cat(flat).to(dtype))
         lengths = [len(x) for x in parts]
 
-        def merge(row: Tensor) -> Measurement:
+        def read(rows: list[Tensor]) -> Measurement:
             values: list[Tensor | None] = [None] * len(given)
-            _, *groups = row.split_with_sizes(lengths)
+            groups = rows[0].split_with_sizes(lengths)
             for (kind, of), group in zip(by_dtype.items(), groups):
                 group = group if kind.is_floating_point else group.to(kind)
                 for i, x in zip(of, group.split_with_sizes([given[i].numel() for i in of])):
@@ -346,118 +295,50 @@ class AsyncGather:
             at = iter(values)
             return measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
 
-        return cls(torch.cat(parts), [()], merge)
+        return cls([torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)], read)
 
     @property
     def arrived(self) -> bool:
         """Whether the numbers can be read without waiting."""
         return self._event is None or self._event.query()
 
-    def flagged(self, flag: Flag) -> bool:
-        """Returns whether some process sent this flag; waits for the numbers if need be."""
+    @property
+    def stopped(self) -> bool:
+        """Returns whether another process has stopped measuring; waits for the numbers if need be."""
+        return self._stopped(self.vectors)
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The vectors on the host; waits for them if need be."""
         if self._event is not None:
             self._event.synchronize()
-        return bool((self._host[:, 0] == flag).any())
+        return self._host
 
     def result(self) -> Measurement:
-        """Returns the merged numbers of all processes on the host; waits for them if need be.
+        """The numbers on the host; waits for them if need be.
 
-        Raises: InvalidValueError if a process has stopped measuring.
+        Raises:
+            InvalidValueError: another process has stopped measuring.
         """
-        if self.flagged(Flag.OFF):
+        if self.stopped:
             raise InvalidValueError(
                 "the monitor of another process of this run has switched itself off, or was closed there"
             )
-        if len(self.forms) == 1:
-            alone = self._merge(self._host[0])  # type: ignore[arg-type]
-            assert isinstance(alone, Measurement)
-            return dataclasses.replace(alone, numbers=with_made(alone.numbers))  # type: ignore[arg-type]
-        rows = zip(self.forms, self._host, strict=True)
-        sent = {rank: _unpacked(form, row) for rank, (form, row) in enumerate(rows) if row[0] == Flag.WELL}
-        stats, numbers = self._merge(sent) if sent else ({}, {})  # type: ignore[arg-type,misc]
-        return Measurement(stats=stats, numbers=with_made(numbers))
+        measured = self._read(self.vectors)
+        return dataclasses.replace(measured, numbers=with_made(measured.numbers))  # type: ignore[arg-type]
 
 
-def word(flag: Flag, form: GatherForm) -> Tensor:
-    """Returns a vector of this form that holds nothing but a flag."""
-    vector = torch.zeros(_size(form), dtype=torch.float64)
-    vector[0] = flag
-    return vector.to(dist.collective_device())
+def _how(share: PartialValue) -> str:
+    return f"{share.how} {share.of} {'own' if share.own else 'all'}"
 
 
-def merged_alike(sent: Sequence[Sent]) -> MergedNumbers:
-    """Merges processes that each have all heads and layers and the same weights."""
-    stats: Stats
-    stats, numbers, _ = sent[0]
-    for other, _, _ in sent[1:]:
-        stats = {site: merge(s, other[site]) for site, s in stats.items()}
-    return stats, {**numbers, **shared([shares for _, _, shares in sent])}
-
-
-def shared(sent: Sequence[Mapping[NumberKey, PartialValue]]) -> dict[NumberKey, Tensor]:
-    """Combines the partial values of several processes."""
-    found: dict[NumberKey, list[PartialValue]] = {}
-    for shares in sent:
-        for key, share in shares.items():
-            found.setdefault(key, []).append(share)
-    return {key: combined(s[0].how, [x.value for x in s], [x.weight for x in s]) for key, s in found.items()}
-
-
-def _size(form: GatherForm) -> int:
-    return 1 + sum(math.prod(shape) for _, _, shape, _ in form)
-
-
-def _unpacked(form: GatherForm, row: Tensor) -> Sent:
-    found, parts, numbers = {}, {}, {}
-    sizes = [1, *(math.prod(shape) for _, _, shape, _ in form)]
-    _, *values = row[: sum(sizes)].split_with_sizes(sizes)
-    for (site, name, shape, how), value in zip(form, values):
-        value = value if len(shape) == 1 else value.view(shape)
-        if how == "alike":
-            numbers[site, name] = value
-        elif how:
-            parts[site, name] = value, how.split()
-        else:
-            found[site, name] = value
-    shares = {
-        (site, name): PartialValue(
-            value=x, weight=found.pop((site, _WEIGHT + name)), how=rule, of=of, own=heads == "own"
-        )
-        for (site, name), (x, (rule, of, heads)) in parts.items()
-    }
-    sites = dict.fromkeys(site for site, name, _, _ in form if name == TENSORS[0])
-    stats = {
-        site: LogitStats(
-            **{f: _counted(f, found.pop((site, f))) for f in TENSORS},  # type: ignore[arg-type]
-            classes=_classes(site, found),
-            entropy_error=found.pop((site, "entropy_error"), None),
-        )
-        for site in sites
-    }
-    return stats, numbers, shares
-
-
-def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
-    """Returns every tensor of a site's statistics; names of those by class carry the class names."""
+def site_tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
+    """Every tensor of a site's statistics; those by class carry the names of the classes."""
     found = [*stats.tensors().items()]
     classes = stats.classes
     if classes is not None:
         found += [("\t".join((name, *classes.names)), value) for name, value in classes.tensors().items()]
     return found
-
-
-def _classes(site: str, found: dict[NumberKey, Tensor]) -> ClassStats | None:
-    """Takes the class statistics of a site out of `found`."""
-    own = [name.split("\t") for at, name in found if at == site and "\t" in name]
-    if not own:
-        return None
-    names = own[0][1:]
-    values = {name: _counted(name, found.pop((site, "\t".join((name, *names))))) for name, *_ in own}
-    return ClassStats(names=tuple(names), **values)
-
-
-def _counted(field: str, value: Tensor) -> Tensor:
-    return value.to(torch.int64) if field.startswith("n_") else value
 
 
 def _device(measured: Measurement) -> torch.device:
@@ -480,4 +361,4 @@ def on_host(stats: Stats) -> SiteStats:
     """Returns the statistics on the CPU, in float64."""
     if not stats:
         return SiteStats()
-    return SiteStats.of(AsyncGather.alone(Measurement(stats=stats, numbers={})).result().stats)
+    return SiteStats.of(Transfer.alone(Measurement(stats=stats, numbers={})).result().stats)

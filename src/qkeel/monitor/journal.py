@@ -19,7 +19,7 @@ from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog, Recording
-from qkeel.monitor.gather import AsyncGather, Flag, Measurement, SiteNumbers, Stats, merged
+from qkeel.monitor.gather import Measurement, SiteNumbers, Stats, Transfer, merged
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
@@ -376,7 +376,7 @@ class PendingResults:
         self._said = False
 
     def add(
-        self, step: int, phase: Phase, transfer: AsyncGather, *, unread: Stats | None, monitor: Mapping[str, float]
+        self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None, monitor: Mapping[str, float]
     ) -> None:
         """One more step; unread: what of its statistics nobody has read, None for all that arrive; monitor: what the
         monitor of this process says of itself."""
@@ -384,8 +384,8 @@ class PendingResults:
 
     @property
     def flagged(self) -> bool:
-        """Returns whether another process has said, in a gather that is under way, that it has switched itself off."""
-        return any(one.transfer.flagged(Flag.OFF) for one in self._coming)
+        """Returns whether another process has reported, in an exchange under way, that it has switched itself off."""
+        return any(one.transfer.stopped for one in self._coming)
 
     def settle(self, *, wait: bool, before: int = 0) -> None:
         """Puts on record what has arrived, and waits for the steps before `before`; with `wait` for everything.
@@ -394,7 +394,7 @@ class PendingResults:
         """
         while self._coming and (wait or self._coming[0].step < before or self._coming[0].transfer.arrived):
             one = self._coming.pop(0)
-            if one.transfer.flagged(Flag.OFF):
+            if one.transfer.stopped:
                 self._group.over = True
             measured = one.transfer.result()
             self._say_unknown(measured)
@@ -443,6 +443,6 @@ class _Coming:
 
     step: int
     phase: Phase
-    transfer: AsyncGather
+    transfer: Transfer
     unread: Stats | None
     monitor: Mapping[str, float]

@@ -98,7 +98,7 @@ class StepEnd:
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
-        due, begun = self._steps.step_due, self._group.gathers
+        due, begun = self._steps.step_due, self._group.exchanges
         try:
             if not self._group.stopped:
                 self.evaluated()
@@ -111,8 +111,8 @@ class StepEnd:
                     self._train_step(now if self.rate is None else self.rate)
             self.rate = now
         except Exception:
-            if due and self._group.waited_for and self._group.gathers == begun:
-                self._group.leave(known=False)  # the others wait in the gather of this step
+            if due and self._group.waited_for and self._group.exchanges == begun:
+                self._group.leave(known=False)  # the others wait in the exchange of this step
             raise
         finally:
             self._steps.stepped()
@@ -154,7 +154,7 @@ class StepEnd:
         stats = merged([*taken, fresh])
         numbers = self._models.take(rate) if phase == "train" else {}
         if not alone:
-            self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no gather
+            self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no exchange
         transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
         if transfer is not None:
             self._arrivals.add(
@@ -312,8 +312,8 @@ class Monitor(Handle):
         self._models = WatchedModels(whole, introduced.stages)
         # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
         early = optimizer is not None and probe is None and dist.world() > 1
-        gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
-        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", gather)
+        exchange = dist.StepExchange.of(optimizer) if early and optimizer is not None else dist.StepExchange()
+        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", exchange)
         self._journal = Recorder(
             sinks,
             lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),

@@ -1,10 +1,10 @@
-"""The processes that watch one run, and the numbers of a step that they merge."""
+"""The processes of a run that measure one model: how they meet, and the numbers that they reduce in a step."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Self, TypeVar, final
@@ -13,34 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.dist.agreement import leave_word, left_by_all, publish, published, words_under
+from qkeel.capture.calls import ScoreBlock, SiteStats
+from qkeel.dist.agreement import PATIENCE, all_posted, post_message, publish, published, try_gather_messages
 from qkeel.dist.sharding import Layout, head_axes
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.functional.class_statistics import MERGES as _CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
-from qkeel.functional.statistics import MERGES, LogitStats, merge
+from qkeel.functional.norms import widest
+from qkeel.functional.statistics import MERGES, POSITION_BINS, TENSORS, LogitStats
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.gather import (
+    ALIKE,
     WHOLE_MODEL,
-    AsyncGather,
-    Flag,
-    GatherForm,
     Measurement,
-    MergedNumbers,
+    MeasurementForm,
     NumberKey,
-    Numbers,
     PartialValue,
-    Sent,
     Stats,
-    shared,
-    word,
+    Transfer,
+    on_device,
+    on_host,
 )
 from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import running_stage
 from qkeel.sites.find import within
 
-# The processes of a run as they introduced themselves, and what they measured as that of one model.
+# The processes of a run, and the layers and heads of their model.
 
 V = TypeVar("V")
+
+_STOPPED, _WELL, _UNFIT, _FLAGS = range(4)  # entries at the front of the maxima, and how many
 
 UNLIKE = (
     "the processes of this run do not see the same attention, so nothing can be merged. Stages of a pipeline that are "
@@ -52,36 +54,48 @@ UNLIKE = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One process: its place, what it sends, whose heads and key heads are split, and its part of the description.
+    """One process of a run.
 
-    `stages` are those of its models, by their names, with which the names of their sites begin; {} of one model.
+    Args:
+        layout: its role.
+        keys_seen: number of keys that its queries saw in the first measured step.
+        form: the form of its measurements; () if it had none when the processes met.
+        split: by site whether query heads, and key heads, are split over processes.
+        about: its part of the description of the model.
+        stages: by the names of several models, with which the names of their sites begin, their pipeline stages.
+        extent: the statistics of its first measured step.
     """
 
     layout: Layout
-    form: GatherForm = ()
+    keys_seen: int = 0
+    form: MeasurementForm = ()
     split: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    extent: Extent | None = None
 
     def words(self) -> tuple[str, str]:
-        """Its place, and what is the same for many processes, as texts."""
+        """Returns two texts: its place, and the rest, which is the same for many processes."""
         own = dataclasses.asdict(self)
-        return json.dumps(own.pop("layout")), json.dumps([*own.values()])
+        return json.dumps([own.pop("layout"), own.pop("keys_seen")]), json.dumps([*own.values()])
 
     @classmethod
     def of(cls, place: str, text: str) -> Self:
-        """The member that these texts describe."""
-        form, split, about, stages = json.loads(text)
+        """Returns the process that these texts describe."""
+        form, split, about, stages, extent = json.loads(text)
+        layout, keys_seen = json.loads(place)
         return cls(
-            layout=Layout(**json.loads(place)),
+            layout=Layout(**layout),
+            keys_seen=keys_seen,
             form=tuple((site, name, tuple(shape), how) for site, name, shape, how in form),
             split={site: (heads, keys) for site, (heads, keys) in split.items()},
             about=about,
             stages=stages,
+            extent=None if extent is None else Extent(**{**extent, "fields": tuple(extent["fields"])}),
         )
 
     def parts(self) -> list[tuple[_ModelPart, Self]]:
-        """Each of its stages as if a process of its own had it; numbers of the whole model are those of the last."""
+        """Returns each of its stages as a process; numbers of the whole model belong to the last stage."""
         stages = sorted(self.stages, key=lambda name: self.stages[name])
         found = [_ModelPart(name, name == stages[-1]) for name in stages]
         return [(part, self._of(part)) for part in found] or [(_ModelPart("", True), self)]
@@ -102,34 +116,34 @@ class RankInfo:
 
     @property
     def stage(self) -> int:
-        """The stage of a pipeline; 0 where there is none."""
+        """Returns the pipeline stage; 0 without a pipeline."""
         return self.layout.stage or 0
 
     @property
     def place(self) -> tuple[int, ...]:
-        """All stages that it has."""
+        """Returns all stages of the process."""
         return tuple(sorted(self.stages.values())) or (self.stage,)
 
     def heads(self, site: str, name: str = "max_logit") -> int:
-        """The number of query heads of a site that it has, of "key_norm" of key heads."""
+        """Returns how many query heads of a site it has; key heads for name="key_norm"."""
         return next(shape[0] for at, known, shape, _ in self.form if (at, known) == (site, name))
 
     @property
     def sites(self) -> list[str]:
-        """The names of the sites, as this process knows them."""
+        """Returns the names of the sites in this process."""
         return [site for site, name, _, _ in self.form if name == "max_logit"]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ModelPart:
-    """One of the models of a process, "" for the only one; `last`: what it says of the whole model is this one's."""
+    """One of the models of a process, "" for a single one; the `last` has the numbers of the whole model."""
 
     model: str
     last: bool
 
     def own(self, site: str) -> str | None:
-        """The name of a site inside the model; None of other models' sites."""
+        """Returns the name of a site inside the model; None for sites of other models."""
         if not site or not self.model:
             return site if self.last else None
         rest = site.removeprefix(self.model)
@@ -137,33 +151,155 @@ class _ModelPart:
         return rest.removeprefix(".") if inside else None
 
     def only(self, by_site: Mapping[str, V]) -> dict[str, V]:
-        """Those by site that belong to the model, by its own names."""
+        """Returns the values of this model's sites, by their names inside it."""
         return {own: x for site, x in by_site.items() if (own := self.own(site)) is not None}
 
-    def keys(self, by_key: Mapping[NumberKey, V]) -> dict[NumberKey, V]:
-        """The same of numbers by site and name."""
-        return {(own, name): x for (site, name), x in by_key.items() if (own := self.own(site)) is not None}
+
+# What a step's exchange holds: which statistics, and how exactly.
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The statistics that the processes of a run exchange.
+
+    The first measured step shows it, and every later step is checked against it on the device: one that needs more is
+    dropped on every process, and the following steps exchange everything.
+
+    Args:
+        fields: names of the fields of LogitStats that are exchanged; the others hold their neutral values everywhere.
+        even: the heads of each layer have equal counts, so that a count is exchanged once per layer.
+        bins: number of bins by position that hold keys.
+        double: some statistics are float64, and all are exchanged in that dtype.
+    """
+
+    fields: tuple[str, ...] = TENSORS
+    even: bool = False
+    bins: int = POSITION_BINS
+    double: bool = True
+
+    @classmethod
+    def of(cls, stats: Stats) -> Self:
+        """Returns the extent of what one process measured; waits for the device."""
+        fields: dict[str, None] = {}
+        even, bins = True, 1
+        for s in on_host(stats).values():
+            values = s.tensors()
+            for name, rule in MERGES.items():
+                # An average over some data may be 0 by chance. A norm that is 0 everywhere was not measured.
+                by_chance = rule.how == "mean" and name != "query_norm" and bool(values[rule.count].any())
+                if by_chance or bool((values[name] != rule.neutral).any()):
+                    fields |= dict.fromkeys((name, rule.count) if rule.count else (name,))
+                if rule.how == "sum":
+                    even = even and bool((values[name] == values[name][:1]).all())
+            used = values["n_keys_by_position"].any(0).nonzero()
+            bins = max(bins, int(used.max()) + 1 if len(used) else 1)
+        double = any(s.max_logit.dtype == torch.float64 for s in stats.values())
+        return cls(fields=tuple(name for name in TENSORS if name in fields), even=even, bins=bins, double=double)
+
+    @classmethod
+    def union(cls, extents: Sequence[Self]) -> Self:
+        """Returns what holds the statistics of all processes; everything, where none has measured any."""
+        if not extents:
+            return cls()
+        fields = {name for one in extents for name in one.fields}
+        return cls(
+            fields=tuple(name for name in TENSORS if name in fields),
+            even=all(one.even for one in extents),
+            bins=max(one.bins for one in extents),
+            double=any(one.double for one in extents),
+        )
+
+    def named(self, *hows: str, keys: bool) -> tuple[str, ...]:
+        """Returns the exchanged fields of some merge rules, of query or of key heads."""
+        return tuple(name for name in self.fields if MERGES[name].how in hows and _of_keys(name) == keys)
+
+    def width(self, name: str) -> int:
+        """Returns how many numbers of a field each head has."""
+        return self.bins if name.endswith("_by_position") else 1
+
+
+def _of_keys(name: str) -> bool:
+    return name.startswith(("key_", "n_keys"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of one number's tensor in the exchanged vectors.
+
+    Args:
+        how: as in PartialValue, or "alike"; of statistics by token class the rule that merges them.
+        shape: over the whole model.
+        first: its first entry in the vector. Behind a weighted mean stand the weights.
+        vector: 0 for maxima, 1 for sums in the dtype of the statistics, 2 for exact sums.
+        of_class: it is a field of statistics by token class.
+        of_weights: processes know it of their parts of the weights.
+    """
+
+    how: str
+    shape: tuple[int, ...]
+    first: int
+    vector: int
+    of_class: bool
+    of_weights: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def weighted(self) -> bool:
+        return self.how in ("mean", "root", "root_mean") and not self.of_class
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a tensor of a process goes, and its heads among all of them."""
+
+    slot: _Slot
+    span: HeadSpan | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a process's heads that it contributes, and their places among the heads of the whole model.
+
+    `layer` is the first row of each row's layer. `first` is the first row of each contributed layer, and `layers` its
+    index in the whole model.
+    """
+
+    rows: Tensor
+    places: Tensor
+    layer: Tensor
+    first: Tensor
+    layers: Tensor
 
 
 @final
 class Members:
-    """All processes; numbers layers and heads over all of them.
+    """The processes of one model: its layers and heads over all of them, and the vectors that they exchange.
 
     Layers of stages have their own names where these differ, and else "stages.1.NAME". A process that had nothing to
     send when they met is taken to be like the others of its stage.
+
+    A process sends maxima, and sums in the dtype of the statistics and in float64; every number has one place in
+    them, whichever process measured it, so they are as long for a thousand processes as for two.
     """
 
     def __init__(self, members: Sequence[RankInfo], rank: int) -> None:
         """Raises: InvalidValueError if they are not the processes of one model."""
         known = {m.place: m for m in reversed(members) if m.form}
-        members = [m if m.form else dataclasses.replace(known.get(m.place, m), layout=m.layout) for m in members]
-        self.forms = [m.form for m in members]
-        self.own_form = self.forms[rank]
+        self._complete = all(m.form for m in members)
+        self.extent = Extent.union([m.extent for m in members if m.form and m.extent is not None])
+        members = [
+            m if m.form else dataclasses.replace(known.get(m.place, m), layout=m.layout, keys_seen=m.keys_seen)
+            for m in members
+        ]
+        self.own_form = members[rank].form
         # Each stage of a process is counted like a process of its own: by its number among all of them.
         every = [(i, *part) for i, m in enumerate(members) for part in m.parts()]
         self.all = [m for _, _, m in every]
-        self._parts = [[(n, part) for n, (of, part, _) in enumerate(every) if of == i] for i in range(len(members))]
-        self._own = self._parts[rank]
+        self._own = [(n, part) for n, (of, part, _) in enumerate(every) if of == rank]
         first = {m.stage: m for m in reversed(self.all) if m.form}
         self._stages = sorted(first)
         for m in self.all:
@@ -172,33 +308,46 @@ class Members:
                 raise InvalidValueError(UNLIKE)
         names = [site for stage in self._stages for site in first[stage].sites]
         twice = len(set(names)) < len(names)
-        self._first = first
+        self._first, self._n = first, len(members)
         self._names = {
             (stage, site): within(f"stages.{stage}", site) if twice else site
             for stage in self._stages
             for site in first[stage].sites
         }
+        # Of the other processes one of each stage is looked at: there may be thousands.
+        self._leads = {stage: next(n for n, m in enumerate(self.all) if m.stage == stage) for stage in self._stages}
         self._spans = {
-            (rank, site): (self._span(m, site, "max_logit", 0), self._span(m, site, "key_norm", 1))
-            for rank, m in enumerate(self.all)
+            (n, site): (self._span(m, site, "max_logit", 0), self._span(m, site, "key_norm", 1))
+            for n in {*self._leads.values(), *(n for n, _ in self._own)}
+            for m in [self.all[n]]
             for site in m.sites
         }
+        if any(any(split) for m in self.all for split in m.split.values()):
+            self.extent = dataclasses.replace(self.extent, even=False)  # the parts' counts are not compared
+        self._counted = {(n, site): self._counts(n, site) for n, _ in self._own for site in self.all[n].sites}
+        self._starts: tuple[list[int], list[int]] = [0], [0]  # first query and key head of each layer, and the end
+        for stage, site in self._names:
+            for starts, span in zip(self._starts, self._spans[self._leads[stage], site]):
+                starts.append(starts[-1] + span[2])
+        self._layer = {of: i for i, of in enumerate(self._names)}
+        self._rows: dict[tuple[str, ...], tuple[_Rows, _Rows]] = {}
+        self._alike = len(self._stages) > 1 or not self._complete
+        self._slots, self._sources = self._slot_table()
 
     @property
     def sites(self) -> list[str]:
-        """The names of all sites, in the order of the model."""
+        """Returns the names of all sites, in the order of the model."""
         return [*self._names.values()]
 
     def about(self) -> dict[str, object]:
-        """The description of the whole model: what each stage says of its sites and of its size."""
+        """Returns the description of the whole model: the sites and the size of each stage."""
         sites, size = [], 0
         for stage in self._stages:
             m = self._first[stage]
-            rank = self.all.index(m)
             size += sum(m.about["parameters"].values())  # type: ignore[attr-defined]
             known = {site["name"]: site for site in m.about["sites"]}  # type: ignore[attr-defined]
             for site in m.sites:
-                heads, keys = self._spans[rank, site]
+                heads, keys = self._spans[self._leads[stage], site]
                 sites.append(
                     {
                         **known.get(site, {"head_dim": 0, "weights": "unknown"}),
@@ -210,89 +359,301 @@ class Members:
         return {"sites": sites, "parameters": size}
 
     def placed(self, stats: Stats) -> Stats:
-        """Statistics of this process alone, by the names and heads of the whole model."""
+        """Returns statistics of this process alone by the names and heads of the whole model."""
         return {
-            self._names[self.all[n].stage, site]: self._placed(n, site, s)
+            self._names[self.all[n].stage, site]: placed(s, *self._spans[n, site])
             for n, part in self._own
             for site, s in part.only(stats).items()
         }
 
-    def merge(self, sent: Mapping[int, Sent]) -> MergedNumbers:
-        """The merged numbers of one model, of what each process sent."""
-        sent = {
-            n: (part.only(stats), part.keys(numbers), part.keys(shares))
-            for rank, (stats, numbers, shares) in sent.items()
-            for n, part in self._parts[rank]
+    def widen(self) -> None:
+        """Exchanges everything from now on; called on every process after the same step."""
+        if self.extent != Extent():
+            self.extent = Extent()
+            self._slots, self._sources = self._slot_table()
+
+    # Which process contributes what.
+
+    def _counts(self, n: int, site: str) -> tuple[bool, bool]:
+        """Returns whether the statistics of a process's queries at a site count, and those of its keys.
+
+        Of processes that compute the same, the first counts. Of those that have the same keys, the one whose queries
+        saw most of them in the first step.
+        """
+        m = self.all[n]
+        peers = [(i, x) for i, x in enumerate(self.all) if x.stage == m.stage]
+
+        def queries(x: RankInfo) -> object:
+            return x.layout.data, x.layout.context, x.split[site][0] and x.layout.head_part
+
+        def keys(x: RankInfo) -> object:
+            return x.layout.data, x.split[site][1] and x.layout.head_part
+
+        first = next(i for i, x in peers if queries(x) == queries(m))
+        most = max(((x.keys_seen, -i) for i, x in peers if keys(x) == keys(m)))
+        return first == n, -most[1] == n
+
+    def _slot_table(self) -> tuple[dict[NumberKey, _Slot], dict[NumberKey, list[_Source]]]:
+        """Returns the place of every number, the same on all processes, and where this process's own numbers go."""
+        leads = [(n, self.all[n]) for n in self._leads.values()]
+        # Of a number of the whole model, the last stage that knows it.
+        last = {name: m.stage for _, m in leads for site, name, _, _ in m.form if not site}
+        ends = [_FLAGS, 0, 1]
+        for vector, rows, names in self._groups():
+            ends[vector] += rows * sum(map(self.extent.width, names))
+        slots: dict[NumberKey, _Slot] = {}
+        for n, m in leads:
+            for site, name, shape, form in m.form:
+                of_class, how, of = "\t" in name, form, ""
+                if (form == ALIKE and not self._alike) or not (form or of_class or name == "entropy_error"):
+                    continue
+                if not form:
+                    how = _CLASS_MERGES[name.partition("\t")[0]].how if of_class else "mean"
+                elif form != ALIKE:
+                    how, of, _ = form.split()
+                span, key = self._split_span(n, site, name, shape, form), self._key(m.stage, (site, name))
+                whole = shape if span is None else (span[2], *shape[1:])
+                if key not in slots:
+                    vector = 0 if how in ("max", ALIKE) else 2 if how == "sum" or not shape else 1
+                    slots[key] = _Slot(how, whole, ends[vector], vector, not form and of_class, of == "weights")
+                    ends[vector] += math.prod(whole) * (2 if slots[key].weighted else 1)
+        self._ends = ends
+        mine: dict[NumberKey, list[_Source]] = {}
+        holds = {n: self._holds_shard(n) for n, _ in self._own}
+        for site, name, shape, form in self.own_form:
+            for n, part in self._own:
+                own = part.own(site)
+                slot = None if own is None else slots.get(self._key(self.all[n].stage, (own, name)))
+                if own is None or slot is None or (not own and self.all[n].stage != last[name]):
+                    continue
+                counts = form or self._counted[n, own][_of_keys(name)]
+                if counts and (holds[n] or not slot.of_weights):
+                    mine.setdefault((site, name), []).append(_Source(slot, self._split_span(n, own, name, shape, form)))
+        return slots, mine
+
+    def _split_span(self, n: int, site: str, name: str, shape: tuple[int, ...], form: str) -> HeadSpan | None:
+        """Returns a process's heads among all, for a number that each process has of its own heads; else None."""
+        if not form:
+            return self._spans[n, site][_of_keys(name)]
+        own = site and form.endswith(" own") and shape[:1] == (self._spans[n, site][0][1],)
+        return self._spans[n, site][0] if own else None
+
+    def _holds_shard(self, n: int) -> bool:
+        """Returns whether a process is the first of those that hold the same part of the weights."""
+        own = self.all[n].layout
+        same = (i for i, m in enumerate(self.all) if (m.layout.stage, m.layout.shard) == (own.stage, own.shard))
+        return n == next(same)
+
+    def _groups(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """Yields the fields of statistics that stand together in the vectors: the vector, the rows, the fields."""
+        for vector, hows in enumerate((("max", "min"), ("mean", "root"), ("sum",))):
+            for keys in (False, True):
+                rows = len(self._layer) if vector == 2 and self.extent.even else self._starts[keys][-1]
+                yield vector, rows, self.extent.named(*hows, keys=keys)
+
+    def _places(self, blocks: Sequence[ScoreBlock], device: torch.device) -> tuple[_Rows, _Rows]:
+        """Returns where the query heads, and the key heads, of this process's sites stand among all."""
+        names = tuple(name for block in blocks for name in block.names)
+        if names not in self._rows:
+            found: tuple[list[list[int]], list[list[int]]] = ([[], [], [], [], []], [[], [], [], [], []])
+            for name in names:
+                n, site = next((n, own) for n, part in self._own if (own := part.own(name)) is not None)
+                layer = self._layer[self.all[n].stage, site]
+                for keys, (rows, places, layers, first, of) in enumerate(found):
+                    begin, count, _ = self._spans[n, site][keys]
+                    row = len(layers)
+                    if self._counted[n, site][keys]:
+                        rows += range(row, row + count)
+                        places += range(self._starts[keys][layer] + begin, self._starts[keys][layer] + begin + count)
+                        first.append(row)
+                        of.append(layer)
+                    layers += [row] * count
+            queries, of_keys = (
+                _Rows(*(torch.tensor(x, dtype=torch.long, device=device) for x in side)) for side in found
+            )
+            self._rows[names] = queries, of_keys
+        return self._rows[names]
+
+    def pack(self, measured: Measurement | None, *, stopped: bool = False) -> list[Tensor]:
+        """Returns this process's vectors: the one to be reduced to maxima, and those to be reduced to sums.
+
+        None says that this process has no numbers in this step; `stopped`, that it measures no more.
+        """
+        device = dist.collective_device()
+        single = torch.float64 if self.extent.double else torch.float32
+        dtypes = single, single, torch.float64
+        if widest(device) is torch.float32:
+            dtypes = torch.float32, torch.float32, torch.float32
+        neutral = -torch.inf, 0.0, 0.0
+        vectors = [torch.full((n,), x, dtype=t, device=device) for n, x, t in zip(self._ends, neutral, dtypes)]
+        largest, sums, exact = vectors
+        largest[_STOPPED] = float(stopped)
+        if measured is not None:
+            largest[_WELL], exact[0] = 1.0, 1.0
+            largest[_UNFIT] = self._pack_statistics(SiteStats.of(measured.stats).blocks, vectors)
+            self._pack_numbers(measured, vectors)
+        return [largest, torch.cat([sums, exact])] if sums.dtype == exact.dtype else vectors
+
+    def _pack_statistics(self, blocks: Sequence[ScoreBlock], vectors: Sequence[Tensor]) -> Tensor:
+        """Writes the fields of the statistics; returns 1 where they need more than the agreed extent, else 0."""
+        device = vectors[0].device
+        every = [block.joint.tensors() for block in blocks]
+        joint = {name: torch.cat([x[name] for x in every]).to(device) for name in TENSORS}
+        places = self._places(blocks, device)
+        ends = [_FLAGS, 0, 1]
+        for vector, n_rows, names in self._groups():
+            if not names:
+                continue
+            of, to = places[_of_keys(names[0])], vectors[vector]
+            columns = torch.cat([_column(name, joint, to.dtype, self.extent) for name in names], 1)
+            by_layer = vector == 2 and self.extent.even
+            rows, at = (of.first, of.layers) if by_layer else (of.rows, of.places)
+            size = n_rows * columns.shape[1]
+            to[ends[vector] :][:size].view(n_rows, -1).index_copy_(0, at, columns[rows])
+            ends[vector] += size
+        return self._unfit(joint, places).to(vectors[0].dtype)
+
+    def _unfit(self, joint: Mapping[str, Tensor], places: tuple[_Rows, _Rows]) -> Tensor:
+        extent = self.extent
+        found = [(joint[name] != MERGES[name].neutral).any() for name in TENSORS if name not in extent.fields]
+        found.append((joint["n_keys_by_position"][:, extent.bins :] != 0).any())
+        if extent.even:
+            for name in extent.named("sum", keys=False) + extent.named("sum", keys=True):
+                found.append((joint[name] != joint[name][places[_of_keys(name)].layer]).any())
+        narrow = not extent.double and joint["max_logit"].dtype == torch.float64
+        return torch.stack(found).any() | narrow
+
+    def _pack_numbers(self, measured: Measurement, vectors: Sequence[Tensor]) -> None:
+        """Writes the statistics by token class and the numbers besides the statistics."""
+        for site, stats in measured.stats.items():
+            if stats.entropy_error is not None:
+                error = PartialValue(value=stats.entropy_error, weight=stats.n_queries)
+                self._pack_number((site, "entropy_error"), error, vectors)
+            if (classes := stats.classes) is not None:
+                values = classes.tensors()
+                for name, rule in _CLASS_MERGES.items():
+                    x = values[name]
+                    count = values[rule.count] if rule.count else None
+                    if count is not None:
+                        count = count if count.ndim == x.ndim else count[..., None]
+                        x = torch.where(count > 0, x * count, 0.0)
+                    self._pack_number((site, "\t".join((name, *classes.names))), x, vectors)
+        for key, x in measured.numbers.items():
+            self._pack_number(key, x, vectors)
+
+    def _pack_number(self, key: NumberKey, x: Tensor | PartialValue, vectors: Sequence[Tensor]) -> None:
+        for source in self._sources.get(key, ()):
+            slot, span = source.slot, source.span
+            to = vectors[slot.vector]
+            value, weight = (x.value, x.weight) if isinstance(x, PartialValue) else (x, None)
+            value = on_device(to.device, to.dtype, value.detach()).to(to.dtype)
+            parts = [value]
+            if weight is not None:
+                weight = on_device(to.device, to.dtype, weight).to(to.dtype)
+                power = value if slot.how == "mean" else value.square()
+                if slot.how != "max":
+                    parts = [torch.where(weight > 0, power if slot.how == "root" else weight * power, 0.0), weight]
+                else:
+                    parts = [value.masked_fill(~(weight > 0), -torch.inf)]
+            if slot.vector == 0:
+                parts = [_ordered(parts[0])]
+            at = slot.first
+            for part in parts:
+                width = len(part) // span[1] if span else 1
+                here = to[at : at + slot.size][span[0] * width :][: len(part)] if span else to[at : at + slot.size]
+                here.copy_(torch.maximum(here, part) if slot.vector == 0 else here + part)
+                at += slot.size
+
+    def unpack(self, vectors: Sequence[Tensor]) -> Measurement:
+        """Returns the measurement of the whole model, of the reduced vectors on the host."""
+        largest, sums, *exact = (x.double() for x in vectors)
+        if not exact:  # float64 throughout
+            sums, exact = sums[: self._ends[1]], [sums[self._ends[1] :]]
+        reduced = [largest, sums, exact[0]]
+        if largest[_WELL] != 1:
+            return Measurement(stats={}, numbers={})
+        if largest[_UNFIT] == 1:
+            self.widen()
+            caution(
+                "the attention statistics of this step need more room than those of the first measured step showed, as "
+                "where heads of one layer begin to see unlike keys: the step is not recorded, the next ones are"
+            )
+            return Measurement(stats={}, numbers={})
+        numbers, by_class = self._unpack_numbers(reduced)
+        return Measurement(stats=self._unpack_statistics(reduced, numbers, by_class), numbers=numbers)
+
+    def _unpack_statistics(
+        self, vectors: Sequence[Tensor], numbers: dict[NumberKey, Tensor], by_class: Mapping[str, ClassStats]
+    ) -> Stats:
+        n = [starts[-1] for starts in self._starts]
+        sizes = [torch.tensor(starts).diff() for starts in self._starts]
+        found = {
+            name: torch.full((n[_of_keys(name)], POSITION_BINS), rule.neutral, dtype=torch.float64)
+            for name, rule in MERGES.items()
         }
-        stats: Stats = {}
-        alike: Numbers = {}
-        shares: list[dict[NumberKey, PartialValue]] = []
-        for stage in self._stages:
-            ranks = [rank for rank in sent if self.all[rank].stage == stage]
-            for site in self._first[stage].sites:
-                name, of = self._names[stage, site], {rank: sent[rank][0][site] for rank in ranks}
-                counted = self._with_keys(of, site)
-                for rank in self._unlike_data(ranks, site):
-                    part = self._placed(rank, site, of[rank], count_keys=rank in counted)
-                    stats[name] = merge(stats[name], part) if name in stats else part
-            for rank in ranks[:1]:
-                alike |= {self._key(stage, key): x for key, x in sent[rank][1].items()}
-            found = [self._shares(stage, rank, sent[rank][2], first) for rank, first in self._unlike_weights(ranks)]
-            above = {key for part in found for key in part if not key[0]}  # of the whole model: its last stage's
-            shares = [{key: x for key, x in part.items() if key not in above} for part in shares] + found
-        return stats, {**alike, **shared(shares)}
+        ends = [_FLAGS, 0, 1]
+        for vector, rows, names in self._groups():
+            widths = [self.extent.width(name) for name in names]
+            part = vectors[vector][ends[vector] :][: rows * sum(widths)].view(rows, -1)
+            ends[vector] += part.numel()
+            if vector == 2 and self.extent.even and names:
+                part = part.repeat_interleave(sizes[_of_keys(names[0])], 0)
+            for name, x in zip(names, part.split(widths, 1)):
+                found[name][:, : x.shape[1]] = x
+        fields: dict[str, Tensor] = {}
+        for name, rule in MERGES.items():
+            x = found[name] if name.endswith("_by_position") else found[name][:, 0]
+            if name in self.extent.fields:
+                if rule.how in ("max", "min"):
+                    x = _plain(x) if rule.how == "max" else -_plain(x)
+                elif rule.how == "root":
+                    x = x.sqrt()
+                elif rule.how == "mean":
+                    count = found[rule.count] if x.ndim > 1 else found[rule.count][:, 0]
+                    x = x / count.clamp_min(1)
+            fields[name] = x.to(torch.int64) if rule.how == "sum" else x
+        parts = {name: x.split(sizes[_of_keys(name)].tolist()) for name, x in fields.items()}
+        stats = {}
+        for i, site in enumerate(self.sites):
+            error = numbers.pop((site, "entropy_error"), None)
+            own = {name: x[i] for name, x in parts.items()}
+            stats[site] = LogitStats(**own, classes=by_class.get(site), entropy_error=error)  # type: ignore[arg-type]
+        return stats
 
-    def _placed(self, rank: int, site: str, stats: LogitStats, *, count_keys: bool = True) -> LogitStats:
-        heads, keys = self._spans[rank, site]
-        return placed(stats, heads, keys, count_keys=count_keys)
+    def _unpack_numbers(self, vectors: Sequence[Tensor]) -> tuple[dict[NumberKey, Tensor], dict[str, ClassStats]]:
+        all_well = float(vectors[2][0]) == self._n
+        numbers: dict[NumberKey, Tensor] = {}
+        classes: dict[str, dict[str, Tensor]] = {}
+        for (site, name), slot in self._slots.items():
+            parts = vectors[slot.vector][slot.first :].split(slot.size)
+            x = parts[0].view(slot.shape)
+            if slot.vector == 0:
+                x = _plain(x)
+            if slot.of_class:
+                classes.setdefault(site, {})[name] = x.to(torch.int64) if slot.how == "sum" else x
+                continue
+            if slot.weighted:
+                weight = parts[1].view(slot.shape)
+                x = x if slot.how == "root" else x / weight
+                x = (x if slot.how == "mean" else x.sqrt()).masked_fill(weight == 0, torch.nan)
+            else:
+                x = x.masked_fill(x == -torch.inf, torch.nan)
+            # A process without numbers has left its part of the weights out.
+            numbers[site, name] = x if all_well or not slot.of_weights else torch.full_like(x, torch.nan)
+        return numbers, {site: _of_classes(found) for site, found in classes.items()}
 
-    def _with_keys(self, of: Mapping[int, LogitStats], site: str) -> set[int]:
-        """Of processes whose keys are the same, the one whose queries see most of them."""
-        found: dict[object, int] = {}
-        for rank, stats in of.items():
-            m = self.all[rank]
-            same = m.layout.data, m.split[site][1] and m.layout.head_part
-            if same not in found or int(stats.n_keys.sum()) > int(of[found[same]].n_keys.sum()):
-                found[same] = rank
-        return {*found.values()}
-
-    def _unlike_data(self, ranks: Sequence[int], site: str) -> Iterator[int]:
-        """Those of these processes whose statistics of a site count: of those that compute the same, the first."""
-        seen = set()
-        for rank in ranks:
-            m = self.all[rank]
-            place = m.layout.data, m.layout.context, m.split[site][0] and m.layout.head_part
-            if place not in seen:
-                seen.add(place)
-                yield rank
-
-    def _unlike_weights(self, ranks: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """These processes, and whether each is the first that holds its part of the weights."""
-        seen = set()
-        for rank in ranks:
-            shard = self.all[rank].layout.shard
-            yield rank, shard not in seen
-            seen.add(shard)
-
-    def _shares(
-        self, stage: int, rank: int, shares: Mapping[NumberKey, PartialValue], first: bool
-    ) -> dict[NumberKey, PartialValue]:
-        """Those that count, by the names and heads of the whole model."""
-        found = {}
-        for key, x in shares.items():
-            if x.of == "data" or first:
-                if x.own and key[0] and len(x.value) == self._spans[rank, key[0]][0][1]:
-                    span = self._spans[rank, key[0]][0]
-                    value, weight = (put_in_place(of, span, 0.0) for of in (x.value, x.weight))
-                    x = dataclasses.replace(x, value=value, weight=weight)
-                found[self._key(stage, key)] = x
-        return found
+    def alike(self, measured: Measurement | None) -> dict[NumberKey, Tensor]:
+        """Returns the numbers that every process knows without an exchange, by their names in the whole model."""
+        if measured is None or self._alike:
+            return {}
+        stage = self._stages[0]
+        return {self._key(stage, key): x for key, x in measured.numbers.items() if isinstance(x, Tensor)}
 
     def _key(self, stage: int, key: NumberKey) -> NumberKey:
         return key if key[1] in WHOLE_MODEL else (self._names.get((stage, key[0]), key[0]), key[1])
 
     def _span(self, m: RankInfo, site: str, name: str, which: int) -> HeadSpan:
-        """The place of a process's heads among all heads of a site."""
+        """Returns the range of a process's heads among all heads of a site."""
         n = m.heads(site, name)
         if not m.split[site][which]:
             return 0, n, n
@@ -301,8 +662,44 @@ class Members:
         return sum(parts[i] for i in range(at)), n, sum(parts.values())
 
 
+def _column(name: str, joint: Mapping[str, Tensor], dtype: torch.dtype, extent: Extent) -> Tensor:
+    """Returns a field as it is reduced, [heads width]: maxima, products with their counts, squares, or counts."""
+    rule = MERGES[name]
+    x = joint[name].detach().to(dtype).reshape(len(joint[name]), -1)[:, : extent.width(name)]
+    if rule.how in ("max", "min"):
+        return _ordered(x if rule.how == "max" else -x)
+    if rule.how == "root":
+        return x.square()
+    if rule.how == "mean":
+        count = joint[rule.count].to(dtype).reshape(x.shape[0], -1)[:, : x.shape[1]]
+        return torch.where(count > 0, x * count, 0.0)
+    return x
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Makes NaN the largest of all numbers, since no reduction to maxima is sure to keep it."""
+    return x.nan_to_num(torch.inf, torch.finfo(x.dtype).max, -torch.inf)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Undoes `_ordered`, whichever dtype was reduced."""
+    infinite = (x == torch.finfo(torch.float32).max) | (x == torch.finfo(torch.float64).max)
+    return torch.where(x == torch.inf, torch.nan, torch.where(infinite, torch.inf, x))
+
+
+def _of_classes(found: Mapping[str, Tensor]) -> ClassStats:
+    """Returns the statistics by token class of one site, of sums."""
+    names = next(iter(found)).split("\t")[1:]
+    values = {name.partition("\t")[0]: x for name, x in found.items()}
+    for name, rule in _CLASS_MERGES.items():
+        if rule.count:
+            count = values[rule.count]
+            values[name] = values[name] / (count if count.ndim == values[name].ndim else count[..., None]).clamp_min(1)
+    return ClassStats(names=tuple(names), **values)
+
+
 def _outline(m: RankInfo) -> object:
-    """The part of a member that must be the same for all processes of a stage."""
+    """Returns what must be equal for all processes of a stage."""
     if any(heads for heads, _ in m.split.values()):
         return [(site, name, how) for site, name, _, how in m.form]
     return m.form
@@ -311,21 +708,16 @@ def _outline(m: RankInfo) -> object:
 HeadSpan = tuple[int, int, int]  # the first head, how many, of how many
 
 
-def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan, *, count_keys: bool = True) -> LogitStats:
-    """The statistics with a place for every head, for `merge`.
-
-    Args:
-        stats: of some heads.
-        heads: which of the query heads these are.
-        keys: which of the key heads.
-        count_keys: whether the keys count; not where another process counts the same ones.
-    """
-    if heads[1] == heads[2] and keys[1] == keys[2] and count_keys:
+def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan) -> LogitStats:
+    """Returns the statistics with a place for every head of the whole model, neutral for those of other processes."""
+    if heads[1] == heads[2] and keys[1] == keys[2]:
         return stats
 
-    def put(name: str, value: Tensor, nothing: float) -> Tensor:
-        of_keys = name.startswith(("key_", "n_keys"))
-        return put_in_place(value, keys if of_keys else heads, nothing, blank=of_keys and not count_keys)
+    def put(name: str, value: Tensor, neutral: float) -> Tensor:
+        first, n, total = keys if _of_keys(name) else heads
+        out = value.new_full((total, *value.shape[1:]), neutral)
+        out[first : first + n] = value
+        return out
 
     neutral = {name: rule.neutral for name, rule in MERGES.items()} | {"entropy_error": 0.0}
     fields = {name: put(name, value, neutral[name]) for name, value in stats.tensors().items()}
@@ -336,24 +728,15 @@ def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan, *, count_keys: bo
     return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]
 
 
-def put_in_place(value: Tensor, at: HeadSpan, nothing: float, *, blank: bool = False) -> Tensor:
-    """The numbers of some heads among those of all, the others `nothing`; with `blank` all of them are."""
-    first, n, total = at
-    out = value.new_full((total, *value.shape[1:]), nothing)
-    if not blank:
-        out[first : first + n] = value
-    return out
-
-
-# The introduction of a process to the others that measure with it.
+# How a process introduces itself to the others.
 
 
 @final
 class Handshake:
-    """Makes a process's Member from its model: the place is read from the weights, unless it was given.
+    """Makes a process's RankInfo from its model; reads its role from the weights unless a layout was given.
 
-    `stages` gets, by the name of each of several models, "" of one, of which stage of a pipeline the first pass shows
-    the model to be.
+    Attributes:
+        stages: by the name of each model, "" for a single one, the pipeline stage that its first pass shows.
     """
 
     def __init__(self, model: nn.Module, sites: Callable[[], Sequence[AttentionSite]], layout: Layout | None) -> None:
@@ -361,10 +744,10 @@ class Handshake:
         self.stages: dict[str, int | None] = {}
         self._model, self._sites, self._layout = model, sites, layout
 
-    def __call__(self, form: GatherForm) -> RankInfo:
+    def __call__(self, measured: Measurement | None) -> RankInfo:
         """Raises: RefusedError if the weights are split in a way that is not known, or only some of several models are
         stages of a pipeline."""
-        sites = self._sites()
+        sites, form = self._sites(), () if measured is None else measured.form()
         known = {site.name: site for site in sites}
         names = [site for site, name, _, _ in form if name == "max_logit"]
         modules = {name: _with_weights(self._model, name) for name in names}
@@ -377,7 +760,16 @@ class Handshake:
         stages = {} if self._layout is not None else self._known_stages()
         sizes = {name: sum(p.numel() for p in self._model.get_submodule(name).parameters()) for name in stages or ("",)}
         about = {"sites": site_facts(sites), "parameters": sizes}
-        return RankInfo(layout=layout, form=form, split=split, about=about, stages=stages)
+        seen = {} if measured is None else measured.stats
+        return RankInfo(
+            layout=layout,
+            keys_seen=sum(int(s.n_keys.sum()) for s in on_host(seen).values()),
+            form=form,
+            split=split,
+            about=about,
+            stages=stages,
+            extent=Extent.of(seen) if seen else None,
+        )
 
     def _known_stages(self) -> dict[str, int]:
         """The stages that several models are; {} where they are none, and of one model."""
@@ -406,7 +798,7 @@ class Handshake:
 
 
 def _with_weights(model: nn.Module, site: str) -> nn.Module:
-    """The module of a site, or the nearest around it that has weights."""
+    """Returns the module of a site, or the nearest one around it that has weights."""
     path = site.partition("#")[0].split(".") if site else []
     while path:
         module = model.get_submodule(".".join(path))
@@ -416,28 +808,26 @@ def _with_weights(model: nn.Module, site: str) -> nn.Module:
     return model
 
 
-# The processes of a run measuring as one: one packed gather per measured step, and no process waits for ever.
+# The processes of a run measuring as one: what a measured step exchanges, and no process waits for ever.
 
-PATIENCE = 8.0  # seconds that a process waits for another that may not watch at all
-LONGEST = 60.0  # seconds that it waits, once, for one that watches to end its first measured step
 _NO_NUMBERS, _OFF = "nothing", "off"
 _GONE = "the monitor of another process of this run has switched itself off"
 
 
 @final
 class ProcessGroup:
-    """The processes of a run that measure as one, as one of them sees it.
+    """The processes of a run that measure as one, seen from one of them.
 
-    Before any collective the processes make sure that all of them watch, and before the first gather they introduce
-    themselves, since a gather of unlike sizes, or without one of them, never ends. Later a process that stops says so
-    in the gather that the others wait in.
+    Before any collective the processes make sure that all of them watch, and before the first exchange they introduce
+    themselves, since a reduction of vectors of unlike sizes, or without one of them, never ends. Later a process that
+    stops reports it in the exchange that the others wait in.
     """
 
-    def __init__(self, introduced: Handshake, apart: Callable[[], str], gather: dist.StepGather) -> None:
+    def __init__(self, introduced: Handshake, apart: Callable[[], str], exchange: dist.StepExchange) -> None:
         """Takes how this process introduces itself, what tells why it must measure alone, "" if it need not, and the
-        gather that ends a step."""
-        self._introduced, self._apart, self._step_gather = introduced, apart, gather
-        self.gathers = 0  # that were begun
+        exchange that ends a step."""
+        self._introduced, self._apart, self._step_exchange = introduced, apart, exchange
+        self.exchanges = 0  # that were begun
         self.records_alone = False  # each process records what it sees, as without an optimizer
         self.stopped = False  # this process measures no more, and the others may not know it yet
         self.over = False  # all processes know that it is over
@@ -447,15 +837,15 @@ class ProcessGroup:
         self._watching = False  # that all processes watch is known
         self._late = False  # another process was late to the step under way
         self._passes = self._rounds = 0
-        self._form: GatherForm = ()
         self.members: Members | None = None
+        self._under_way: Transfer | None = None  # the last exchange
         self.here()
 
     def here(self) -> None:
-        """Tells the others, as soon as there are some, that this process watches."""
+        """Announces to the others, as soon as there are some, that this process watches."""
         if not self._name and dist.world() > 1:
             self._name = f"monitor {dist.ordinal('monitor')}"
-            leave_word(f"{self._name} watches", "yes")
+            post_message(f"{self._name} watches", "yes")
 
     @property
     def several(self) -> bool:
@@ -473,12 +863,17 @@ class ProcessGroup:
         return self.several and not self.records_alone
 
     def begin(self, model: str, *, gathers: bool) -> bool:
-        """Called in the first pass of a model that is to be measured, before anything is done that takes all
-        processes. Returns whether it is measured: none of this step is where another process was late to it.
+        """Begins the first measured pass of a model in a step, before anything that all processes must do together.
 
-        gathers: a pass of the model is something that all processes do.
+        Args:
+            model: its name.
+            gathers: True if a pass of the model needs all processes, since its weights are split.
 
-        Raises: InvalidValueError if the monitor of another process has switched itself off before it.
+        Returns:
+            Whether the pass is measured. No pass of a step is if another process was late to it.
+
+        Raises:
+            InvalidValueError: the monitor of another process has switched itself off before.
         """
         self._introduced.stages[model] = running_stage()
         if self._late:
@@ -487,49 +882,48 @@ class ProcessGroup:
             late = not self._all_come()
             self._late = late and not self.records_alone
             return not late
-        if not self.records_alone:
-            self.all_watch()
         return True
 
     def about(self) -> dict[str, object]:
-        """The description of the whole model, where several processes have parts of it."""
+        """Returns the description of the whole model; {} if it is not known to be spread over processes."""
         return {} if self.members is None else self.members.about()
 
     def stay_alone(self, why: str) -> None:
-        """Measure this process's part only."""
+        """Measures only this process's part from now on."""
         self._alone = True
         caution(f"{why}: what is recorded is what this process sees")
 
     def all_watch(self) -> bool:
-        """Returns whether all processes watch the model; waits at most 8 seconds for them, once."""
+        """Returns whether all processes watch the model; waits for them once, at most 8 seconds."""
         if dist.world() == 1:
             return False
         if self._unmet():
-            self._hear("watches", PATIENCE)
+            self._wait_for_all("watches", PATIENCE)
         return self.several
 
     def _unmet(self) -> bool:
-        """Returns whether other processes may take part, of which it is not known whether all watch the model."""
+        """Returns whether other processes may take part and have not all announced that they watch."""
         self.here()
         if self.several and self._apart():
             self.stay_alone(self._apart())
         return self.several and not self._watching
 
     def _all_come(self) -> bool:
-        """Returns False where a process is 8 seconds late to the first pass that waits for all of them. The model waits
-        for it in that pass: if it has not come until the next one, it does not watch."""
+        """Returns False if a process is 8 seconds late to the first pass that needs all of them.
+
+        The model itself waits for that process. One that has not announced itself by the next pass does not watch."""
         if not self._unmet():
             return True
         if not self._passes:
             self._passes = 1
-            self._hear("pass 0", PATIENCE, again=True)
+            self._wait_for_all("pass 0", PATIENCE, again=True)
             return self._watching
-        self._hear("pass 1", PATIENCE if left_by_all(f"{self._name} pass 0") else 0.01)
+        self._wait_for_all("pass 1", PATIENCE if all_posted(f"{self._name} pass 0") else 0.01)
         return True
 
-    def _hear(self, at: str, patience: float, *, again: bool = False) -> None:
-        """Waits for a word of all processes; without one this process stays alone, unless it is to try again."""
-        words = words_under(f"{self._name} {at}", "yes", patience)
+    def _wait_for_all(self, at: str, patience: float, *, again: bool = False) -> None:
+        """Waits for a message of all processes; without one this process stays alone, unless it is to try again."""
+        words = try_gather_messages(f"{self._name} {at}", "yes", patience)
         if words is not None and _OFF in words:
             self.over = True
             raise InvalidValueError(_GONE)
@@ -542,12 +936,18 @@ class ProcessGroup:
         elif words is None:
             self.stay_alone("not every process of this run watches the model")
 
-    def send(self, measured: Measurement | None, *, alone: bool) -> AsyncGather | None:
-        """Starts the gather of a step; None says that this process, or as the answer every process, has no numbers.
+    def send(self, measured: Measurement | None, *, alone: bool) -> Transfer | None:
+        """Starts the exchange of a step.
 
-        alone: only this process records the step.
+        Args:
+            measured: the numbers of this process; None if it has none.
+            alone: only this process records the step.
 
-        Raises: InvalidValueError if the processes can't be merged.
+        Returns:
+            The numbers on their way; None if no process has any.
+
+        Raises:
+            InvalidValueError: the measurements of the processes cannot be merged.
         """
         if self._late and not alone:
             self._late = False
@@ -556,47 +956,61 @@ class ProcessGroup:
             self._meet(measured)
         members = self.members
         if alone or members is None or not self.several:
-            return None if measured is None else AsyncGather.alone(measured)
-        if measured is None:
-            return self._gather(word(Flag.NOTHING, self._form), members)
-        if measured.form() != members.own_form:
+            return None if measured is None else Transfer.alone(measured)
+        if measured is not None and measured.form() != members.own_form:
             self.leave(known=False)
             raise InvalidValueError(
                 "what this process measures is not what it measured at first, as with layers that run in some steps "
                 "only, so the processes of this run can't be merged"
             )
-        return self._gather(measured.pack(dist.collective_device()), members)
+        return self._exchange(measured, members)
 
     def placed(self, stats: Stats) -> Stats:
-        """Statistics of this process alone, by the names and heads of the whole model once these are known."""
+        """Returns statistics of this process alone, by the names and heads of the whole model once these are known."""
         return stats if self.members is None else self.members.placed(stats)
 
     def leave(self, *, known: bool) -> None:
         """Reports to the others that this process has switched itself off; they do the same.
 
-        known: another process has reported the same of itself, so that nobody waits.
+        Args:
+            known: another process has reported this already, so that nobody waits.
         """
         self.over = True
         if known or not dist.world() > 1 or not self._name:
             return
         if self.members is None:
             for at in (self._round(), f"{self._name} pass {self._passes}"):
-                leave_word(at, _OFF)
+                post_message(at, _OFF)
         else:
-            self._gather(word(Flag.OFF, self._form), self.members)
+            self._exchange(None, self.members, stopped=True)
 
-    def _gather(self, packed: Tensor, members: Members) -> AsyncGather:
-        self.gathers += 1
-        gather = functools.partial(self._step_gather.gather, self._name)
-        return AsyncGather(packed, members.forms, members.merge, gather)
+    def _exchange(self, measured: Measurement | None, members: Members, *, stopped: bool = False) -> Transfer:
+        device = dist.collective_device()
+        if self._under_way is not None and float(self._under_way.vectors[0][_UNFIT]) == 1:
+            members.widen()  # as every other process has done by now
+        largest, *sums = members.pack(measured, stopped=stopped)
+        self.exchanges += 1  # from here on the others do not wait for another one of this step
+        reduced = self._step_exchange.reduce(self._name, largest, sums)
+        own = members.alike(measured)
+        known = [on_device(device, widest(device), x.detach()).to(widest(device)) for x in own.values()]
+
+        def read(vectors: list[Tensor]) -> Measurement:
+            found = members.unpack(vectors[: len(reduced)])
+            if not found.stats:
+                return found
+            parts = zip(own.items(), vectors[-1].split([x.numel() for x in own.values()])) if own else ()
+            return dataclasses.replace(found, numbers={**{k: x.view(y.shape) for (k, y), x in parts}, **found.numbers})
+
+        vectors = [*reduced, *([torch.cat(known)] if known else [])]
+        self._under_way = Transfer(vectors, read, lambda v: float(v[0][_STOPPED]) == 1)
+        return self._under_way
 
     def _meet(self, measured: Measurement | None) -> None:
-        self._form = () if measured is None else measured.form()
-        place, text = self._introduced(self._form).words()
+        place, text = self._introduced(measured).words()
         print_of = str(zlib.crc32(text.encode()))
         publish(f"{self._name} {print_of}", text)
-        nothing, count = "" if self._form else _NO_NUMBERS, self._step_gather.count
-        words = words_under(self._round(), f"{nothing}|{count}|{print_of}|{place}", LONGEST)
+        nothing, count = _NO_NUMBERS if measured is None else "", self._step_exchange.count
+        words = try_gather_messages(self._round(), f"{nothing}|{count}|{print_of}|{place}", None)
         self._rounds += 1
         if words is None:
             self.stay_alone("not every process of this run reached the end of its first measured step")
@@ -616,8 +1030,7 @@ class ProcessGroup:
         except InvalidValueError:
             self.over = True
             raise
-        self._form = self.members.own_form
-        self._step_gather.agree(self._name, {count for _, count, *_ in said})
+        self._step_exchange.agree(self._name, {count for _, count, *_ in said})
 
     def _round(self) -> str:
         return f"{self._name} round {self._rounds}"

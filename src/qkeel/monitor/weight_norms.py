@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
-from qkeel.dist.sharding import counted, local, shard
+from qkeel.dist.sharding import counted, local, local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
@@ -307,7 +307,7 @@ class SplitWeights:
         """Takes whether this process's part of a parameter counts, the optimizer's eps, if it has one, and whether the
         weights are matrices that multiply one another."""
         self.site, self._parameters, self._eps, self._multiplies = site, parameters, eps, multiplies
-        self._parts = {s.parameter: shard(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)}
+        self._parts = {s.parameter: local_block(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)}
         sides = {"query": [t.query for t in site.terms], "key": [t.key for t in site.terms]}
         self._rows = {side: [self._local(s, counted) for s in own_rows(chains)] for side, chains in sides.items()}
         self._whole = self._whole_heads(sides["query"] + sides["key"])
@@ -489,7 +489,7 @@ class GainBounds:
         """The numbers of each head [n r] of a parameter; -offset where another process has them."""
         p = self._parameters[name]
         x = local(p).detach().flatten()
-        part = shard(name, p)
+        part = local_block(name, p)
         if part is None and index.numel() == len(x) and index.flatten().equal(torch.arange(len(x))):
             return x.view(index.shape)
         key = id(index), x.device

@@ -148,15 +148,18 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
 
 def when_made(act: Act) -> Handle:
-    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`."""
-    before = Optimizer.__init__
+    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several may be removed in any order."""
+    before, active = Optimizer.__init__, [True]
 
     def made(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         before(self, params, defaults)
-        act(self)
+        if active:
+            act(self)
 
     def undo() -> None:
-        Optimizer.__init__ = before
+        active.clear()
+        if Optimizer.__init__ is made:  # otherwise a later replacement calls this one, which is now idle
+            Optimizer.__init__ = before
 
     # Safe under torch.compile, since constructors of optimizers are not compiled.
     Optimizer.__init__ = made

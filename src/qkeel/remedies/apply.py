@@ -33,7 +33,7 @@ from qkeel.remedies.one_slot import (
 )
 from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.output_head import FinalSoftcap, ZLoss
-from qkeel.remedies.processes import WHAT, check_added, check_mates, check_wrapper, on_all_processes
+from qkeel.remedies.processes import WHAT, check_added, check_peers, check_wrapper, on_all_processes
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
 from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SigmaReparam, SpectralCap
@@ -380,13 +380,13 @@ def _apply(
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
-    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
+    found, bare = dist.run_on_all(WHAT, asked, said, lambda _: None)
 
     def applied() -> Handle:
         handles = (compose_all(_apply_all(found, target, known, partial=partial)) for target, known in bare)
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
-    handle = dist.done_by_all(WHAT, applied, lambda _: "applied", Handle.remove)
+    handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
     whole = on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
     whole.about = "+".join(remedy.name for remedy in found)
     return whole
@@ -405,7 +405,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
     Sites are found once, and again after a remedy that changes them, for the next remedies. A remedy that has not run
     the model itself is followed by one pass, which checks that the model still runs."""
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
-    check_mates(bare.model, sites)
+    check_peers(bare.model, sites)
     for remedy in found:
         if not partial:
             _check_whole(remedy, sites)
@@ -419,7 +419,8 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
             inner = check_added(remedy.name, target, before, inner)
             if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
                 pass
-            elif remedy is not found[-1] or in_force(bare.model):  # other active or following remedies need the sites
+            # Remedies that follow or are active already need the sites.
+            elif remedy is not found[-1] or active_remedies(bare.model):
                 sites, trace = _sites(remedy, bare)
             elif trace is not None and not remedy.changes_spec:
                 run_once(bare.model, *bare.example)
@@ -500,7 +501,7 @@ class _Marks(dict[str, Remedy]):
         return (_Marks, (kept,)) if kept else (dict, ())  # a model with step remedies only loads without qkeel
 
 
-def in_force(model: nn.Module) -> set[str]:
+def active_remedies(model: nn.Module) -> set[str]:
     """Returns the names of the remedies that are active on this model."""
     return {name for module in model.modules() for name in module.__dict__.get(APPLIED, {})}
 

@@ -54,12 +54,12 @@ class AdamPass:
     def of(
         cls, optimizer: Optimizer, owners: Sequence[Owner], slices: Sequence[HeadSlice], *, plain: bool
     ) -> Self | None:
-        """The pass, or None where torch's step is not known or its weights are of another kind."""
+        """Returns the pass; None if torch's step is unknown or the weights are of another kind."""
         known = optimizers.is_known(optimizer) and owners and all(_is_plain(weight) for weight, _, _ in owners)
         return cls(optimizer, owners, slices, plain) if known else None
 
     def _move(self, device: torch.device) -> None:
-        """Keep what the pass reads and writes on the weights' device."""
+        """Keeps the tensors that the pass reads and writes on the weights' device."""
         self._rates = torch.ones(sum(self._n_lines), dtype=torch.float32, device=device)
         self._squares = torch.zeros(sum(self._n_lines) + 1, dtype=torch.float64, device=device)  # the last stays 0
         self._line_rates = self._rates.split(self._n_lines)
@@ -123,16 +123,16 @@ class AdamPass:
         return {i: norm for i, norm in zip(self._entries, all_norms) if i in fresh}
 
     def begin(self, factors: Tensor) -> None:
-        """Take the coming step, at these factors per head of every entry, one after the other, and a 1 behind them."""
+        """Takes the coming step at these factors: per head of every weight, one after the other, and a 1 at the end."""
         torch.amin(factors.to(self._rates)[self._makers], 1, out=self._rates)
         optimizers.put_answer(self._optimizer, self._answer)
 
     def end(self) -> None:
-        """Leave the steps to torch again."""
+        """Leaves the steps to torch again."""
         optimizers.take_answer_back(self._optimizer, self._answer)
 
     def _without_heads(self, group: optimizers.Group, *lists: list[Tensor]) -> bool:
-        """Torch's answer without the weights of heads, which are stepped here."""
+        """Returns torch's answer without the weights of heads, which are stepped here."""
         complex_ones = optimizers.torchs_answer(self._optimizer, group, lists)
         own = [i for i, p in enumerate(lists[0]) if id(p) in self._place]
         if own:
@@ -214,7 +214,7 @@ def _scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _fits(x: Tensor, device: torch.device) -> bool:
-    """True if it lies in memory as the pass is written for, on this device."""
+    """True if a tensor has the memory layout and the device that the pass expects."""
     laid = x.is_contiguous() or (x.ndim == 2 and x.T.is_contiguous())
     return _is_plain(x) and laid and x.device == device and not x.is_inference() and x.numel() > 0
 
@@ -246,7 +246,7 @@ def _options(group: dict[str, Any], plain: bool) -> operators.AdamOptions:
 
 
 def _lines(owners: Sequence[Owner], slices: Sequence[HeadSlice], lines: Sequence[int]) -> Tensor:
-    """[all heads, most] places of a head's lines among all, entry by entry; the place after the last fills up."""
+    """Returns the indices [all heads, most] of each head's lines, weight by weight; padded with the number of lines."""
     found: list[Tensor] = []
     first = 0
     for (_, entries, _), n in zip(owners, lines):

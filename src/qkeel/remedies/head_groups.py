@@ -39,12 +39,12 @@ class HeadView:
     span: dist.Span | None = None
 
     def view(self, like: Tensor | None = None) -> Tensor:
-        """The rows, as a view; of another tensor of the weight's shape if there is one."""
+        """Returns the rows as a view of the weight, or of another tensor of its shape."""
         weight, own = dist.local(self.weight if like is None else like).detach(), self.shares[0][1]
         return own.rows_of(weight)[:, None] if self.whole else own.heads(weight)
 
     def places(self, counts: Sequence[int]) -> Tensor:
-        """[n most] places of the heads that own each row, the last place where there are none.
+        """Returns the indices [n most] of the heads that own each row; the last index for rows without an owner.
 
         They are places in one row of numbers: one per head, entry after entry, and one more behind them. `counts`
         are the numbers of heads of the entries.
@@ -61,13 +61,13 @@ class HeadView:
 
 
 def stacked(tables: Sequence[Tensor]) -> Tensor:
-    """Tables of places one below the other; the first of a row is repeated where others are longer."""
+    """Stacks tables of indices; shorter rows repeat their first index."""
     most = max(t.shape[1] for t in tables)
     return torch.cat([torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables])
 
 
 def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
-    """The fewest views that hold every row of the slices once, and no other rows where views can do that."""
+    """Returns the fewest views that hold every row of the slices once, and other rows only if unavoidable."""
     if weight.ndim == 1:  # a bias has no columns
         shares = [(i, dataclasses.replace(s, axis=0)) for i, s in shares]
     groups: list[list[WeightShare]] = []
@@ -78,7 +78,7 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
         group.append((i, s))
     numbers = torch.cat([g[0][1].index.flatten() for g in groups])
     disjoint = numbers.unique().numel() == numbers.numel()
-    part = dist.shard(shares[0][1].parameter, weight)
+    part = dist.local_block(shares[0][1].parameter, weight)
     if part is not None:
         return [HeadView(weight=weight, shares=tuple(shares), whole=True, span=part.spans[shares[0][1].axis])]
     if not disjoint or any(g[0][1].grid is None for g in groups):
@@ -89,7 +89,7 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
 def views_by_tensor(
     tensors: Sequence[Tensor | None], slices: Sequence[HeadSlice]
 ) -> list[tuple[Tensor, list[int], list[HeadView]]]:
-    """Each tensor once, with its entries and the views of their rows; None has none."""
+    """Returns each tensor once, with its entries and the views of their rows."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for i, tensor in enumerate(tensors):
         if tensor is not None:
@@ -100,8 +100,9 @@ def views_by_tensor(
 
 
 def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:
-    """Factors per head of every slice of one weight (or bias), as one tensor that broadcasts against it. Rows that no
-    head owns get 1. Rows that several slices own (a weight that layers share) get the smallest."""
+    """Returns the factors per head of every slice of one weight or bias as one tensor that broadcasts against it.
+
+    Rows that no head owns get 1. Rows that several slices own, as in a weight that layers share, get the smallest."""
     axis = shares[0][0].axis if weight.ndim > 1 else 0
     rows = len(shares[0][0].rows_of(weight))
     if len(shares) == 1:
@@ -116,7 +117,7 @@ WeightNorm = Callable[[Tensor], Tensor]
 
 
 def frobenius_norm(heads: Tensor) -> Tensor:
-    """‖W^h‖_F of each head's part, [… r m] to […]."""
+    """Returns ‖W^h‖_F of each head's part: [… r m] to […]."""
     return torch.linalg.vector_norm(heads, dim=(-2, -1))
 
 
@@ -133,16 +134,16 @@ class HeadGroup(abc.ABC):
         self._factors = views[0].new_ones(len(self._places), dtype=wide(views[0].dtype))
 
     def fill(self, row: Tensor, to: Tensor) -> None:
-        """Write into `to` the smallest number of the row at the places of each factor."""
+        """Writes into `to` the smallest number of the row at the indices of each factor."""
         torch.amin(row.to(to)[self._places], 1, out=to)
 
     @abc.abstractmethod
     def copy(self, measure: WeightNorm | None) -> list[Tensor]:
-        """Keep a copy until `interpolate` or `forget`; returns what was measured per n, in one tensor or none."""
+        """Keeps a copy until `interpolate` or `forget`; returns the measures of all n in one tensor, or nothing."""
 
     @abc.abstractmethod
     def decay(self, row: Tensor) -> None:
-        """Multiply the copies."""
+        """Multiplies the copies."""
 
     @abc.abstractmethod
     def interpolate(self, row: Tensor) -> None:
@@ -150,11 +151,11 @@ class HeadGroup(abc.ABC):
 
     @abc.abstractmethod
     def scale(self, row: Tensor, *, on_host: bool = False) -> None:
-        """Sets w ← f · w. With `on_host` the host reads the factors, and what has the factor 1 is not touched."""
+        """Sets w ← f · w. With `on_host` the host reads the factors and skips those that are 1."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Drop the copies."""
+        """Drops the copies."""
 
 
 @final
@@ -201,8 +202,10 @@ class _ListGroup(HeadGroup):
             multiply_all(self.views, self._columns)
 
     def _scale_some(self) -> None:
-        """Scales what has a factor other than 1. One product over all heads takes 7.9 ms, and gathering the rows 7.1,
-        where a sixth of the heads of 28 matrices of 1024 x 1024 take 2.7 by themselves."""
+        """Scales the heads whose factor is not 1, one by one.
+
+        For a sixth of the heads of 28 matrices of 1024 x 1024 that takes 2.7 ms. One product over all heads takes 7.9
+        ms, and gathering the rows 7.1 ms."""
         if self.views[0].dtype == torch.float32 and operators.adamw_ready():
             operators.scale_heads(self.views, [x.flatten() for x in self._columns])
             return
@@ -253,7 +256,7 @@ class _TritonGroup(HeadGroup):
 
 @final
 class HeadGroups:
-    """Views grouped by device and dtype, and grouped again when a tensor has another address than the last time.
+    """Views grouped by device and dtype; they are grouped again when the address of a tensor has changed.
 
     The host knows the addresses of tensors, so nothing waits for a device. `table` gives the places of a view's
     factors in a row of numbers.
@@ -266,7 +269,7 @@ class HeadGroups:
         self._seen: list[int] | None = None
 
     def update(self, pairs: Sequence[tuple[HeadView, Tensor]]) -> bool:
-        """Group the views, each with the tensor it shows, again if that is needed; returns whether it was."""
+        """Groups the views, each with the tensor that it shows, if needed; returns whether it was."""
         pairs = [(view, dist.local(tensor)) for view, tensor in pairs]
         seen = [tensor.data_ptr() for _, tensor in pairs]
         if seen == self._seen:
@@ -289,12 +292,12 @@ class HeadGroups:
 
 
 def _keeps_memory(device: torch.device) -> bool:
-    """True if memory for copies is kept. A CPU's allocator would map large blocks again each time."""
+    """True on a CPU, where memory for copies is kept, since its allocator would map large blocks anew each time."""
     return device.type == "cpu"
 
 
 def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape, and the dimensions of a stack of such views from the widest stride to the narrowest."""
+    """Returns the shape, and the dimensions of a stack of such views from the widest stride to the narrowest."""
     return tuple(view.shape), tuple(sorted((1, 2, 3), key=lambda d: -view.stride(d - 1)))
 
 
@@ -311,7 +314,7 @@ class LogitShare:
 
 
 def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | None:
-    """The shares of the last weights of every term of a site; None if no powers of γ suit all its products.
+    """Returns the shares of the last weights of every term of a site; None if no powers of γ suit all products.
 
     The powers of the two sides of a product add up to 1. A weight that query heads share takes none, so that what it
     is multiplied by takes γ, and everything that this is multiplied by none; what is not bound so takes √γ. With
@@ -345,7 +348,7 @@ def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | N
 
 
 def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
-    """The number of a weight's rows among those that are known; new ones are added."""
+    """Returns the index of a weight's rows among the known ones, and adds new ones."""
     for i, other in enumerate(weights):
         if other.parameter == s.parameter and other.same(s):
             return i
@@ -354,7 +357,7 @@ def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
 
 
 def _powers(terms: Sequence[tuple[int, int]], alone: set[int]) -> dict[int, float] | None:
-    """The powers that follow from those weights taking none; None if they contradict each other."""
+    """Returns the powers that follow if those weights take none; None if they contradict each other."""
     powers = dict.fromkeys(alone, 0.0)
     both = [*terms, *((b, a) for a, b in terms)]
     for _ in terms:  # each round reaches one product further
@@ -365,7 +368,7 @@ def _powers(terms: Sequence[tuple[int, int]], alone: set[int]) -> dict[int, floa
 
 
 def _connected(terms: Sequence[tuple[int, int]], n: int) -> list[list[int]]:
-    """The weights in parts: those that products tie to each other."""
+    """Returns the weights in groups that products connect."""
     part = list(range(n))
     for a, b in terms:
         old, new = part[a], part[b]

@@ -1,4 +1,4 @@
-"""A factor per head on the step of any optimizer whose step is linear in its rate."""
+"""Scales the steps of any optimizer per head, if its steps are proportional to its learning rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import RefusedError
+from qkeel.errors import RefusedError, caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.base import Target
@@ -23,7 +23,7 @@ from qkeel.remedies.fused_adam import AdamPass, refusal
 from qkeel.remedies.head_groups import HeadGroups, WeightNorm, frobenius_norm, views_by_tensor
 from qkeel.remedies.head_weights import HeadWeights, ReplacementCheck, SplitNorms, found_inf, innermost
 
-# Is an optimizer's step proportional to its learning rate? Found out on a small matrix, never on the user's.
+# Tests on a small matrix, never on the user's weights, whether an optimizer's step is proportional to its rate.
 
 ParamGroup = dict[str, Any]
 
@@ -34,8 +34,12 @@ _LATE = 1_000_000  # schedules inside an optimizer show late (Adafactor's 1/√t
 
 
 def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, decay: bool = True) -> list[Tensor | None]:
-    """The tensors that the optimizer steps; raises unless steps are in full precision and linear in the rate. With
-    decay=False its weight decay must be decoupled, so that it can be separated from the rest of the step."""
+    """Returns the tensors that the optimizer steps.
+
+    Raises:
+        RefusedError: steps are not in full precision or not linear in the rate; or, with decay=False, the weight decay
+            is not decoupled, so that it cannot be separated from the rest of the step.
+    """
     tensors = weights.in_full_precision(optimizer, remedy, "scales small steps")
     for group, device in _groups_of(optimizer, tensors):
         with _apart(device):
@@ -53,10 +57,11 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
 
 
 def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
+    """Raises RefusedError if the optimizer would undo a change of the weights between steps, from a copy of its own.
 
-    Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
-    passes, but for LBFGS, whose curvature is read from how weights and gradients changed from step to step.
+    It is tried on a small matrix: halved between steps at a rate of almost 0, the matrix must stay halved. An optimizer
+    that cannot be tried passes with a warning. LBFGS is refused, since it estimates the curvature from how weights and
+    gradients change from step to step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
@@ -67,7 +72,12 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
         with _apart(device):
             try:
                 keeps = _keeps_changes(optimizer, group, device)
-            except Exception:  # nothing is known then
+            except Exception as error:
+                caution(
+                    f"{remedy} changes weights after the step. It is unknown whether {type(optimizer).__name__} keeps "
+                    f"the change: a trial on a small matrix failed ({type(error).__name__}: {error}). Check after "
+                    "some steps that the remedy's effect lasts"
+                )
                 continue
         if not keeps:
             raise RefusedError(
@@ -78,7 +88,7 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
 
 
 def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
-    """The groups that hold any of the tensors, and on which device."""
+    """Yields the groups that hold any of the tensors, and the device of these."""
     wanted = {id(p) for p in tensors if p is not None}
     for group in optimizer.param_groups:
         device = next((p.device for p in group["params"] if id(p) in wanted), None)
@@ -88,7 +98,7 @@ def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterat
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Leaves random streams and the gradient mode alone."""
+    """Restores random streams and the gradient mode at the end."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         yield
 
@@ -107,7 +117,7 @@ def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.d
 
 
 def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:
-    """Step a small matrix at two rates from the same state, far into training, and compare the lengths."""
+    """Steps a small matrix at two rates from the same state, late in training, and compares the lengths."""
     deltas = []
     for factor in (1.0, 0.5):
         weight, gradient = _matrix(device, dtype)
@@ -153,7 +163,7 @@ def _keeps_changes(optimizer: Optimizer, group: ParamGroup, device: torch.device
 
 
 def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
-    """A small matrix and a gradient of it."""
+    """Returns a small matrix and a gradient of it."""
     weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
     return weight, torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin().to(device)
 
@@ -173,10 +183,10 @@ class _TrialOptimizer:
 
 
 def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
-    """A new optimizer of the same class and options as the group's, holding one parameter.
+    """Returns a new optimizer for one parameter, of the same class and with the options of the group.
 
-    Made by the class itself, since some (Adagrad) set state up there; nothing of the original is shared. A class
-    whose constructor takes something else is replaced by the base class that its step comes from.
+    The class itself makes it, since some, such as Adagrad, set up their state then. It shares nothing with the
+    original. A class whose constructor takes other arguments is replaced by the base class that defines its step.
     """
     options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
     first: Exception | None = None
@@ -192,26 +202,26 @@ def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGrou
 
 
 def _plain(group: ParamGroup) -> ParamGroup:
-    """The options without the choice of implementation, at the highest rate the group is known to reach."""
+    """Returns the options without the choice of implementation, at the highest known rate of the group."""
     flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
     known = [group[k] for k in ("lr", "initial_lr", "max_lr") if group.get(k) is not None]
     rates = [float(rate) for rate in known]
-    # A warm-up may stand at rate 0; a rate of 1 leaves the arithmetic in a range where a half shows.
+    # A warm-up may begin at rate 0; at a rate of 1 half a step differs clearly from a whole one.
     rate = max(rates, default=0.0) or 1.0
     return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
 
 
-# New parameters of a remedy (gains, scales) join the optimizer, and leave it again.
+# Adds the new parameters of a remedy (gains, scales) to the optimizer, and removes them again.
 
 
 def join(
     optimizer: Optimizer | None, added: Mapping[str, nn.Parameter], near: Tensor, *, matrices: bool = False
 ) -> Handle:
-    """Put parameters (by qualified name) into an optimizer group; the handle takes them out, state included.
+    """Adds parameters (by qualified name) to an optimizer group; the handle removes them and their state.
 
-    They go where the optimizer has its other gains: the first group of vectors and scalars only; if there is none,
-    the group of `near`. So they are decayed as its gains are, and a scheduler made earlier drives them too. `matrices`
-    are weights like `near`, and go to its group.
+    They join the first group that holds only vectors and scalars, as gains do, or else the group of `near`. So they are
+    decayed like other gains, and an existing scheduler sets their rate too. With `matrices` they are weights like
+    `near` and join its group.
     """
     if optimizer is None or not added:
         return Handle(lambda: None)
@@ -242,18 +252,18 @@ def join(
 
 
 def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGroup) -> None:
-    """Some optimizers (Adagrad) set their state up when they are made, not in the first step."""
+    """Sets up the state of a parameter for optimizers that do so when they are made, such as Adagrad."""
     if not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
         return
     try:
         state = probe_optimizer(optimizer, parameter, group).state
-    except Exception:  # a class of its own making sets up its state by itself
+    except Exception:  # a class that cannot be made anew sets up its state in the step, or fails there
         return
     if parameter in state:
         optimizer.state[parameter] = state[parameter]
 
 
-# The mechanism behind per-head learning rates: every optimizer step of some weights, scaled per head.
+# The mechanism behind per-head learning rates: scales every optimizer step of some weights per head.
 
 RateFactors = Callable[[Tensor], Tensor]
 _LOG = logging.getLogger("qkeel")
@@ -262,13 +272,14 @@ _LOG = logging.getLogger("qkeel")
 def head_steps(
     target: Target, remedy: str, weights: HeadWeights, *, measure: WeightNorm | None = None, decay: bool = True
 ) -> HeadSteps:
-    """Returns what scales the optimizer's steps of these weights per head.
+    """Returns an object that scales the optimizer's steps of these weights per head.
 
     Args:
+        target: the model and its optimizer.
         remedy: its name, for errors.
         weights: those of the target.
-        measure: gives a number per head of [… n r m], which the rates are made of; there are ones where it is None.
-        decay: whether decoupled weight decay is scaled with the rest of the step.
+        measure: computes a number per head from [… n r m], from which the rates are computed; None for ones.
+        decay: True scales decoupled weight decay with the rest of the step.
 
     Raises:
         RefusedError: the optimizer is missing, does not step these weights, or its step is not linear in the rate.
@@ -281,22 +292,22 @@ def head_steps(
 
 @final
 class HeadSteps:
-    """Scales every optimizer step of the weights, per head.
+    """Scales every optimizer step of the weights per head.
 
-    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With `decay` that keeps its
-    full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit for bit. Exact
-    for every optimizer linear in the learning rate. Frozen weights are measured only.
+    The whole step is scaled, decoupled weight decay included: w ← w_old + f · (w_new - w_old). With decay=False the
+    decay keeps its full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit
+    for bit. This is exact for every optimizer that is linear in the learning rate. Frozen weights are only measured.
 
-    The numbers of all heads are one row, entry after entry of the weights, and so are the factors. How many operators
-    a step takes does not depend on how many weights or heads there are, except that frozen weights, and heads whose
-    rows have no pattern, are measured one by one. Nothing is read back to the host. The one copy of the rows of heads
-    lives only inside the step; on a CPU its memory is kept for the next.
+    The measures of all heads form one row, weight after weight, and so do the factors. The number of operators per step
+    does not depend on the number of weights or heads, but frozen weights and heads whose rows follow no pattern are
+    measured one by one. The host reads nothing back. The rows of heads are copied once, during the step; a CPU keeps
+    the memory for the next step.
 
-    Torch's fused Adam and AdamW, on a CPU and on a GPU, need neither copy nor rescaling: `adam` takes their step over.
-    At factor 1 it leaves torch's weight bit for bit on a CPU, and to a few roundings on a GPU. With `frobenius_norm` it
-    also returns the measure, so a change of a weight that torch does not count (through `.data`, by another fused
-    optimizer, kernel or CUDA graph) is noticed a step late. `way` says who takes the last step that began, and why; so
-    does the log "qkeel" at DEBUG.
+    Torch's fused Adam and AdamW need neither copy nor rescaling: `AdamPass` takes their step over. At factor 1 it gives
+    torch's weights bit for bit on a CPU, and up to a few roundings on a GPU. With `frobenius_norm` it also returns the
+    measure, so it notices one step late if a weight was changed in a way that torch does not count (through `.data`, or
+    by another fused optimizer, kernel or CUDA graph). `way` names who takes the last step that began, and why, as the
+    log "qkeel" does at level DEBUG.
     """
 
     def __init__(
@@ -329,16 +340,19 @@ class HeadSteps:
 
     @torch.no_grad()
     def sizes(self) -> Tensor:
-        """The measure of all heads [h] now, to the bit as in a step."""
+        """Returns the measure of all heads [h] now, equal to the bit to that in a step."""
         if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
-            dist.words_of_all("qkeel.apply", "measures")
+            dist.gather_messages("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})
         self._forget()
         return found
 
     def scale(self, rates: RateFactors) -> Handle:
-        """Scale steps by what `rates` makes of the measure before each [h], until the handle is removed. The scaling
-        comes before every other post hook of the step (a clip, an average), in whatever order they came."""
+        """Scales each step by the factors that `rates` computes from the measure [h] before it, until the handle is
+        removed.
+
+        The scaling runs before all other hooks behind the step (a clip, an average), in whatever order they were added.
+        """
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
@@ -355,7 +369,7 @@ class HeadSteps:
         return compose(map(Handle, (self._clear, last.remove, first.remove)))
 
     def _ready_adam(self) -> AdamPass | None:
-        """The pass that takes the coming step over, if there is one and it can."""
+        """Returns the pass that takes over the coming step; None if none can."""
         now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
         why = now or ("the weights were of another type when the remedy was applied" if self._adam is None else "")
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
@@ -365,19 +379,19 @@ class HeadSteps:
         return None if why else self._adam
 
     def _clear(self) -> None:
-        """Forget the step."""
+        """Drops what belongs to the step."""
         self._factors = None
         self._forget()
         if self._adam is not None:
             self._adam.end()
 
     def _forget(self) -> None:
-        """Drop the copies."""
+        """Drops the copies."""
         for group in self._groups.all:
             group.forget()
 
     def _begin(self, rates: RateFactors) -> None:
-        """Measure and copy, or take the step over."""
+        """Measures and copies the weights, or lets the pass take over the step."""
         self._clear()  # of a step that raised
         adam = self._ready_adam()
         if adam is None:
@@ -393,7 +407,7 @@ class HeadSteps:
             self._decay.read(factors.dtype, factors.device)
 
     def _end(self, infinite: Tensor | None) -> None:
-        """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
+        """Scales the step. If a subclass's step calls its parent's, both run hooks; only the inner one is scaled."""
         if self._factors is not None:
             decay = None if self._decay is None else self._decay.row(lambda w: w.grad is not None, infinite)
             for group in self._groups.all:
@@ -403,7 +417,7 @@ class HeadSteps:
         self._clear()
 
     def _copied(self) -> Tensor:
-        """Copy what is stepped, and return the measure of all heads [h]."""
+        """Copies the weights that are stepped and returns the measure of all heads [h]."""
         if self._groups.update(self._stepped):
             self._order, self._dtype = self._positions(), _widest(self._read)
         found = [x for group in self._groups.all for x in group.copy(self._measure)]
@@ -413,14 +427,14 @@ class HeadSteps:
         return self._split.norms(self._row(found)[self._order])
 
     def _one_by_one(self, known: Mapping[int, Tensor]) -> Tensor:
-        """The same without a copy, entry by entry; some may be known."""
+        """Returns the measure of all heads [h] without a copy, weight by weight; some may be known."""
         if self._measure is None:
             return self._ones()
         found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
         return self._split.norms(self._row(found))
 
     def _row(self, found: Sequence[Tensor]) -> Tensor:
-        """All on the first weight's device; of split weights squares."""
+        """Joins the measures on the first weight's device; those of split weights are squares."""
         device = self._read[0].device
         return torch.cat([x.to(device) for x in found])
 
@@ -433,7 +447,7 @@ class HeadSteps:
         return torch.ones(sum(self._counts), dtype=self._dtype, device=self._read[0].device)
 
     def _positions(self) -> Tensor:
-        """The place of each head among the numbers of all groups, and behind them those measured one by one."""
+        """Returns each head's index among the measures of all groups, followed by those measured one by one."""
         after = sum(len(view) for group in self._groups.all for view in group.views)
         firsts = {i: self._groups.firsts[k] for i, k in self._measured.items()}
         for i in self._others:
@@ -443,12 +457,12 @@ class HeadSteps:
 
 
 def _decay_rate(group: ParamGroup) -> float | Tensor:
-    """η·λ now; 0 without weight decay."""
+    """Returns η·λ; 0 without weight decay."""
     return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that holds numbers of all of them, float32 at least."""
+    """Returns the dtype to which all of the tensors promote, at least float32."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
@@ -457,12 +471,13 @@ Rate = Callable[[ParamGroup], float | Tensor]
 
 @final
 class DecayFactors:
-    """1 - rate for every head of every entry, by the group that holds its tensor, in a few operators per group.
+    """Computes 1 - rate for every head of every weight from its parameter group, in a few operators per group.
 
     Args:
-        tensors: what the optimizer steps for each entry; None where it steps nothing.
-        counts: the number of heads of each entry.
-        rate: the share that a group's options take away in one step.
+        optimizer: holds the groups.
+        tensors: the tensor that the optimizer steps for each weight; None if it steps none.
+        counts: the number of heads of each weight.
+        rate: computes from a group's options the share that one step takes away.
     """
 
     def __init__(
@@ -474,7 +489,7 @@ class DecayFactors:
         self._index = torch.empty(0, dtype=torch.int64)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Read the rates as they are now; numbers are never sent to the device, tensors never read by the host."""
+        """Reads the current rates; numbers are never copied to the device, tensors never read by the host."""
         groups = self._optimizer.param_groups
         if (self._values.shape[0], self._values.dtype, self._values.device) != (len(groups) + 1, dtype, device):
             self._values = torch.ones(len(groups) + 1, dtype=dtype, device=device)
@@ -483,7 +498,9 @@ class DecayFactors:
             value.fill_(1 - (rate.reshape(()) if isinstance(rate, Tensor) else rate))
 
     def row(self, is_stepped: Callable[[Tensor], bool], found_inf: Tensor | None) -> Tensor:
-        """[all heads, and a 1]: 1 where a tensor is not stepped, and everywhere in a step that a GradScaler skips."""
+        """Returns the factors [all heads + 1] with a 1 at the end.
+
+        They are 1 for tensors that are not stepped, and everywhere in a step that a GradScaler skips."""
         groups = self._optimizer.param_groups
         group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         numbers = tuple(len(groups) if t is None or not is_stepped(t) else group_of[id(t)] for t in self._tensors)

@@ -32,7 +32,7 @@ def has_plain_rows(weight: Tensor) -> bool:
 
 
 def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raise RefusedError for a quantised weight, and for one that is split over processes in a way that is not known.
+    """Raises RefusedError for a quantised weight, and for one that is split over processes in an unknown way.
 
     FSDP2 and tensor parallelism keep a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
     and FSDP1 are not recognised as copies.
@@ -42,11 +42,11 @@ def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
             f"{name} is quantised ({type(weight).__name__} of {weight.dtype}), so the rows of its heads cannot be read "
             f"or scaled; apply {remedy} to plain floating point weights"
         )
-    dist.shard(name, weight)
+    dist.local_block(name, weight)
 
 
 def check_whole(name: str, weight: Tensor, remedy: str) -> None:
-    """Raise RefusedError for a weight that is split over processes, where a remedy needs the whole of each head."""
+    """Raises RefusedError for a weight that is split over processes if a remedy needs whole heads."""
     if dist.is_split(weight):
         raise RefusedError(
             f"{name} is split over processes, and {remedy} needs all rows and columns of a head at once; use lalr or "
@@ -56,20 +56,20 @@ def check_whole(name: str, weight: Tensor, remedy: str) -> None:
 
 @final
 class SplitNorms:
-    """The Frobenius norms per head of weights that are split over processes, by one collective for all of them.
+    """Computes the Frobenius norms per head of weights that are split over processes, in one collective for all.
 
-    ‖W^h‖² is the sum over processes of the squares that each of them holds.
+    ‖W^h‖² is the sum of the squares that each process holds.
     """
 
     def __init__(self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor], measure: WeightNorm | None) -> None:
-        shards = list(dist.shards_of([(s.parameter, t) for s, t in zip(slices, tensors)]))
+        blocks = list(dist.local_blocks([(s.parameter, t) for s, t in zip(slices, tensors)]))
         self._slices, self._tensors = slices, tensors
-        self._sums = dist.PartialSums(shards)
+        self._sums = dist.PartialSums(blocks)
         # The head of each row that this process holds; one more for rows of none.
         self._heads = {
-            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*shard.spans[s.axis])]
-            for i, (s, t, shard) in enumerate(zip(slices, tensors, shards))
-            if shard is not None
+            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*block.spans[s.axis])]
+            for i, (s, t, block) in enumerate(zip(slices, tensors, blocks))
+            if block is not None
         }
         if self._heads and measure not in (None, frobenius_norm):
             raise RefusedError(
@@ -83,14 +83,14 @@ class SplitNorms:
         return i in self._heads
 
     def squares(self, i: int) -> Tensor:
-        """[n] the squares of this process's part of an entry."""
+        """Returns the sums of squares [n] over this process's part of a weight."""
         rows = self._slices[i].rows_of(dist.local(self._tensors[i]).detach())
         own = rows.to(wide(rows.dtype)).square().sum(1)
         heads = self._heads[i] = self._heads[i].to(own.device)
         return own.new_zeros(self._slices[i].n + 1).index_add_(0, heads, own)[:-1]
 
     def norms(self, row: Tensor) -> Tensor:
-        """A row of norms, with squares of split entries, as one of norms alone."""
+        """Replaces the squares of split weights in a row of norms by their norms over all processes."""
         if not self._heads:
             return row
         self._split, self._counted = self._split.to(row.device), self._counted.to(row)
@@ -104,8 +104,9 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps: wrappers that are none themselves (accelerate's) run no hooks. A wrapper
-    that runs hooks, and steps another optimizer inside its own step, is kept: it may do more than that one."""
+    """Returns the optimizer that takes the steps, inside wrappers that run no hooks, such as accelerate's.
+
+    A wrapper that runs hooks and steps another optimizer inside its own step is returned itself: it may do more."""
     while not runs_step_hooks(optimizer):
         inner = vars(optimizer).get("optimizer")
         if not isinstance(inner, Optimizer):
@@ -115,25 +116,25 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """The tensor that a GradScaler gives a fused optimizer: not zero where the step, whose hooks run, is skipped."""
+    """Returns the tensor that a GradScaler gives a fused optimizer: nonzero if it skips the step but not its hooks."""
     return vars(optimizer).get("found_inf")
 
 
 def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
-    """The tensor in the optimizer's groups that becomes the weight: itself, or its one float32 copy.
+    """Returns the tensor in the optimizer's groups that becomes the weight: itself, or its only float32 copy.
 
-    Training in low precision the way of apex and Megatron gives the optimizer float32 copies, and copies them back
-    after each step. Such a copy is recognised by its values: of one shape and device, rounding to the weight's bits.
+    Training in low precision like apex and Megatron gives the optimizer float32 copies, which are copied back after
+    each step. Such a copy is recognised by its shape, its device, and values that round to the weight's bits.
     """
-    held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p is weight for p in held):
+    given: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p is weight for p in given):
         return weight
-    copies = [p for p in held if _rounds_to(p, weight)]
+    copies = [p for p in given if _rounds_to(p, weight)]
     return copies[0] if len(copies) == 1 else None
 
 
 def copies_in_state(optimizer: Optimizer, weight: Tensor) -> tuple[str, ...]:
-    """Under which names the optimizer keeps float32 copies of a low-precision weight in its state."""
+    """Returns the names of the float32 copies of a low-precision weight in the optimizer's state."""
     state: dict[str, object] = optimizer.state.get(weight, {})
     return tuple(name for name, x in state.items() if isinstance(x, Tensor) and _rounds_to(x, weight))
 
@@ -156,7 +157,7 @@ OptimizerState = dict[str, Any]
 
 @final
 class ReplacementCheck:
-    """Notices, at almost no cost per step, that a weight was replaced; one that only got another name is followed."""
+    """Notices at almost no cost per step that a weight was replaced; one that was only renamed is followed."""
 
     def __init__(self, model: nn.Module, remedy: str, names: Iterable[str]) -> None:
         self._model, self._remedy = model, remedy
@@ -164,7 +165,7 @@ class ReplacementCheck:
         self._links = _links(model, self._weights)
 
     def check(self) -> None:
-        """Raise RefusedError if one of the weights is no longer in the model."""
+        """Raises RefusedError if one of the weights is no longer in the model."""
         tables, keys, objects = self._links
         if all(map(operator.is_, map(dict.get, tables, keys), objects)):  # no loop in Python: some hundred per step
             return
@@ -172,7 +173,7 @@ class ReplacementCheck:
         gone = [name for name, p in self._weights.items() if id(p) not in names]
         if gone:
             more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
-            dist.say_failed(f"{gone[0]} has been replaced")
+            dist.report_failure(f"{gone[0]} has been replaced")
             raise RefusedError(
                 f"{self._remedy} was applied to {gone[0]}{more}, which "
                 "has been replaced since: the step was not taken. remove() the remedy's handle and apply it again "
@@ -185,7 +186,7 @@ class ReplacementCheck:
 def _links(
     model: nn.Module, weights: Mapping[str, nn.Parameter]
 ) -> tuple[list[OptimizerState], list[str], list[object]]:
-    """Every entry of a module's tables between the model and the weights, once: tables, keys, the objects there."""
+    """Returns each table entry on the way from the model to the weights once: tables, keys, and their objects."""
     found: dict[tuple[int, str], tuple[OptimizerState, str, object]] = {}
     for name, parameter in weights.items():
         *path, leaf = name.split(".")
@@ -202,8 +203,9 @@ def _links(
 
 
 def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
-    """Raise unless the query and key weights exist and are finite, and, where they are changed `per_head`, unless they
-    are confirmed to make the logits of these heads."""
+    """Raises an error unless the query and key weights have values and are finite.
+
+    If they are changed `per_head`, they must also be confirmed to make the logits of these heads."""
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name)
         if p.is_meta:
@@ -229,7 +231,7 @@ class HeadWeights:
 
     @classmethod
     def of(cls, target: Target) -> HeadWeights:
-        """All weights from which the logits of the target's sites are made."""
+        """Returns all weights that make the logits of the target's sites."""
         slices: list[HeadSlice] = []
         parameters: list[nn.Parameter] = []
         entry: dict[int, int] = {}
@@ -247,20 +249,20 @@ class HeadWeights:
 
     @property
     def names(self) -> list[str]:
-        """The parameter's name of each entry."""
+        """Returns the parameter's name of each entry."""
         return [s.parameter for s in self.slices]
 
     @property
     def counts(self) -> list[int]:
-        """The number of heads of each entry."""
+        """Returns the number of heads of each entry."""
         return [s.n for s in self.slices]
 
     def place(self, s: HeadSlice) -> int:
-        """The entry of a slice of one of the target's sites."""
+        """Returns the entry of a slice of one of the target's sites."""
         return self._entry[id(s)]
 
     def of_optimizer(self, optimizer: Optimizer, remedy: str) -> list[Tensor | None]:
-        """The tensor that the optimizer steps for each entry: the weight, its float32 copy, None for a frozen weight.
+        """Returns the tensor that the optimizer steps for each entry: the weight, its float32 copy, or None if frozen.
 
         Raises: RefusedError unless it steps every weight that is trained, and at least one.
         """
@@ -276,7 +278,7 @@ class HeadWeights:
         return tensors
 
     def in_full_precision(self, optimizer: Optimizer, remedy: str, does: str) -> list[Tensor | None]:
-        """`of_optimizer`, refused where what the remedy `does` to a weight would be rounded away."""
+        """Returns `of_optimizer`; refuses weights whose precision would round away what the remedy `does` to them."""
         tensors = self.of_optimizer(optimizer, remedy)
         for s, p in zip(self.slices, tensors):
             if p is not None and p.dtype in LOW_PRECISION:
@@ -287,7 +289,7 @@ class HeadWeights:
         return tensors
 
     def _unknown_copies(self, optimizer: Optimizer) -> str:
-        """A hint where the optimizer steps tensors that may be float32 copies in another form."""
+        """Returns a hint if the optimizer steps tensors that may be float32 copies in another form."""
         shapes = {p.shape for p in self.parameters}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
@@ -302,11 +304,12 @@ class HeadWeights:
 
 
 class StepRemedy(Remedy):
-    """Acts through hooks of the optimizer; a copy of the model is without it. It needs to know which rows of which
-    weights make the heads of a site."""
+    """A remedy that acts through hooks of the optimizer, so a copy of the model does not have it.
+
+    It needs to know which rows of which weights make the heads of a site."""
 
     on_steps: ClassVar[bool] = True
-    # Why not where q or k is normed, and where a weight is computed from another; "" where nothing speaks against it.
+    # Why the remedy is refused if q or k is normed, and if a weight is computed from another; "" if it is not refused.
     if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and what to do instead
     if_computed: ClassVar[str] = ""
 
@@ -326,7 +329,7 @@ class StepRemedy(Remedy):
 
 
 def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: str) -> list[AttentionSite]:
-    """The sites that `heads` names; all where it is None.
+    """Returns the sites that `heads` names; all if it is None.
 
     Raises: UnknownNameError for a site that the model lacks, InvalidValueError for a head that a site lacks.
     """
@@ -343,7 +346,7 @@ def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: 
 
 
 def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
-    """The refusal where the weights that make the heads are not known."""
+    """Returns the refusal of a site whose weights are unknown."""
     if site.terms:
         return None
     return Refusal(
@@ -354,10 +357,10 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
 
 
 def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | None:
-    """The refusal where the weight that makes the logit is computed from the one that is stored.
+    """Returns the refusal of a site whose logits use a weight that is computed from the stored one.
 
-    Parametrizations show in the weight's name. DoRA divides by a norm of its weights that no gradient passes, so only
-    the magnitudes that it learns instead show it.
+    Parametrizations show in the weight's name. DoRA divides by a norm of its weights through which no gradient passes,
+    so only its learned magnitudes show it.
     """
     dora = any(
         submodules_of(module).get("lora_magnitude_vector")

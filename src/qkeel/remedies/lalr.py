@@ -30,18 +30,17 @@ Use = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...],
 class LALR(StepRemedy):
     """Rates lr(W) = τ · η · f(now) / f(start), f(W) = 1 / (product of the norms of the other matrices of the logit).
 
-    For W_Q^h: f = 1/‖W_K^h‖, for W_K^h: 1/‖W_Q^h‖, so a step changes logits by a bounded amount however large
-    the weights have grown. In general (`AttentionSite.terms`): over the terms a matrix takes part in the smallest
-    f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
-    and its extension to grouped keys; in a GAU W_z makes both q and k, and is its own partner. A weight that layers
-    share takes part in the terms of all of them. Biases keep the base rate. The whole step is scaled, decoupled weight
-    decay included. A matrix of norm zero counts with the norm it had at the start; one that was zero at the start
-    never counts. Frozen weights count as partners.
+    f is 1/‖W_K^h‖ for W_Q^h and 1/‖W_Q^h‖ for W_K^h, so a step changes the logits by a bounded amount however large the
+    weights have grown. A matrix that takes part in several terms of the logit (`AttentionSite.terms`) has the smallest
+    f of them, and one that heads share uses the largest product over these heads. This is the published algorithm 2 for
+    MLA, extended to grouped keys. In a GAU, W_z makes both q and k and is its own partner. A weight that layers share
+    takes part in the terms of all of them.
 
-    The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
-    decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.
-    Weights that no head of `heads` uses, where that is given, keep the base rate.
-    norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
+    Biases keep the base rate. The whole step is scaled, decoupled weight decay included, unless decay="plain" leaves
+    that at the base rate η·λ. A matrix whose norm becomes zero counts with its norm at the start; one that was zero at
+    the start never counts. Frozen weights count as partners. "Start" is when the remedy is applied; `state()` carries
+    the norms across a checkpoint. If `heads` is given, weights that none of these heads uses keep the base rate.
+    norm="spectral" synchronises a GPU with the host at every step, for an eigenvalue problem of size d per head.
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
@@ -99,11 +98,16 @@ class LALR(StepRemedy):
 
 @final
 class HeadRates:
-    """The ratio f(now) / f(start) per head of every weight, of all weights of a model by a few operations.
+    """Computes f(now) / f(start) for every head of every weight of a model in a few operations.
 
-    The norms of all entries are one row, with a 1 at its end. A table of places in it has for each number of the row
-    the norms to multiply: [n uses repeats others], the largest product over uses and repeats being 1/f. Tables of
-    one shape are concatenated. `counts`: heads of each entry; `start`: their norms, one entry after the other.
+    The norms of all weights form one row with a 1 at its end. A table [n uses repeats others] has, for each number of
+    the row, the indices of the norms to multiply; 1/f is the largest product over uses and repeats. Tables of the same
+    shape are concatenated.
+
+    Args:
+        uses: for each weight the terms that it takes part in.
+        counts: number of heads of each weight.
+        start: norms at the start, one weight after the other.
     """
 
     def __init__(self, uses: Sequence[Sequence[Use]], counts: Sequence[int], start: Tensor) -> None:
@@ -118,7 +122,7 @@ class HeadRates:
         self.start_from(start)
 
     def start_from(self, start: Tensor) -> None:
-        """Make these the norms at the start."""
+        """Sets the norms at the start."""
         row = F.pad(start, (0, 1), value=1.0)
         # What was zero has no start to compare with: it counts as unchanged.
         self._counted, self._old = row > 0, torch.where(row > 0, row, 1.0)
@@ -135,7 +139,7 @@ class HeadRates:
         return tau * (self._first / self._products(new))
 
     def _products(self, row: Tensor) -> Tensor:
-        """1/f for every number of the row but the last."""
+        """Returns 1/f for every number of the row but the last."""
         return torch.cat([row[table].prod(-1).amax((1, 2)) for table in self._tables])[self._back]
 
     def _to(self, device: torch.device) -> None:
@@ -143,7 +147,7 @@ class HeadRates:
 
 
 def _table(uses: Sequence[Use], firsts: Sequence[int], i: int) -> Tensor:
-    """[n uses repeats others] places of the norms that the rate of entry i depends on; 1 fills up."""
+    """Returns the indices [n uses repeats others] of the norms on which the rate of weight i depends; 1 is padding."""
     most = max(len(others) for others, _, _ in uses)
     repeats = max(len(own[0]) for _, _, own in uses)
     found = []
@@ -171,7 +175,7 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
 
 
 def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite], weights: HeadWeights) -> Tensor:
-    """[heads of all entries]: True where a head that is named uses the part of the weight."""
+    """Returns True for the parts [heads of all weights] that a named head uses."""
     found = [torch.zeros(n, dtype=torch.bool) for n in weights.counts]
     for site in sites:
         named = torch.tensor([*(heads[site.name] or range(site.n_heads))])
@@ -182,6 +186,6 @@ def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite]
 
 
 def _names(weights: HeadWeights) -> list[str]:
-    """A name per entry: the parameter's, numbered where one parameter has several (a fused projection)."""
+    """Returns a name for each weight: the parameter's, numbered if a fused projection holds several."""
     plain = [s.parameter for s in weights.slices]
     return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]

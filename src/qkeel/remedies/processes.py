@@ -1,4 +1,4 @@
-"""Models and largest logits that several processes share."""
+"""Remedies on a model that several processes train: checks, handles, and the largest logits over all processes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ WHAT = "qkeel.apply"
 
 
 def check_wrapper(model: nn.Module) -> None:
-    """Raise RefusedError for a model whose parameters FullyShardedDataParallel has flattened: between two passes there
-    is nothing, or a part of one vector, behind their names."""
+    """Raises RefusedError for a model whose parameters FullyShardedDataParallel has flattened.
+
+    Between two passes its parameters are empty, or parts of one vector."""
     if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
@@ -38,11 +39,11 @@ def check_wrapper(model: nn.Module) -> None:
 
 
 def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
-    """Raise RefusedError where a remedy has given a model parameters whose gradients nobody adds up over processes.
+    """Raises RefusedError if a remedy has added parameters whose gradients are not reduced over the processes.
 
-    What wraps a model knows the parameters that it had then, and tensor parallelism of heads, which may come later,
-    leaves to each process the gradient that its heads have: each pass looks for that until the remedy's handle, which
-    is returned, is removed.
+    A wrapper reduces only the parameters that the model had when it was wrapped. Tensor parallelism, which may be
+    applied later, leaves each process with the gradient of its own heads, so every pass checks for it until the
+    returned handle is removed.
     """
     old, model = {id(p) for p in before.values()}, target.model
     several = dist.world() > 1
@@ -79,28 +80,30 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     return Handle(undo, state=handle.state, load=handle.load)
 
 
-def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
-    """Raise ApartError unless processes that run the same layers see the same attention. The stages of a pipeline have
-    layers of their own, and nothing to be compared with."""
+def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
+    """Raises ApartError unless processes that run the same layers see the same attention.
+
+    The stages of a pipeline have different layers and are not compared."""
     if dist.world() == 1:
         return
     own = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
-    mates = dist.mates(model)
-    words = dist.words_of_all(WHAT, f"{' '.join(map(str, mates))}|{own}")
+    peers = dist.peer_ranks(model)
+    words = dist.gather_messages(WHAT, f"{' '.join(map(str, peers))}|{own}")
     for other, word in enumerate(words):
         group, _, seen = word.partition("|")
-        for mate in map(int, group.split()):
-            theirs = words[mate].partition("|")[2]
+        for peer in map(int, group.split()):
+            theirs = words[peer].partition("|")[2]
             if theirs != seen:
                 raise dist.ApartError(
                     f"{WHAT}: the processes of one model hold different attention layers. Process {other} has {seen}; "
-                    f"process {mate} has {theirs}"
+                    f"process {peer} has {theirs}"
                 )
 
 
 def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
-    """Has the first optimizer step raise RefusedError where the passes before it show that a model is a stage whose
-    PipelineStage was made after the remedy. All stages know it then, so no process waits for another."""
+    """Makes the first optimizer step raise RefusedError if the model's PipelineStage was made after the remedy.
+
+    The passes before that step show it on all stages, so no process waits for another."""
     if dist.world() == 1 or dist.stage_of(model) is not None:
         return Handle(lambda: None)
     late: list[bool] = []
@@ -121,8 +124,9 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
 
 
 def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> Handle:
-    """The handle of a change that all processes have made. Where one of them alone removes it, each raises an error
-    before the next step of the optimizer, which is not taken."""
+    """Returns the handle of a change that all processes have made.
+
+    If only some processes remove it, all raise an error before the next optimizer step, which is not taken."""
     if dist.world() == 1 or optimizer is None:
         return handle
     member = dist.Membership(name)
@@ -149,23 +153,24 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
 
 @final
 class SharedMaxima:
-    """The maxima of a model's heads as one row, the same on all processes that run them, by one collective per step:
-    the one in which a monitor of the same optimizer gathers, where it measures the step, else their own.
+    """The maxima of a model's heads as one row, equal on all processes that run these heads.
 
-    Replicas of a model see other sequences, and tensor parallel processes other heads of the same layer. The stages of
-    a pipeline run other layers, whatever these are called, and each has a place of its own in what is reduced.
+    They take one collective per step: that of a monitor of the same optimizer in steps that it measures, else their
+    own. Replicas of a model see different sequences, and tensor-parallel processes different heads of a layer. The
+    stages of a pipeline run different layers, whatever their names, so each stage has its own part of the row.
     """
 
     def __init__(
         self, target: Target, optimizer: Optimizer, maxima: Callable[[], Mapping[str, Tensor]] = lambda: {}
     ) -> None:
-        """`maxima`: gives those that this process saw since the last step."""
-        self._sites, self._maxima, self._gather = target.sites, maxima, dist.StepGather.of(optimizer)
+        """`maxima` returns what this process has seen since the last step."""
+        self._sites, self._maxima, self._exchange = target.sites, maxima, dist.StepExchange.of(optimizer)
         self._counts = [site.n_heads for site in target.sites]
         self._nothing = torch.full((sum(self._counts),), -torch.inf)
         self._first: dict[str, int] = {}  # of this process's heads of a site, where it has a part of them
         self._before = self._behind = 0  # numbers of other layers around this process's in the row of all
         self._over_all: dist.StepMaxima | None = None
+        self._dtype = torch.float32  # in which they are reduced
         self._late: Handle | None = None
         self._model = target.model
         self._around: list[nn.Module] | None = None  # the wrappers of the model, once a step has come
@@ -179,8 +184,8 @@ class SharedMaxima:
         return self._over_all is not None
 
     def check_step(self) -> None:
-        """Raise RefusedError for a step inside torch's Join: a process whose data is over takes none, and the others
-        would wait for its maxima."""
+        """Raises RefusedError for a step inside torch's Join, where the others would wait for the maxima of a process
+        that has no more data."""
         if self._over_all is None:
             return
         if self._around is None:
@@ -194,20 +199,22 @@ class SharedMaxima:
             )
 
     def remove(self) -> None:
-        """No step wants them any longer."""
+        """Ends the exchange of the maxima."""
         if self._over_all is not None:
-            self._gather.maxima.remove(self._over_all)
+            self._exchange.maxima.remove(self._over_all)
         if self._late is not None:
             self._late.remove()
 
     def _meet(self, target: Target) -> None:
         own = {
-            "mates": dist.mates(target.model),
+            "peers": dist.peer_ranks(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": _fingerprint(target),
-            "gather": self._gather.agreed,
+            "double": any(target.parameter(x.parameter).dtype == torch.float64 for x in target.logit_slices()),
+            "exchange": self._exchange.agreed,
         }
-        words = [json.loads(word) for word in dist.words_of_all(WHAT, json.dumps(own))]
+        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(own))]
+        self._dtype = torch.float64 if any(word["double"] for word in words) else torch.float32
         groups = _same_layers(words)
         lengths = {group: sum(n for _, n in words[group]["sites"]) for group in sorted(set(groups))}
         mine = groups[dist.rank()]
@@ -216,12 +223,12 @@ class SharedMaxima:
         if any(word["weights"] and groups.count(group) > 1 for word, group in zip(words, groups)):
             self._late = refuse_late_stage(target.model, "qk_clip")  # equal stages would be taken for replicas
         if len(set(groups)) < len(groups):
-            gathers = {word["gather"] for word in words}
-            self._over_all = dist.StepMaxima(self._sent, gathers.pop() if len(gathers) == 1 else "")
-            self._gather.maxima.append(self._over_all)
+            exchanges = {word["exchange"] for word in words}
+            self._over_all = dist.StepMaxima(self._sent, exchanges.pop() if len(exchanges) == 1 else "")
+            self._exchange.maxima.append(self._over_all)
 
     def row(self, maxima: Mapping[str, Tensor]) -> Tensor:
-        """The maxima of all sites, one after the other, on one device; -inf of heads that this process did not see."""
+        """Returns the maxima of all sites in one row on one device; -inf for heads that this process did not see."""
         if not maxima:
             return self._nothing
         device = next(iter(maxima.values())).device
@@ -239,13 +246,14 @@ class SharedMaxima:
         return F.pad(top.to(nothing.device), (first, site.n_heads - first - len(top)), value=-torch.inf)
 
     def _place_heads(self, target: Target) -> None:
-        """Find out which heads of each site tensor parallelism has left to this process. What fully_shard has split it
-        gathers for each pass, so a head may be stored in parts."""
+        """Finds the first of this process's heads at each site that tensor parallelism has split.
+
+        fully_shard gathers what it has split for each pass, so a head may be stored in parts."""
         gathered = dist.fully_sharded(target.model)
         for site in target.sites:
             for s in site.terms[0].query[-1:]:
                 p = target.parameter(s.parameter)
-                part = dist.shard(s.parameter, p, gathered.get(id(p), 0))
+                part = dist.local_block(s.parameter, p, gathered.get(id(p), 0))
                 if part is None:
                     continue
                 first, last = part.in_pass[s.axis]
@@ -259,36 +267,37 @@ class SharedMaxima:
                 self._first[site.name] = int(here.int().argmax())
 
     def over_all(self) -> Tensor:
-        """The largest of each head over all processes."""
+        """Returns the largest logit of each head over all processes."""
         row = self.row(self._maxima())
         if self._over_all is None:
             return row
-        found = self._gather.largest(self._over_all)
+        found = self._exchange.largest(self._over_all)
         return found[self._before : len(found) - self._behind].to(row)
 
     def _sent(self) -> Tensor:
-        """This process's maxima among those of all layers."""
-        row = self.row(self._maxima()).double()
+        """Returns this process's maxima, at their place in the row of all layers."""
+        row = self.row(self._maxima()).to(self._dtype)
         # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
         return F.pad(row.masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
 
 
 def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:
-    """For each process the first of those that run the same layers: processes of one wrapper or mesh, and others with
-    the same attention and weights."""
+    """Returns for each process the first of those that run the same layers.
+
+    These are the processes of one wrapper or mesh, and others with the same attention and weights."""
     group = list(range(len(words)))
     for i, word in enumerate(words):
         own = (word["sites"], word["weights"])
         alike = [j for j, other in enumerate(words) if word["weights"] and own == (other["sites"], other["weights"])]
-        for mate in (*word["mates"], *alike):  # type: ignore[misc]
-            old, new = sorted((group[i], group[mate]), reverse=True)
+        for peer in (*word["peers"], *alike):  # type: ignore[misc]
+            old, new = sorted((group[i], group[peer]), reverse=True)
             group = [new if g == old else g for g in group]
     return group
 
 
 def _fingerprint(target: Target) -> str:
-    """A number that tells the weights of two layers apart; "" where a wrapper says which processes run the same."""
-    if len(dist.mates(target.model)) > 1:
+    """Returns a checksum of the weights; "" if a wrapper or mesh shows which processes run the same layers."""
+    if len(dist.peer_ranks(target.model)) > 1:
         return ""
     parts = [f"{name}{tuple(p.shape)}" for name, p in target.model.named_parameters()]
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):

@@ -1,4 +1,4 @@
-"""The clip that shrinks, after a step, the weights of heads whose logits passed a threshold."""
+"""QK-clip: after an optimizer step, shrinks the weights of heads whose logits exceeded a threshold."""
 
 from __future__ import annotations
 
@@ -44,22 +44,26 @@ _OFF = "qk_clip failed while it read logits and clips no more: {}. Training cont
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKClip(StepRemedy):
-    """γ_h = min(1, τ/S_h), S_h the head's largest signed scaled logit over the batches since the last step.
+    """Multiplies W_Q^h and W_K^h by √γ_h each after the optimizer step; γ_h = min(1, τ/S_h).
 
-    After the optimizer step W_Q^h and W_K^h are multiplied by √γ_h each (biases too), so the same batch would
-    now give exactly τ if the step had not moved them. Where query heads share a key head, `groups` decides:
-    "query" puts the whole γ_h on W_Q^h and leaves the key alone (exact per head), "group" clips the whole group
-    by its worst head (Megatron-LM). Where the logit is a sum of products each of them is multiplied by γ_h: with a
-    table of positions as the key of one of them, W_Q^h takes γ_h and the other key none. MLA: √γ on both
-    up-projections, γ on the rotated query, the shared rotated key untouched. GAU: √γ on the gains (and offsets) of q
-    and of k. A weight that layers share is scaled once, by the smallest of their factors. Low-rank adapters: the
-    base weight's rows and B's; where the base is frozen that is refused unless `frozen` is "scale".
+    S_h is the head's largest signed, scaled logit over the batches since the last step, so the same batch would give
+    exactly τ if the step had not changed the weights. Biases are scaled too.
 
-    Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip.
-    Only forwards in training mode count, all of those since the last step that was taken, of all processes of a
-    training run. Where a GradScaler skips a step there is no clip, and its maxima count for the next one. Float32
-    copies that the optimizer steps in place of low-precision weights, or keeps in its state, are scaled with them.
-    Heads that `heads`, where it is given, does not name never clip.
+    How γ_h is divided:
+
+    - Query heads that share a key head: with groups="query" W_Q^h takes all of γ_h and the key is left alone, which is
+      exact for each head; with groups="group" the whole group is clipped by its largest logit, as in Megatron-LM.
+    - A logit that is a sum of products: each product is multiplied by γ_h. If one of them has a table of positions as
+      its key, W_Q^h takes γ_h and the other key nothing.
+    - MLA: √γ on both up-projections, γ on the rotated query; the shared rotated key is left alone.
+    - GAU: √γ on the gains and offsets of q and of k.
+    - A weight that layers share is scaled once, by the smallest of their factors.
+    - Low-rank adapters: the rows of the base weight and of B. A frozen base is refused unless frozen="scale".
+
+    Heads under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima never clip. Passes in
+    training mode since the last step count, on all processes of the run. If a GradScaler skips a step, nothing is
+    clipped and its maxima count for the next step. Float32 copies of low-precision weights, which the optimizer steps
+    or keeps in its state, are scaled too. If `heads` is given, the heads that it does not name are never clipped.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0
@@ -124,8 +128,9 @@ class QKClip(StepRemedy):
 
 
 class _ClippedRows:
-    """The rows of the tensors that each site's γ scales, found once. γ of all sites' query heads are one row [h],
-    with their roots behind them, then a 1."""
+    """The rows of the tensors that each site's γ scales, found once.
+
+    The factors form one row: γ of the query heads of all sites, then their square roots, then a 1."""
 
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
@@ -151,7 +156,9 @@ class _ClippedRows:
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
     def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, found: Entries) -> list[int]:
-        """Entries of a slice's weight and bias, and of the copy that the optimizer steps in the weight's place."""
+        """Adds a slice's weight and bias, and the copy that the optimizer steps in place of the weight.
+
+        Returns their indices."""
         numbers = []
         for part in filter(None, (s, s.bias_of())):
             self.names.append(part.parameter)
@@ -163,7 +170,7 @@ class _ClippedRows:
         return numbers
 
     def table(self, view: HeadView) -> Tensor:
-        """[n places] in the row of γ, roots and 1 of the factors of a view."""
+        """Returns the indices [n places] of a view's factors in the row of factors."""
         return self._all[view.places(self._counts)].flatten(1)
 
 
@@ -200,7 +207,7 @@ class _Clip:
         self.shared = SharedMaxima(target, optimizer, self.maxima)
 
     def maxima(self) -> dict[str, Tensor]:
-        """Those of the passes since the last step."""
+        """Returns the largest logits by site over the passes since the last step."""
         return self._passes().field("max_logit")
 
     def _passes(self) -> SiteStats:
@@ -209,7 +216,7 @@ class _Clip:
         return self._seen
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Clip by the maxima since the last step that was taken."""
+        """Clips by the maxima since the last step that was not skipped."""
         infinite, seen = found_inf(optimizer), self._passes()
         if not seen and not self._warned and self.tap.active:
             self._warned = True
@@ -224,7 +231,7 @@ class _Clip:
         self._seen = None
 
     def _over(self, top: Tensor) -> bool:
-        """True if a head is over the threshold, or cannot be read without waiting."""
+        """True if a head exceeds the threshold, or if the host would have to wait for its maximum."""
         under = float(self.remedy.threshold).__lt__  # no loop in Python; NaN is not over
         return not _readable(top) or any(map(under, top.tolist()))
 
@@ -255,7 +262,7 @@ class _Clip:
             group.scale(values, on_host=readable)
 
     def _tensors(self, view: HeadView, optimizer: Optimizer) -> list[Tensor]:
-        """The view's weight and the copies of it that the optimizer keeps."""
+        """Returns the view's weight and the copies of it that the optimizer keeps."""
         weight = view.weight
         if weight.dtype not in LOW_PRECISION:
             return [weight]
@@ -264,21 +271,23 @@ class _Clip:
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
     def state(self) -> dict[str, Tensor]:
-        """Maxima that a skipped step left for the next one. On several processes all maxima, most of them -inf: what
-        loads a checkpoint that many processes wrote must know the names beforehand."""
+        """Returns the maxima that a skipped step left for the next one.
+
+        On several processes these are all maxima, most of them -inf: a reader of a checkpoint that many processes wrote
+        must know the names beforehand."""
         if self.kept is None and not self.shared.several:
             return {}
         tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
         return {site.name: top.clone() for site, top in zip(self.sites, tops)}
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Continue from the maxima of a checkpoint."""
+        """Continues from the maxima of a checkpoint."""
         row = self.shared.row(values)
         self.kept = None if bool((row == -torch.inf).all()) else row
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:
-    """[heads of all sites]: True for those that never clip; None where there are none."""
+    """Returns True for the heads [heads of all sites] that are never clipped; None if all may be."""
     if heads is None:
         return None
     named = dict(heads)
@@ -287,5 +296,5 @@ def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor
 
 
 def _readable(tensor: Tensor) -> bool:
-    """True if the host can read its numbers without waiting."""
+    """True if the host can read a tensor without waiting for its device."""
     return tensor.is_cpu  # a device's name takes longer

@@ -65,7 +65,7 @@ class QKLearningRate(StepRemedy):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenQK(StepRemedy):
-    """Leaves everything that queries and keys are made of as it is: weights, biases, and gains of norms on q and k.
+    """Freezes everything that queries and keys are made of: weights, biases, and gains of norms on q and k.
 
     The control of a comparison: what a run gains over it, trained queries and keys gain. After each step the rows are
     put back bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
@@ -114,7 +114,7 @@ class FrozenQK(StepRemedy):
 
 
 def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
-    """The biases of query and key weights, and the gains and biases of norms on q and k, each once."""
+    """Returns the biases of query and key weights, and the gains and biases of norms on q and k, each once."""
     gains = (gain for site in target.sites for gain in (*site.query_gains, *site.key_gains))
     biases = (bias for s in target.logit_slices() if (bias := s.bias_of()) is not None)
     found: list[HeadSlice] = []
@@ -125,7 +125,7 @@ def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
 
 
 def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
-    """The rows of a norm's gain and bias, as one head: all of them stay."""
+    """Returns the rows of a norm's gain and bias as one head, all of which are frozen."""
     for name, index in ((gain.parameter, gain.index), (gain.bias, gain.bias_index)):
         if name is not None and index is not None:
             p = target.parameter(name)
@@ -135,7 +135,7 @@ def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKWeightDecay(StepRemedy):
-    """Decay w ← (1 - η·λ)·w before the optimizer's own step, for every row of a query or key weight; η is its rate.
+    """Decays w ← (1 - η·λ)·w before the optimizer's own step, for every row of a query or key weight; η is its rate.
 
     Biases, norms' gains and, in a fused projection, the rows of values are not decayed. It comes on top of what the
     optimizer decays itself: with AdamW(weight_decay=0) it is AdamW(weight_decay=λ) for these weights, bit for bit up
@@ -229,7 +229,7 @@ class SpectralCap(StepRemedy):
         return compose(map(Handle, (last.remove, first.remove)))
 
     def factors(self, heads: Tensor) -> Tensor:
-        """The factors min(1, cap/σ) per head of [n r m]; 1 where σ is not finite."""
+        """Returns the factors min(1, cap/σ) per head of [n r m]; 1 if σ is not finite."""
         wider = heads.to(wide(heads.dtype))
         parts = wider.flatten(0, 1)[None] if self.per == "matrix" else wider
         finite = parts.isfinite().flatten(1).all(1)

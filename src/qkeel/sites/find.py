@@ -263,7 +263,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
     if args or kwargs:
         if spread(model):
             by_all = functools.partial(_searched_by_all, model, args, kwargs)
-            return dist.done_by_all(SEARCH, by_all, _unverified, lambda _: None), None
+            return dist.run_on_all(SEARCH, by_all, _unverified, lambda _: None), None
         if on_meta(model):
             return bound(_searched(with_values(model), args, kwargs)[0], model), None
         return _searched(model, args, kwargs)
@@ -285,7 +285,7 @@ def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mode
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
-    dist.words_of_all(SEARCH, "begins")
+    dist.gather_messages(SEARCH, "begins")
     with ExitStack() as undo:
         with dist.agreed_collectives(SEARCH):
             undo.enter_context(gathered(model))

@@ -581,7 +581,7 @@ def forward(
             watcher.guard.settle()
     except Exception as error:
         if spread(model) and not isinstance(error, dist.ApartError):
-            dist.failed_on_all(SEARCH, error)
+            dist.fail_on_all(SEARCH, error)
         raise
 
 

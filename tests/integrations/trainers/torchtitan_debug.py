@@ -126,7 +126,7 @@ def train(variant: str, folder: Path) -> Outcome:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies first
     weights = dict(whole.named_parameters())  # torch makes other random numbers on other processes
     for name, p in model.named_parameters():
-        part = qkeel.dist.shard(name, p)
+        part = qkeel.dist.local_block(name, p)
         spans = tuple(slice(*span) for span in part.spans) if part is not None else ()
         qkeel.dist.local(p).data.copy_(weights[name].detach()[spans])
     monitor = qkeel.watch(model, optimizer, rules=[], sites=sites)

@@ -21,7 +21,7 @@ from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectory
 from qkeel.functional.norms import widest
 from qkeel.patching.forward import unwrapped
 from qkeel.records.files import write_json
-from qkeel.remedies.apply import in_force
+from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
 
@@ -406,7 +406,7 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
             f"expected a transformers model, with a config, to export as {to}; this {type(plain).__name__} has none"
         )
     config: dict[str, Any] = to_dict()
-    strange = in_force(plain) - _HARMLESS
+    strange = active_remedies(plain) - _HARMLESS
     if strange:
         raise RefusedError(
             f"{', '.join(sorted(strange))} is active on this model, and the files of {to} would not record it; "
