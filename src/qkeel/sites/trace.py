@@ -56,7 +56,7 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
-from qkeel.sites.unowned import unowned_attention
+from qkeel.sites.unrecognized import unrecognized_attention
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class ModelTrace:
         values: what the weights of each site's softmax were multiplied by.
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
-        unowned: those of `sites.missed` that the operators show, and no reader of calls.
+        unrecognized: those of `sites.missed` that the operators show, and no reader of calls.
         operators: every operator that ran, where they were recorded.
         frames: every call of a module then.
     """
@@ -128,7 +128,7 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: frozenset[int]
     minima: dict[str, float]
-    unowned: tuple[UnrecognizedAttention, ...] = ()
+    unrecognized: tuple[UnrecognizedAttention, ...] = ()
     operators: Sequence[TorchOperator] = ()
     frames: Sequence[ModuleCall] = ()
 
@@ -256,9 +256,9 @@ def _traced(
     reading, below = _watched(model, args, kwargs, undo, read)
     undo()
     watcher = reading.watcher
-    unowned = tuple(reading.unowned())
+    unrecognized = tuple(reading.unrecognized())
     if not reading.sites and expected:
-        raise NoAttentionError(unseen(model, watcher, unowned))
+        raise NoAttentionError(unseen(model, watcher, unrecognized))
     if below:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
@@ -270,8 +270,8 @@ def _traced(
     least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
     return ModelTrace(
         model=model,
-        sites=Sites(sites, (*watcher.missed, *unowned), _indexers(watcher, [site.name for site in sites])),
-        unowned=unowned,
+        sites=Sites(sites, (*watcher.missed, *unrecognized), _indexers(watcher, [site.name for site in sites])),
+        unrecognized=unrecognized,
         given=reading.given,
         calls=calls,
         values=watcher.values or {},
@@ -325,7 +325,7 @@ def _same_calls(
             break
         for kept in (found, names, least, groups, types):
             kept.clear()
-    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unowned}
+    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unrecognized}
     same = same and found == {site.name: site.n_heads for site in sites}
     return ({name: float(x) for name, x in least.items()}, types) if same else None
 
@@ -449,14 +449,14 @@ class _Reading:
                 raise
         return not self.parts.missed
 
-    def unowned(self) -> list[UnrecognizedAttention]:
+    def unrecognized(self) -> list[UnrecognizedAttention]:
         """The attentions of a recorded pass that no reader has seen."""
         if self.checks is None:
             return []
         watcher = self.watcher
         weights = {memory(x) for x in watcher.handwritten.tags.weights or ()}
         record, dynamic = self.checks.record, self.checks.dynamic
-        found = unowned_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
+        found = unrecognized_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
         return [one for one in found if not watcher.accounts_for(one.module)]
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
@@ -815,7 +815,7 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     return known[0] if len(known) == 1 else torch.cat(known, dim=1)
 
 
-def unseen(model: nn.Module, watcher: CaptureMode, unowned: Sequence[UnrecognizedAttention] = ()) -> str:
+def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[UnrecognizedAttention] = ()) -> str:
     """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
@@ -823,8 +823,8 @@ def unseen(model: nn.Module, watcher: CaptureMode, unowned: Sequence[Unrecognize
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
         "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
     )
-    if watcher.missed or unowned:
-        found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unowned))))
+    if watcher.missed or unrecognized:
+        found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unrecognized))))
         return (
             f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
             f"and keys, {_BY_HAND}"
