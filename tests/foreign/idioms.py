@@ -609,8 +609,7 @@ class Idiom(nn.Module):
                 w = _two_sided(self.plan.normal, z, seen, 3, 2)
             else:
                 w = NORMAL[self.plan.normal][1](z, seen)
-        sink = self.plan.normal in ("null key", "softmax plus one")
-        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=sink)]
+        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal == "null key")]
 
 
 _BY_HEAD = ("a", "c", "form", "asks", "first", "second")
@@ -1246,8 +1245,10 @@ def _truth(model: nn.Module, example: Example) -> list[Call]:
 
 def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) -> list[Tensor]:
     parts = [m for m in (model.get_submodule(name) for name in ("odd", "plain")) if isinstance(m, (Idiom, Plain))]
-    for place, part in enumerate(parts):
-        part.bend = cap if place in places else None
+    first = 0
+    for part in parts:  # a dual softmax is two calls
+        calls = range(first, first := first + max(1, len(part.truth)))
+        part.bend = cap if not places.isdisjoint(calls) else None
     try:
         with torch.no_grad():
             return [model(*example[0])]

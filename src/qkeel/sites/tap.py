@@ -343,6 +343,8 @@ class Tap(Handle):
         self._keeps = keeps
         self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
+        self._form: object = None  # what the pass that begins was called with, see `_call_form`
+        self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # of the passes that were searched
         self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
@@ -373,16 +375,21 @@ class Tap(Handle):
     def places(self, phase: Phase) -> Places | None:
         """Where attention that is not of qkeel's modules is looked for in the pass that begins; None for everywhere.
 
-        To look everywhere costs a callback per function of torch: the first two passes are searched so, then every
-        17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has attention
-        showed none.
+        To look everywhere costs a callback per function of torch, so it is done where something may have changed: in
+        the first two passes; in the first one that is called in a new form (`_call_form`); after a module was added or
+        replaced; and after a pass in which a module that has attention showed none. What changes without any of these
+        signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
             return {}
         others = self._searched.get(phase) is not self.tree.named()  # modules that came, or took another's place
-        searched = n < 2 or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
+        searched = n < 2 or self._is_new_form(phase) or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
+        self._forms[phase].add(self._form)
         return None if others or searched else self._places[phase]
+
+    def _is_new_form(self, phase: Phase) -> bool:
+        return self._form not in self._forms[phase]
 
     def searched(self, phase: Phase, places: Places | None) -> None:
         """Notes where the pass that was searched as a whole had attention, besides where earlier ones had some; None
@@ -443,6 +450,7 @@ class Tap(Handle):
         """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
         False where there is none. What the model raises is raised."""
         last, look = self.latest, _ForwardPass(self, "train")
+        self._form = None if last is None else _call_form(last.args, last.kwargs)
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
         with last.setting(self.model):
@@ -505,9 +513,11 @@ class Tap(Handle):
             self.empty, look = self.empty + 1, _NOTHING
         self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.tree)
+        if look != _NOTHING:
+            self._form = _call_form(args, kwargs)
         if look == "bracket" and not extra:
             self._running = mode = BracketMode(self.guard)
-            places = self._places[phase]
+            places = None if self._is_new_form(phase) else self._places[phase]
             if places and not self.tree.of_kind(SpecModule):
                 ModeInModules(mode, places).attach(self._forwards.around)
             else:
@@ -768,6 +778,25 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
             return False
     sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
     return bool(sizes) and not any(sizes)
+
+
+def _call_form(args: Args, kwargs: Kwargs) -> object:
+    """What a model may choose another way through its modules by: switches, dtypes, numbers of dimensions, orders of
+    magnitude of sizes, and whether gradients and autocast are on.
+
+    >>> _call_form((torch.zeros(2, 5), None), {"cached": True})[2:]
+    ((torch.float32, 2, 4), None, 'cached', True)
+    """
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_GPU)
+    form: list[object] = [*modes]
+    for name, x in (*enumerate(args), *kwargs.items()):
+        if isinstance(name, str):
+            form.append(name)
+        if isinstance(x, Tensor):
+            form.append((x.dtype, x.ndim, x.numel().bit_length()))
+        else:
+            form.append(x if x is None or isinstance(x, (bool, str)) else type(x))
+    return tuple(form)
 
 
 def _has_no_rows(call: Seen) -> bool:

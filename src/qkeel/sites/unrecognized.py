@@ -38,7 +38,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qkeel.capture.example import ModuleCall, tensors
+from qkeel.capture.example import ModuleCall, mapped, tensors
 from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place
 from qkeel.patching.modes import function_name
@@ -70,6 +70,7 @@ _ENDS = (
         *("eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf", "max", "amax", "logsumexp", "var", "std"),
     }
 )
+_STATISTICS = frozenset({"std", "var", "std_mean", "var_mean", "linalg_vector_norm"})
 _CHOICES = frozenset({"topk", "sort"})  # (values, indices) of a tensor along a dimension
 _MOVES = _CHOICES | {
     *("view", "unsafe_view", "reshape", "reshape_alias", "flatten", "unflatten", "expand", "unsqueeze", "squeeze"),
@@ -158,22 +159,26 @@ class _Search:
         scores: dict[int, Tensor] = {}  # by memory: what it was computed from number by number
         for number, operation in enumerate(self.record.operations):
             name, out, given = function_name(operation.function), operation.out, _floats(operation.args)
-            if not isinstance(out, Tensor) or not out.is_floating_point():
-                continue
-            start = next((scores[memory(x)] for x in given if memory(x) in scores), None)
-            if start is not None and (name in _CONTRACTIONS or start.numel() != out.numel()):
-                start = None
-            if start is None and name in _CANDIDATES and name != "div":
+            source = next((x for x in given if memory(x) in scores), None)
+            start = None if source is None else scores[memory(source)]
+            if source is not None and not (name in _MOVES and len(given) == 1):
+                same = isinstance(out, Tensor) and out.numel() == source.numel() and name not in _CONTRACTIONS
+                start = start if same else None
+            if start is None and (
+                (name in _CANDIDATES and name != "div") or name == "log_softmax" or _shifts(operation)
+            ):
                 start = next((x for x in given if x.ndim), None)
             if start is not None:
-                scores |= dict.fromkeys(operation.makes, start)
+                scores |= dict.fromkeys(_made(operation), start)
             if name not in _CANDIDATES or any(first <= number < last for first, last in fused):
                 continue
-            if out.numel() < 2 or memory(out) not in self.dynamic or memory(out) in self.known or not given:
+            if not isinstance(out, Tensor) or not out.is_floating_point() or out.numel() < 2 or not given:
+                continue
+            if memory(out) not in self.dynamic or memory(out) in self.known:
                 continue
             found = self._candidate(number, name, operation, out, given)
             if found is not None:
-                yield dataclasses.replace(found, scores=scores.get(memory(out), found.scores))
+                yield dataclasses.replace(found, scores=found.scores if start is None else start)
 
     def _candidate(
         self, number: int, name: str, operation: Operation, out: Tensor, given: list[Tensor]
@@ -337,20 +342,23 @@ class _Search:
     ) -> bool:
         """True if entries of the weights contribute to one number of these sums, each with its own position's value.
 
-        Other weights that may have been multiplied with these, as in a dual softmax, are held fixed too if the entries
-        can't be told apart otherwise.
+        If the entries can't be told apart so, two more things are held fixed: other weights that may have been
+        multiplied with these, as in a dual softmax, and standard deviations, by which every score depends on all
+        positions.
         """
         operations = self.record.operations
         sums = [next(iter(tensors(operations[end].out))) for end in ends]
-        others = {
-            other.number
-            for other in self.candidates
-            if other.normalized == "yes" and other.weights.numel() == candidate.weights.numel()
-        }
+        others = {other.number for other in self.candidates if other.weights.numel() == candidate.weights.numel()}
+        others |= {n for n in range(frame.since, ends[-1]) if function_name(operations[n].function) in _STATISTICS}
         inputs = self._inputs(frame, ends[-1])
+        detached = {
+            id(o.out)
+            for o in operations[candidate.number : ends[-1]]
+            if function_name(o.function) == "detach" and memory(candidate.weights) in o.reads
+        }
         for fixed in ({candidate.number}, others | {candidate.number})[: 1 + bool(others - {candidate.number})]:
             made = [
-                _with_the_same_choice(o)
+                _with_the_same_choice(_without_aliases(o, detached))
                 for n, o in enumerate(operations[frame.since : ends[-1] + 1], frame.since)
                 if n not in fixed and _is_smooth(o)
             ]
@@ -447,8 +455,11 @@ class _Run:
     def at(self, dim: int | None = None, position: int = 0, seed: int = 0) -> _State:
         """The numbers as they were, or with others at one position of a dimension of the input."""
         weights = self.candidate.weights.detach().clone()
-        if weights.layout == torch.strided and not weights.any():
-            weights.fill_(1.0)  # a ReLU that is zero everywhere would hide what it multiplies
+        if weights.layout == torch.strided:
+            # Other numbers, so that nothing is hidden where all weights are zero, or where they are subtracted from
+            # themselves as in a straight-through estimator. What a mask made zero stays so.
+            noise = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)).to(weights)
+            weights = weights * (1 + noise) if bool(weights.any()) else 1 + noise
         weights.requires_grad_()
         contents = {}
         if dim is not None:
@@ -590,6 +601,22 @@ def _with_the_same_choice(operation: Operation) -> Operation:
 
     assert isinstance(given, Tensor)
     return dataclasses.replace(operation, function=choose)
+
+
+def _shifts(operation: Operation) -> bool:
+    """True of scores less, or divided by, fewer numbers: one of each row, as their largest, logsumexp or deviation."""
+    given = [x for x in operation.args if isinstance(x, Tensor)]
+    return (
+        function_name(operation.function) in ("sub", "div") and len(given) == 2 and given[0].numel() > given[1].numel()
+    )
+
+
+def _without_aliases(operation: Operation, detached: set[int]) -> Operation:
+    """The operator with copies in the place of detached weights, so that these stay as they were."""
+    if not any(id(x) in detached for x in tensors(operation.args)):
+        return operation
+    copies = mapped(operation.args, lambda x: x.clone() if id(x) in detached else x)
+    return dataclasses.replace(operation, args=copies)
 
 
 def _repeats(operation: Operation, carriers: set[int]) -> bool:
