@@ -236,7 +236,7 @@ _NOTHING: Look = "nothing"
 # Primes: batches of kinds that take turns are all met, those of up to four kinds by the first four searches.
 _SELDOM, _HARDLY = 17, 257
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
-# The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
+# Functions whose calls a mode in their own module is enough to see, by name, with the torch functions to look for.
 _LOCAL: dict[str, frozenset[Function] | None] = {
     "scaled_dot_product_attention": _FUSED,
     "multi_head_attention_forward": _FUSED,
@@ -491,7 +491,7 @@ class Tap(Handle):
         if spread(self.model) or self.tree.of_kind(SpecModule):
             return
         below: list[bool] = []
-        note = lambda sighting: below.append(sighting.below)  # noqa: E731
+        note = lambda captured: below.append(captured.below)  # noqa: E731
         watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
@@ -567,14 +567,14 @@ class Tap(Handle):
             self._stats[look.phase].update(look.sites)
             self.visitor.after(look.phase, output, self.has(look.phase))
 
-    def tell_guess(self, sighting: CapturedCall) -> None:
-        """Say once for each site that which numbers are of which head is a guess."""
-        layout = sighting.layout
-        if layout is None or not layout.guess or sighting.name in self._guessed:
+    def warn_of_guess(self, captured: CapturedCall) -> None:
+        """Warns once for each site whose heads are a guess."""
+        layout = captured.layout
+        if layout is None or not layout.guess or captured.name in self._guessed:
             return
-        self._guessed.add(sighting.name)
+        self._guessed.add(captured.name)
         caution(
-            f"the heads of {sighting.name or 'the model itself'} are a guess: {layout.guess}, so they were taken to be "
+            f"the heads of {captured.name or 'the model itself'} are a guess: {layout.guess}, so they were taken to be "
             f"[{layout}]. find_sites(model, example) finds out where the weights can be followed, and qkeel.watch does "
             "so by itself"
         )
@@ -656,16 +656,16 @@ class _ForwardPass:
             known = (module, None) if outer is None else self.places[outer]
             self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
 
-    def _note_place(self, sighting: CapturedCall) -> None:
+    def _note_place(self, captured: CapturedCall) -> None:
         """Notes in which module attention was seen, and by which function."""
-        layout, name = sighting.layout, sighting.frame.name
-        known = layout is None or (layout == self.tap.known.layouts.get(sighting.name) and not layout.guess)
-        if sighting.below or sighting.headless or not name or not known or sighting.how not in _LOCAL:
+        layout, name = captured.layout, captured.frame.name
+        known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
+        if captured.below or captured.headless or not name or not known or captured.how not in _LOCAL:
             self.places[name] = None
         else:
-            only = SDPA_BY_NAME if sighting.named else _LOCAL[sighting.how]
+            only = SDPA_BY_NAME if captured.named else _LOCAL[captured.how]
             if name not in self.places:
-                self.places[name] = sighting.frame.module, only
+                self.places[name] = captured.frame.module, only
             elif (old := self.places[name]) is not None:
                 self.places[name] = old[0], _either(old[1], only)
 
@@ -715,16 +715,16 @@ class _ForwardPass:
                 self.places[""] = None
         self.tap.visitor.index(layer, call, self.phase)
 
-    def _foreign(self, sighting: CapturedCall) -> None:
+    def _foreign(self, captured: CapturedCall) -> None:
         if not self.tap.active:
             return
         if self.watcher is None or self.watcher.whole:
-            self._note_place(sighting)
-        self.tap.tell_guess(sighting)
-        rows, reads, measure = sighting.rows, self.tap.measure_rows, None
-        if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):
+            self._note_place(captured)
+        self.tap.warn_of_guess(captured)
+        rows, reads, measure = captured.rows, self.tap.measure_rows, None
+        if rows is not None and reads is not None and isinstance(captured.call, AttentionCall):
             measure = lambda call: reads(call, rows)  # noqa: E731
-        self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None, measure)
+        self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
 
     def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""

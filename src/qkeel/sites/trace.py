@@ -152,7 +152,7 @@ class ModelTrace:
             x: what it was given.
         """
         first, weights = self.calls[name][0], {where[0] for where in values}
-        inside = self.record.behind({memory(x)}, frame.since, since=first.sighting.frame.since)
+        inside = self.record.behind({memory(x)}, frame.since, since=first.captured.frame.since)
         again = Repetition(inside, weights)
         return again({})(x), again(values)(x)
 
@@ -160,9 +160,9 @@ class ModelTrace:
         """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
         names, found = names_of(self.model), dict[str, list[tuple[Operand, Operand]]]()
         for name, (first, *_) in self.calls.items():
-            sighting, call = first.sighting, first.sighting.call
+            captured, call = first.captured, first.captured.call
             pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
-            read = [(_operand(q, sighting.frame, names), _operand(k, sighting.frame, names)) for q, k in pairs]
+            read = [(_operand(q, captured.frame, names), _operand(k, captured.frame, names)) for q, k in pairs]
             found[name] = [(q, k) for q, k in read if q is not None and k is not None]
         return found
 
@@ -176,7 +176,7 @@ class ModelTrace:
         # A view that is made here belongs to the graph of the pass, whatever mode the caller is in.
         with torch.inference_mode(False), torch.enable_grad():
             return {
-                name: _value_slices(first.sighting, self.values.get(name), names)
+                name: _value_slices(first.captured, self.values.get(name), names)
                 for name, (first, *_) in self.calls.items()
             }
 
@@ -235,10 +235,10 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
     """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
     found: set[str] = set()
 
-    def note(sighting: CapturedCall) -> None:
-        call = sighting.call
+    def note(captured: CapturedCall) -> None:
+        call = captured.call
         if isinstance(call, ScoresCall) and not is_product(call):
-            found.add(sighting.name)
+            found.add(captured.name)
 
     with extra_pass(model), undisturbed(model):
         forward(model, CaptureMode(model, note, probing=True), copied(args), copied(kwargs))
@@ -265,9 +265,9 @@ def _traced(
     if read == "verified" and below:
         why = f"a pass in which operators are recorded failed: {below}"
         sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
-    groups = grouped([call.sighting for call in reading.order.values()])
-    calls = {group[0].name: [reading.order[sighting.name] for sighting in group] for group in groups}
-    least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
+    groups = grouped([call.captured for call in reading.order.values()])
+    calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
+    least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
     return ModelTrace(
         model=model,
         sites=Sites(sites, (*watcher.missed, *unrecognized), _indexers(watcher, [site.name for site in sites])),
@@ -301,18 +301,18 @@ def _same_calls(
     least: dict[str, Tensor] = {}
     groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that no other gets its number
 
-    def note(sighting: CapturedCall) -> None:
-        name, low = sighting.name, _least(sighting.call)
+    def note(captured: CapturedCall) -> None:
+        name, low = captured.name, _least(captured.call)
         if low is not None:
             least[name] = low if name not in least else torch.minimum(least[name], low.to(least[name].device))
         if name in names:
             return
         names.add(name)
         if name in origins:
-            types[name] = visible_sets(sighting.call, origins[name])
-        if sighting.headless:
-            name, _ = groups.setdefault(id(sighting.frame), (name, sighting.frame))
-        found[name] = found.get(name, 0) + scored(sighting).shape[1]
+            types[name] = visible_sets(captured.call, origins[name])
+        if captured.headless:
+            name, _ = groups.setdefault(id(captured.frame), (name, captured.frame))
+        found[name] = found.get(name, 0) + scored(captured).shape[1]
 
     layouts = {site.name: site.layout for site in sites if site.layout is not None}
     for below in (False, True):
@@ -405,10 +405,10 @@ class _Reading:
             type[nn.Module], tuple[AttentionSite, CapturedCall]
         ] = {}  # the last of each kind of module
 
-    def _note(self, sighting: CapturedCall) -> None:
-        if sighting.name not in self.order:
-            self.order[sighting.name] = RecordedCall(sighting=sighting, until=len(self.watcher.operations))
-            self._waiting.append(sighting)
+    def _note(self, captured: CapturedCall) -> None:
+        if captured.name not in self.order:
+            self.order[captured.name] = RecordedCall(captured=captured, until=len(self.watcher.operations))
+            self._waiting.append(captured)
 
     def _at_end_of_part(self) -> None:
         running = self.watcher.stack.top.line()
@@ -663,15 +663,15 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
     return list(found.values())
 
 
-def _of_other_source(sighting: CapturedCall) -> bool:
+def _of_other_source(captured: CapturedCall) -> bool:
     """True if the queries and the keys of a call come of different inputs of its module, or of one further out."""
-    call = sighting.call
+    call = captured.call
     pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     nodes = [[None if x is None else x.grad_fn for x in pair] for pair in pairs[:1]]
     if not nodes or any(node is None for node in nodes[0]):
         return False
     query, key = ([node] for node in nodes[0])
-    for frame in sighting.frame.line():
+    for frame in captured.frame.line():
         stops = nodes_of(frame.inputs)
         of_query, of_key = reached(query, stops), reached(key, stops)  # type: ignore[arg-type]
         if of_query and of_key:
@@ -736,21 +736,21 @@ def _as_another(
     )
 
 
-def _form(sighting: CapturedCall) -> object:
+def _form(captured: CapturedCall) -> object:
     """What two calls have in common if nothing but their numbers differs."""
-    call, layout = sighting.call, sighting.layout
+    call, layout = captured.call, captured.layout
     products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     shapes = [None if x is None else x.shape for pair in products for x in pair]
     lost = call.lost if isinstance(call, ScoresCall) else ()
     arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
-    added = None if sighting.added is None else id(sighting)
-    how = (sighting.how, sighting.ordinal, sighting.below, added)
-    return type(call), call.spec, scored(sighting).shape, shapes, lost, arranged, how
+    added = None if captured.added is None else id(captured)
+    how = (captured.how, captured.ordinal, captured.below, added)
+    return type(call), call.spec, scored(captured).shape, shapes, lost, arranged, how
 
 
-def scored(sighting: CapturedCall) -> Tensor:
+def scored(captured: CapturedCall) -> Tensor:
     """A tensor of a call whose second dimension are its heads: its logits, or q."""
-    call = sighting.call
+    call = captured.call
     return call.logits if isinstance(call, ScoresCall) else call.q
 
 
@@ -854,11 +854,11 @@ def _operand(x: Tensor | None, frame: ModuleCall, names: dict[int, str]) -> Oper
     return Operand(width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding)
 
 
-def _value_slices(sighting: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
+def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
     if v is None or v.ndim != 4:
         return "no product of its weights with values [b h s d] was seen"
     try:
-        found = side(fewest_keys(v), sighting.frame, names, "v")
+        found = side(fewest_keys(v), captured.frame, names, "v")
         return tuple(found.slices(path, path.dims)[-1] for path in found.paths)
     except UnknownRowsError as error:
         return str(error)

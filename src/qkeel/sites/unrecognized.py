@@ -565,7 +565,7 @@ def _floats(value: object) -> list[Tensor]:
 def _made(operation: Operation) -> set[int]:
     """The memory of the numbers, no indices, that an operator put out or wrote into."""
     made = (x for x in tensors((operation.out, operation.changed)) if x.is_floating_point() or x.is_complex())
-    return (operation.makes or operation.writes) & {memory(x) for x in made}
+    return {memory(x) for x in made} & (operation.makes or operation.writes)
 
 
 def _normalized_dim(x: Tensor) -> int | None:
