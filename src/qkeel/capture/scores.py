@@ -268,7 +268,7 @@ def _same_kind(tag: Scores, new: Scores) -> bool:
 
 
 def products_of(tag: Scores) -> set[tuple[int, int]]:
-    """What the products of scores are made of, by identity."""
+    """The factors of the products in scores, by identity."""
     return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
 
 
@@ -383,7 +383,7 @@ def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor)
 
 
 def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) -> tuple[Product, ...]:
-    """The products of all, one next to another: one product with the vectors of all, where each is one."""
+    """The products of concatenated scores: one product with the vectors of all, where each part is one product."""
     tags = [tag for _, tag in parts if tag is not None]
     sides = [tag.parts[0].sides for tag in tags if len(tag.parts) == 1]
     first = tags[0].parts[0]
@@ -403,7 +403,7 @@ def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) ->
 def _one_factor(
     parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[ProductOperand], out: Tensor
 ) -> ProductOperand | None:
-    """The vectors of several factors as those of one; None if they are of unequal size."""
+    """One factor with the vectors of several; None if these differ in size."""
     small = [narrowed(f.index).cpu() for f in factors if f.index is not None]
     first = factors[0]
     if all(f.x is first.x and torch.equal(small[0], s) for f, s in zip(factors, small)) and small[0].shape[-1] == 1:
@@ -461,7 +461,7 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
 
 
 def may_be_outer(args: Args) -> bool:
-    """False of most arguments that are no outer product: what a call tells at once."""
+    """False for most arguments that are no outer product, by a quick test."""
     a, b = args if len(args) == 2 else (None, None)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return len(args) != 2  # by name

@@ -1,4 +1,4 @@
-"""Do the weights known for a site make its logits, head by head? Found out by changing them.
+"""Checks by experiment that the known weights of a site make its logits, head by head.
 
 The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
 the model is changed or run again, and what else depends on the same weights (later layers, other calls of the module)
@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedCall:
-    """An observation, and how many operators had run then."""
+    """A captured call, and how many operators had run before it."""
 
     captured: CapturedCall
     until: int
@@ -82,7 +82,7 @@ class Verification:
 
     @torch.no_grad()
     def is_of_known_kind(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> bool:
-        """True if the same operators make the same of the weights of this site as of those of one that is confirmed."""
+        """True if this site's weights pass through the same operators as those of a confirmed site."""
         try:
             experiment = _Experiment(self, site, calls)
             return not any(experiment.unfit()) and experiment.is_known()
@@ -598,7 +598,7 @@ def _signature(call: Seen) -> Hashable:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself: nothing was repeated."""
+    """Returns the tensor itself, for logits as they were recorded."""
     return x
 
 
