@@ -32,7 +32,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Literal
 
 import torch
@@ -132,7 +132,7 @@ def unrecognized_attention(
         fused: the ranges of operators, as (first, after the last), inside functions that are known to be attention.
     """
     search = _Search(record, dynamic, frames, known, fused)
-    found = [one for one in map(search.examined, search.candidates) if one is not None]
+    found = [one for one in map(search.examined, search.distinct()) if one is not None]
     unique = {(one.module, one.operation): one for one in reversed([*found, *search.normalized_twice()])}
     return list(reversed(unique.values()))
 
@@ -239,6 +239,16 @@ class _Search:
                 return
             last = heapq.heappop(waiting)
             yield last
+
+    def distinct(self) -> list[_Candidate]:
+        """The candidates but those amid a chain, such as Sinkhorn's, that normalizes the same scores again and again:
+        all of a chain reach the same sums, so its first and its last weights show whether it is attention."""
+        chains: dict[object, list[_Candidate]] = {}
+        for candidate in self.candidates:
+            inner = self._around(candidate.number, candidate.number)
+            chain = (id(inner), memory(candidate.scores), candidate.weights.shape, tuple(self._sums(candidate)))
+            chains.setdefault(chain, []).append(candidate)
+        return sorted((c for chain in chains.values() for c in {chain[0], chain[-1]}), key=lambda c: c.number)
 
     # --- what the weights multiply
 
@@ -357,11 +367,8 @@ class _Search:
             if function_name(o.function) == "detach" and memory(candidate.weights) in o.reads
         }
         for fixed in ({candidate.number}, others | {candidate.number})[: 1 + bool(others - {candidate.number})]:
-            made = [
-                _with_the_same_choice(_without_aliases(o, detached))
-                for n, o in enumerate(operations[frame.since : ends[-1] + 1], frame.since)
-                if n not in fixed and _is_smooth(o)
-            ]
+            repeated = self._repeated([*sums, candidate.scores], ends[-1], frame.since, fixed)
+            made = [_with_the_same_choice(_without_aliases(o, detached)) for o in repeated]
             for x in inputs:
                 run = _Run(Repetition(made, {memory(x), memory(candidate.weights)}), candidate, sums, x)
                 base = run.at()
@@ -371,6 +378,17 @@ class _Search:
                     if any(itertools.islice(_verdicts(candidate, normalized, base, states), _PAIRS)):
                         return True
         return False
+
+    def _repeated(self, wanted: Sequence[Tensor], end: int, since: int, fixed: Set[int]) -> list[Operation]:
+        """The operators from number `since` to `end` that the wanted tensors come from, without those that are fixed:
+        to repeat all of a block costs a step of it."""
+        ends = {id(self.record.operations[n]) for n in fixed}
+
+        def unread(operation: Operation) -> Set[int]:
+            return operation.reads if id(operation) in ends or not _is_smooth(operation) else frozenset()
+
+        behind = self.record.behind({memory(x) for x in wanted}, end + 1, unread=unread, since=since)
+        return [o for o in behind if id(o) not in ends and _is_smooth(o)]
 
     def _inputs(self, frame: ModuleCall, end: int) -> list[Tensor]:
         """The numbers of tokens that a module was given, or that it made of what is no number, as by an embedding."""
