@@ -28,6 +28,7 @@ from tests.foreign.idioms import (
     judge,
     silent,
 )
+from tests.quick import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 SILENT = "neither a site nor missed"
@@ -108,28 +109,18 @@ def test_what_no_reader_follows_is_reported(plan: Plan) -> None:
     assert not any(f.said == SILENT for f in found)
 
 
-@pytest.mark.parametrize("name", ["local", "graph", "pooled", "decoder", "hstu", "nearest first", "chosen"])
+ATTENTIONS = {"local", "graph", "pooled", "decoder", "hstu", "nearest first", "chosen"}
+OTHERS = {"router", "top experts", "written", "scalar gates", "gated convolution", "streams"}
+
+
+@pytest.mark.parametrize("name", quick(SPECIAL, ATTENTIONS.__contains__))
 def test_an_attention_of_a_shape_of_its_own_is_a_site_or_reported(name: str) -> None:
     torch.manual_seed(0)
     assert silent(Whole(SPECIAL[name])) == ""
 
 
-@pytest.mark.parametrize("name", ["router", "top experts", "written", "scalar gates", "gated convolution", "streams"])
+@pytest.mark.parametrize("name", quick(LOOKS_ALIKE, OTHERS.__contains__))
 def test_what_looks_alike_is_not_called_attention(name: str) -> None:
-    torch.manual_seed(0)
-    assert called_attention(Whole(LOOKS_ALIKE[name])) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPECIAL)
-def test_every_attention_of_a_shape_of_its_own_is_a_site_or_reported(name: str) -> None:
-    torch.manual_seed(0)
-    assert silent(Whole(SPECIAL[name])) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOOKS_ALIKE)
-def test_nothing_that_looks_alike_is_called_attention(name: str) -> None:
     torch.manual_seed(0)
     assert called_attention(Whole(LOOKS_ALIKE[name])) == ""
 

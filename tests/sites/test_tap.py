@@ -206,9 +206,11 @@ class _Far(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.near, self.far = _SelfAttention(), _SelfAttention()
+        self.near, self.far, self.broken = _SelfAttention(), _SelfAttention(), False
 
     def forward(self, x: Tensor, far: bool = False) -> Tensor:
+        if self.broken:
+            raise RuntimeError("broken")
         return self.far(self.near(x)) if far or x.shape[1] > 30 or x.dtype == torch.float64 else self.near(x)
 
 
@@ -233,4 +235,18 @@ def test_attention_that_first_appears_late_is_seen_in_the_first_pass_called_in_a
         else:
             with torch.no_grad():
                 model(x.double())
+        assert set(tap.read()) == {"near", "far"}
+
+
+def test_a_form_in_which_a_pass_failed_is_searched_in_the_next_one() -> None:
+    model, x = _Far(), torch.randn(2, 5, 8)
+    with Tap(model) as tap:
+        for _ in range(6):
+            model(x)
+        tap.read()
+        model.broken = True
+        with pytest.raises(RuntimeError, match="broken"):
+            model(x, far=True)
+        model.broken = False
+        model(x, far=True)
         assert set(tap.read()) == {"near", "far"}

@@ -390,7 +390,6 @@ class Tap(Handle):
             return {}
         others = self._searched.get(phase) is not self.tree.named()  # modules that came, or took another's place
         searched = n < 2 or self._is_new_form(phase) or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
-        self._forms[phase].add(self._form)
         return None if others or searched else self._places[phase]
 
     def _is_new_form(self, phase: Phase) -> bool:
@@ -406,6 +405,7 @@ class Tap(Handle):
             if not places and not self.tree.of_kind(SpecModule):
                 places = None  # there was none: it may come anywhere
         self._places[phase], self._searched[phase] = places, self.tree.named()
+        self._forms[phase].add(self._form)
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""

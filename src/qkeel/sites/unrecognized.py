@@ -614,11 +614,11 @@ def _with_the_same_choice(operation: Operation) -> Operation:
     if function_name(operation.function) == "sort":
         dim = next((d for d in operation.args[1:] if type(d) is int), operation.kwargs.get("dim", -1))
 
-    def choose(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def choose(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         return x.gather(dim, indices) if x.ndim else x, indices
 
     assert isinstance(given, Tensor)
-    return dataclasses.replace(operation, function=choose)
+    return dataclasses.replace(operation, function=choose, kwargs={})
 
 
 def _shifts(operation: Operation) -> bool:
