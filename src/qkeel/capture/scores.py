@@ -136,9 +136,9 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """True if what is added to scores was made of the same activations as these, as far as the graph shows.
 
-    A bias or a mask was not. Where the module's input itself has no graph, a tensor that holds different numbers for
-    each sequence is taken for one that was. Of what the scores were added to in place, `x` being `out`, the graph
-    alone speaks.
+    A bias or a mask was not. If the module's input itself has no graph, that is a tensor made by the parameters that
+    made the factors, or one that holds different numbers for each sequence. If the scores were added to in place, so
+    that `x` is `out`, only the graph decides.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -150,8 +150,22 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
         stops = nodes_of(frame.inputs)
         if own := reached(factors, stops):
             return bool(reached([node], own))
+    if reached([node], leaves(factors)):
+        return True
     own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
+
+
+def leaves(starts: Sequence[Node]) -> set[Node]:
+    """The nodes of the parameters that these nodes come from, in a graph of moderate size."""
+    seen: set[Node] = set()
+    queue = list(starts)
+    while queue and len(seen) < _LIMIT:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += [n for n, _ in node.next_functions if n is not None]
+    return {node for node in seen if not node.next_functions}
 
 
 def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
