@@ -35,13 +35,16 @@ ORDERS = ("bhts", "bths", "bhst", "hbts", "tsbh", "btsh", "stbh", "bsth", "tbhs"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighed(Call):
-    """A call whose weights are not the softmax of its logits: the weights w [b h t s] as they were."""
+    """A call whose weights are not the softmax of its logits: the weights w [b h t s] as they were. With a `sink` the
+    share that they lack of one is its weight."""
 
     weights: Tensor
+    sink: bool = False
 
     def entropy(self) -> Tensor:
         """Mean over rows that see a key of -Σ w ln w, by head, of weights over their sum (docs/metrics.md)."""
         w = self.weights.clamp_min(0.0)
+        w = torch.cat([w, 1 - w.sum(-1, keepdim=True)], -1) if self.sink else w
         w = w / w.sum(-1, keepdim=True).clamp_min(1e-12)
         rows, seen = -torch.special.xlogy(w, w).sum(-1), self.visible.any(-1).expand(self.z.shape[:3])
         return (rows * seen).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)
@@ -606,7 +609,7 @@ class Idiom(nn.Module):
                 w = _two_sided(self.plan.normal, z, seen, 3, 2)
             else:
                 w = NORMAL[self.plan.normal][1](z, seen)
-        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w)]
+        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal == "null key")]
 
 
 _BY_HEAD = ("a", "c", "form", "asks", "first", "second")
@@ -875,7 +878,36 @@ def _expert_tokens(x: Tensor, p: Own) -> Tensor:
 
 
 _U: Mapping[str, tuple[int, ...]] = {"u": (WIDTH, 1)}
+
+
+def _hstu(x: Tensor, p: Own) -> Tensor:
+    """HSTU: SiLU of scores over the length, and gates."""
+    q, k, v = _qkv(x, p)
+    w = F.silu(q @ k.mT / 2) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril() / x.shape[1]
+    return _joined(w @ v) * F.silu(x @ p["q"])
+
+
+def _nearest_first(x: Tensor, p: Own) -> Tensor:
+    """Stick-breaking from the query backwards, by products of what is left."""
+    q, k, v = _qkv(x, p)
+    taken = torch.sigmoid(q @ k.mT / 2) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    left = (1 - taken + 1e-9).log().flip(-1).cumsum(-1).flip(-1)
+    return _joined((taken * F.pad(left[..., 1:], (0, 1)).exp()) @ v)
+
+
+def _chosen(x: Tensor, p: Own) -> Tensor:
+    """The weights of the two best keys, divided by their sum."""
+    q, k, v = _qkv(x, p)
+    w, places = (-torch.cdist(q, k)).softmax(-1).topk(2, -1)
+    w = w / w.sum(-1, keepdim=True)
+    rows = v[:, :, None].expand(-1, -1, x.shape[1], -1, -1).gather(3, places[..., None].expand(*places.shape, 4))
+    return _joined((w[..., None] * rows).sum(3))
+
+
 SPECIAL: Mapping[str, Special] = {
+    "hstu": (_hstu, _QKV),
+    "nearest first": (_nearest_first, _QKV),
+    "chosen": (_chosen, _QKV),
     "windows": (_windows, _QKV),
     "local": (_local, _QKV),
     "graph": (_graph, {"v": (WIDTH, 16), "a": (HEADS, 4), "c": (HEADS, 4)}),
@@ -1033,6 +1065,32 @@ def _long_memory(x: Tensor, p: Own) -> Tensor:
     return torch.stack(out, 1)
 
 
+def _written(x: Tensor, p: Own) -> Tensor:
+    """Linear attention: what each token writes has a gate of its own for each head."""
+    q, k, v = _qkv(x, p)
+    gate = torch.sigmoid(x @ p["u"])[:, None]
+    return _joined(q @ ((gate * k).mT @ v))
+
+
+def _scalar_gates(x: Tensor, p: Own) -> Tensor:
+    """A recurrent memory with one gate for what is kept, and one for what is written."""
+    gates, h, out = torch.sigmoid(x @ p["q"][:, :2]), x.new_zeros(len(x), WIDTH), []
+    for t in range(x.shape[1]):
+        h = gates[:, t, :1] * h + gates[:, t, 1:] * (x[:, t] @ p["v"])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def _gated_convolution(x: Tensor, p: Own) -> Tensor:
+    """A gate of each place, by its neighbours, before a convolution."""
+    gated = x * torch.sigmoid(F.conv1d(x.mean(-1)[:, None], p["kernel"][:, :1], padding=1)).mT
+    return F.conv1d(gated.mT, p["taps"], padding=1).mT
+
+
+def _gated_units(x: Tensor, p: Own) -> Tensor:
+    return (F.silu(x @ p["q"]) * (x @ p["k"])) @ p["v"].mT + F.gelu(x @ p["q"]).square() @ p["v"]
+
+
 def _state_space(x: Tensor, p: Own) -> Tensor:
     """A selective state space: decays exp(-softplus(Δ)·A) of the token."""
     dt = F.softplus(x @ p["q"])
@@ -1139,6 +1197,10 @@ LOOKS_ALIKE: Mapping[str, Special] = {
     "selected kernels": (_selected, _QKV),
     "recurrent": (_recurrent, _QKV),
     "long memory": (_long_memory, _QKV),
+    "written": (_written, {**_QKV, **_U}),
+    "scalar gates": (_scalar_gates, _QKV),
+    "gated convolution": (_gated_convolution, {"kernel": (1, 2, 3), "taps": (WIDTH, WIDTH, 3)}),
+    "gated units": (_gated_units, _QKV),
     "state space": (_state_space, _QKV),
     "mixture": (_mixture, _SIX),
     "mixture of softmaxes": (_mixture_of_softmaxes, {**_QKV, "three": (WIDTH, 3)}),
@@ -1183,8 +1245,10 @@ def _truth(model: nn.Module, example: Example) -> list[Call]:
 
 def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) -> list[Tensor]:
     parts = [m for m in (model.get_submodule(name) for name in ("odd", "plain")) if isinstance(m, (Idiom, Plain))]
-    for place, part in enumerate(parts):
-        part.bend = cap if place in places else None
+    first = 0
+    for part in parts:  # a dual softmax is two calls
+        calls = range(first, first := first + max(1, len(part.truth)))
+        part.bend = cap if not places.isdisjoint(calls) else None
     try:
         with torch.no_grad():
             return [model(*example[0])]

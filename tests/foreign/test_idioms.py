@@ -28,6 +28,7 @@ from tests.foreign.idioms import (
     judge,
     silent,
 )
+from tests.quick import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 SILENT = "neither a site nor missed"
@@ -82,43 +83,44 @@ def test_there_are_more_than_eighty_idioms_and_most_parts_are_plain() -> None:
         assert {getattr(p, part) for p in drawn} == set(table)
 
 
+def test_the_entropy_of_weights_beside_a_null_key_counts_the_null_key() -> None:
+    found = judge(Plan(normal="null key", combining="at edges", order="hbts"), questions=OFTEN)
+    assert overall(found) == "right", found
+
+
 PLANS = [
     *(Plan(scoring=name) for name in ("product and sum", "cosine", "additive", "synthesized")),
     *(Plan(normal=name) for name in ("exp2", "edge list", "sigmoid")),
     Plan(normal="exponentials times mask", order="bhst", causal=True),
     Plan(scoring="columns", order="btsh"),
+    Plan(scoring="additive", normal="squared relu", order="btsh"),
+    Plan(scoring="squared distance", normal="squared relu", causal=True),  # all its weights are zero
+    Plan(scoring="additive", normal="sigmoid", combining="by query", causal=True),
+    Plan(scoring="synthesized", normal="stick-breaking", order="bhst"),
+    Plan(scoring="additive", combining="gathered", causal=True),
+    Plan(scoring="complex", normal="dual softmax", combining="by query", causal=True),
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.scoring} {p.normal} {p.order}")
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.scoring} {p.normal} {p.combining} {p.order}")
 def test_what_no_reader_follows_is_reported(plan: Plan) -> None:
     found = judge(plan, questions=OFTEN)
     assert overall(found) == "reported", found
     assert not any(f.said == SILENT for f in found)
 
 
-@pytest.mark.parametrize("name", ["local", "graph", "pooled", "dynamic convolution", "decoder", "expert tokens"])
+ATTENTIONS = {"local", "graph", "pooled", "decoder", "hstu", "nearest first", "chosen"}
+OTHERS = {"router", "top experts", "written", "scalar gates", "gated convolution", "streams"}
+
+
+@pytest.mark.parametrize("name", quick(SPECIAL, ATTENTIONS.__contains__))
 def test_an_attention_of_a_shape_of_its_own_is_a_site_or_reported(name: str) -> None:
     torch.manual_seed(0)
     assert silent(Whole(SPECIAL[name])) == ""
 
 
-@pytest.mark.parametrize("name", ["router", "top experts", "squeeze and excite", "streams", "contrastive", "overlap"])
+@pytest.mark.parametrize("name", quick(LOOKS_ALIKE, OTHERS.__contains__))
 def test_what_looks_alike_is_not_called_attention(name: str) -> None:
-    torch.manual_seed(0)
-    assert called_attention(Whole(LOOKS_ALIKE[name])) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPECIAL)
-def test_every_attention_of_a_shape_of_its_own_is_a_site_or_reported(name: str) -> None:
-    torch.manual_seed(0)
-    assert silent(Whole(SPECIAL[name])) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOOKS_ALIKE)
-def test_nothing_that_looks_alike_is_called_attention(name: str) -> None:
     torch.manual_seed(0)
     assert called_attention(Whole(LOOKS_ALIKE[name])) == ""
 

@@ -87,3 +87,22 @@ def test_qk_clip_scales_them_so_that_the_largest_logit_is_the_threshold(build: t
     model(x).sum().backward()
     optimizer.step()
     torch.testing.assert_close(largest(), before.clamp_max(threshold))
+
+
+class Distances(nn.Module):
+    """Logits are negative squared distances, written as twice the products less the squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        squares = q.square().sum(-1)[..., None] + k.square().sum(-1)[..., None, :]
+        return (((2 * q @ k.mT - squares) / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_squares_of_the_factors_are_no_bias(batch: int) -> None:
+    (site,) = qkeel.find_sites(Distances(), torch.randn(batch, 5, 16))
+    assert not site.verified

@@ -286,3 +286,50 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
 def test_the_hosts_log_keeps_its_level() -> None:
     assert logging.getLogger("qkeel").level == logging.NOTSET
     assert qkeel.sites.Sites([]).missed == ()
+
+
+class Either(nn.Module):
+    """A router, or attention by additive scores, as a switch says."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends, self.map = attends, nn.Linear(M, M)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.attends:
+            return x.mean(-1, keepdim=True) * self.map(x).softmax(-1)
+        scores = (x[:, :, None] + self.map(x)[:, None]).tanh().sum(-1)
+        return scores.softmax(-1) @ x
+
+
+def test_attention_is_missed_however_many_modules_of_its_class_compute_none() -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(*(Either(attends) for attends in (False, False, False, True)), Odd(lambda _, z: z))
+    sites = find_sites(m, x())
+    assert ([site.name for site in sites], [missed.module for missed in sites.missed]) == (["4"], ["3"])
+
+
+@torch.library.custom_op("qkeel_tests::only_inside", mutates_args=())
+def only_inside(x: Tensor, allowed: Tensor) -> Tensor:
+    if not allowed:
+        raise RuntimeError("called outside of its module")
+    return x.clone()
+
+
+only_inside.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class OnlyInside(Either):
+    def forward(self, x: Tensor) -> Tensor:
+        allowed = torch.ones(())
+        scores = (x[:, :, None] + self.map(x)[:, None]).tanh().sum(-1)
+        out = scores.softmax(-1) @ only_inside(x, allowed)
+        allowed.zero_()
+        return out
+
+
+def test_what_cannot_be_examined_is_missed_with_the_error_as_its_reason() -> None:
+    torch.manual_seed(0)
+    (missed,) = find_sites(nn.Sequential(OnlyInside(True), Odd(lambda _, z: z)), x()).missed
+    assert missed.module == "0"
+    assert "can't run again: RuntimeError: called outside of its module" in missed.reason

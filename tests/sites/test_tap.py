@@ -199,3 +199,54 @@ def test_the_inside_of_own_modules_is_not_followed_which_would_wait_for_a_device
     with Tap(model) as tap:
         model(torch.randn(2, 5, 16))  # the first pass, which is searched for attention of others; a fault would warn
         assert set(tap.read()) == {"0", "1"}
+
+
+class _Far(nn.Module):
+    """Attention, and more of it where it is asked for, or where there are many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far, self.broken = _SelfAttention(), _SelfAttention(), False
+
+    def forward(self, x: Tensor, far: bool = False) -> Tensor:
+        if self.broken:
+            raise RuntimeError("broken")
+        return self.far(self.near(x)) if far or x.shape[1] > 30 or x.dtype == torch.float64 else self.near(x)
+
+
+class _SelfAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("form", ["switch", "length", "dtype", "gradients"])
+def test_attention_that_first_appears_late_is_seen_in_the_first_pass_called_in_another_form(form: str) -> None:
+    model, x = _Far(), torch.randn(2, 5, 8)
+    with Tap(model) as tap:
+        for _ in range(6):
+            model(x)
+        assert set(tap.read()) == {"near"}
+        if form == "switch":
+            model(x, far=True)
+        elif form == "length":
+            model(torch.randn(2, 40, 8))
+        elif form == "dtype":
+            model(x.double())
+        else:
+            with torch.no_grad():
+                model(x.double())
+        assert set(tap.read()) == {"near", "far"}
+
+
+def test_a_form_in_which_a_pass_failed_is_searched_in_the_next_one() -> None:
+    model, x = _Far(), torch.randn(2, 5, 8)
+    with Tap(model) as tap:
+        for _ in range(6):
+            model(x)
+        tap.read()
+        model.broken = True
+        with pytest.raises(RuntimeError, match="broken"):
+            model(x, far=True)
+        model.broken = False
+        model(x, far=True)
+        assert set(tap.read()) == {"near", "far"}

@@ -163,9 +163,9 @@ class ControlledModel:
         beyond: dict[str, Tensor | None] = {}
         replace = _Replace(self.names, each)
 
-        def report(sighting: CapturedCall) -> None:
-            seen.setdefault(sighting.name, sighting)
-            beyond.setdefault(sighting.name, _beyond(sighting, replace.softmax_input))
+        def report(captured: CapturedCall) -> None:
+            seen.setdefault(captured.name, captured)
+            beyond.setdefault(captured.name, _beyond(captured, replace.softmax_input))
 
         with replace:
             watcher = CaptureMode(self.model, report, layouts=self.layouts)
@@ -197,9 +197,9 @@ def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
                 p.copy_(value)
 
 
-def _beyond(sighting: CapturedCall, softmax_input: Tensor | None) -> Tensor | None:
+def _beyond(captured: CapturedCall, softmax_input: Tensor | None) -> Tensor | None:
     """Returns the softmax columns beyond those of the keys, [h t n]; None if there are none."""
-    call = sighting.call
+    call = captured.call
     if not isinstance(call, ScoresCall) or softmax_input is None:
         return None
     extra = softmax_input.shape[-1] - call.capped.shape[-1]

@@ -1,4 +1,4 @@
-"""What an attention call says: its heads, masks and scale; and the statistics of its logits."""
+"""Attention calls as they were captured: heads, masks and scale; and the statistics of their logits."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
 
 
 def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
-    """The same where it is known how many query and key heads there are: nothing is compared."""
+    """The key heads [b g s d] where the numbers of query and key heads are known, so that nothing is compared."""
     n, groups = heads
     return k.unflatten(1, (groups, n // groups))[:, :, 0] if k.shape[1] == n != groups else k
 
@@ -514,7 +514,7 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
 
 
 def find(call: Seen, threshold: float = ALARM_THRESHOLD) -> Found:
-    """What `statistics` makes statistics of."""
+    """Finds the numbers that `statistics` reduces."""
     with torch.no_grad(), torch.autocast(_device(call), enabled=False):
         return find_score_rows(call, threshold) if isinstance(call, ScoresCall) else find_rows(call, threshold)
 
@@ -527,7 +527,7 @@ def maxima(call: Seen) -> LogitStats:
 
 
 def find_maxima(call: Seen) -> Found:
-    """What `maxima` makes statistics of."""
+    """Finds the numbers that `maxima` reduces."""
     with torch.no_grad(), torch.autocast(_device(call), enabled=False):
         if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
             return FoundStats(only_extremes(call.largest.amax((0, 2))))
@@ -541,7 +541,7 @@ def _device(call: Seen) -> str:
 
 
 class ScoreBlock(NamedTuple):
-    """The statistics of some sites as one: their heads one after the other.
+    """The statistics of several sites in joint tensors: their heads one after the other.
 
     Args:
         names: of the sites.
@@ -556,7 +556,7 @@ class ScoreBlock(NamedTuple):
 
     @property
     def layout(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        """What two blocks have in common whose heads are those of the same sites."""
+        """What two blocks have in common if their heads belong to the same sites."""
         return self.names, self.heads, self.kv_heads
 
     def split(self) -> Iterator[tuple[str, LogitStats]]:
@@ -585,7 +585,7 @@ class SiteStats(Mapping[str, LogitStats]):
 
     @classmethod
     def of(cls, sites: Mapping[str, LogitStats]) -> SiteStats:
-        """The same of statistics by site."""
+        """Makes SiteStats of statistics by site."""
         if type(sites) is SiteStats:
             return sites
         return cls(ScoreBlock((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
@@ -627,11 +627,11 @@ class SiteStats(Mapping[str, LogitStats]):
         return SiteStats.of(found)
 
     def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> SiteStats:
-        """The same with other tensors: `change` gets those of a block, in the same order each time."""
+        """Returns the statistics with tensors replaced: `change` gets those of a block, in the same order each time."""
         return SiteStats([block._replace(joint=_changed(block.joint, change)) for block in self.blocks], self.names)
 
     def renamed(self, rename: Callable[[str], str]) -> SiteStats:
-        """The same under other names."""
+        """Returns the statistics with other names of sites."""
         blocks = [block._replace(names=tuple(map(rename, block.names))) for block in self.blocks]
         return SiteStats(blocks, map(rename, self.names))
 
@@ -646,7 +646,7 @@ def _changed(stats: LogitStats, change: Callable[[list[Tensor]], list[Tensor]]) 
 
 @final
 class SiteStatistics:
-    """Collects what is found of calls, by site, and which of the sites are single heads of one."""
+    """Collects the findings on calls by site, and which names are single heads of one site."""
 
     def __init__(self) -> None:
         self.heads: dict[str, list[str]] = {}
@@ -671,7 +671,7 @@ class SiteStatistics:
             self.heads[part_of].append(name)
 
     def _reduce(self) -> None:
-        """Makes statistics of all that waits."""
+        """Reduces the findings that have not been reduced yet."""
         if self._waiting:
             self._stats = self._stats.merged(SiteStats([_reduced(g) for g in self._waiting.values()], self._order))
             self._waiting, self._order, self._size = {}, {}, 0
@@ -689,7 +689,7 @@ class SiteStatistics:
             mine += [part for part in parts if part not in mine]
 
     def joined(self) -> SiteStats:
-        """Per site; heads that were computed one by one as one site."""
+        """The statistics of each site; heads that were computed one by one are joined to one site."""
         self._reduce()
         if not self.heads:
             return self._stats

@@ -38,7 +38,7 @@ class ProductOperand:
         return arranged.reshape(-1, arranged.shape[-1])
 
     def picked(self, index: Int64[Tensor, ...]) -> Float[Tensor, "... d"]:
-        """The vectors of these numbers; the factor itself, not a copy, where they are all of its in order."""
+        """The vectors of these numbers; the factor itself, uncopied, if they are all its vectors in order."""
         arranged, flat = self._arranged(), index.reshape(-1)
         n = arranged.shape[:-1].numel()
         if len(flat) == n and torch.equal(flat, torch.arange(n, device=flat.device)):
@@ -90,7 +90,7 @@ class Product:
 
     @property
     def sides(self) -> tuple[ProductOperand, ProductOperand] | None:
-        """Both factors, where it is known which scores they make."""
+        """Both factors, if it is known which scores each of their vectors contributes to."""
         if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
             return None
         return self.left, self.right
@@ -243,7 +243,7 @@ class Scores:
         return all(part.table for part in self.parts)
 
     def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
-        """The same with more pairs hidden."""
+        """Returns the tag with more pairs hidden."""
         more = more.to(torch.bool).broadcast_to(like.shape)
         return dataclasses.replace(self, hidden=more if self.hidden is None else self.hidden | more)
 
@@ -264,7 +264,7 @@ class RowTop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Powers:
-    """Tag of exponentials of scores x, which their row sum makes a softmax."""
+    """Tag of exponentials of scores x, which become softmax weights when they are divided by their row sum."""
 
     scores: Scores
     x: Tensor
@@ -293,7 +293,7 @@ class Lost:
         return self._has(out, self.rows)
 
     def may_pass_to(self, out: Tensor) -> bool:
-        """The same, whichever number is that of queries."""
+        """True if a tensor may be one number per query and key, whichever of the numbers is that of queries."""
         return any([self._has(out, n) for n in (self.rows, *self.others)])  # noqa: C419
 
     def _has(self, out: Tensor, rows: int) -> bool:
@@ -309,7 +309,7 @@ Tag = Scores | Product | RowTop | Powers | Weights | Lost
 
 
 class Tags:
-    """Tags by the identity of a tensor, gone with it. Never by its address, which batched tensors don't have."""
+    """Tags by the identity of a tensor, dropped with the tensor. Batched tensors have no address to go by."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
@@ -321,7 +321,7 @@ class Tags:
         return entry[1] if entry is not None and entry[0]() is x else None
 
     def put(self, x: Tensor, tag: Tag) -> None:
-        """Tag a tensor."""
+        """Tags a tensor."""
         key, table = id(x), self._of
 
         def forget(dead: weakref.ref[Tensor]) -> None:
@@ -334,19 +334,19 @@ class Tags:
             self.weights.append(x)
 
     def of_scores(self) -> list[tuple[Tensor, Scores]]:
-        """The tensors of scores that are there still, with their tags."""
+        """The tensors of scores that still exist, with their tags."""
         alive = [(ref(), tag) for ref, tag in self._of.values()]
         return [(x, tag) for x, tag in alive if x is not None and isinstance(tag, Scores)]
 
     def drop(self, x: Tensor) -> None:
-        """Forget a tensor."""
+        """Drops the tag of a tensor."""
         self._of.pop(id(x), None)
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drops all tags."""
         self._of.clear()
 
 

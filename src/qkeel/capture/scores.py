@@ -136,9 +136,9 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """True if what is added to scores was made of the same activations as these, as far as the graph shows.
 
-    A bias or a mask was not. Where the module's input itself has no graph, a tensor that holds different numbers for
-    each sequence is taken for one that was. Of what the scores were added to in place, `x` being `out`, the graph
-    alone speaks.
+    A bias or a mask was not. If the module's input itself has no graph, that is a tensor made by the parameters that
+    made the factors, or one that holds different numbers for each sequence. If the scores were added to in place, so
+    that `x` is `out`, only the graph decides.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -150,8 +150,22 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
         stops = nodes_of(frame.inputs)
         if own := reached(factors, stops):
             return bool(reached([node], own))
+    if reached([node], leaves(factors)):
+        return True
     own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
+
+
+def leaves(starts: Sequence[Node]) -> set[Node]:
+    """The nodes of the parameters that these nodes come from, in a graph of moderate size."""
+    seen: set[Node] = set()
+    queue = list(starts)
+    while queue and len(seen) < _LIMIT:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += [n for n, _ in node.next_functions if n is not None]
+    return {node for node in seen if not node.next_functions}
 
 
 def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
@@ -268,7 +282,7 @@ def _same_kind(tag: Scores, new: Scores) -> bool:
 
 
 def products_of(tag: Scores) -> set[tuple[int, int]]:
-    """What the products of scores are made of, by identity."""
+    """The factors of the products in scores, by identity."""
     return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
 
 
@@ -383,7 +397,7 @@ def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor)
 
 
 def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) -> tuple[Product, ...]:
-    """The products of all, one next to another: one product with the vectors of all, where each is one."""
+    """The products of concatenated scores: one product with the vectors of all, where each part is one product."""
     tags = [tag for _, tag in parts if tag is not None]
     sides = [tag.parts[0].sides for tag in tags if len(tag.parts) == 1]
     first = tags[0].parts[0]
@@ -403,7 +417,7 @@ def _side_by_side(parts: Sequence[tuple[Tensor, Scores | None]], out: Tensor) ->
 def _one_factor(
     parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[ProductOperand], out: Tensor
 ) -> ProductOperand | None:
-    """The vectors of several factors as those of one; None if they are of unequal size."""
+    """One factor with the vectors of several; None if these differ in size."""
     small = [narrowed(f.index).cpu() for f in factors if f.index is not None]
     first = factors[0]
     if all(f.x is first.x and torch.equal(small[0], s) for f, s in zip(factors, small)) and small[0].shape[-1] == 1:
@@ -461,7 +475,7 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
 
 
 def may_be_outer(args: Args) -> bool:
-    """False of most arguments that are no outer product: what a call tells at once."""
+    """False for most arguments that are no outer product, by a quick test."""
     a, b = args if len(args) == 2 else (None, None)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return len(args) != 2  # by name

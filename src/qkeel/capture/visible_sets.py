@@ -25,8 +25,7 @@ _ROWS = 1 << 22  # pairs that are looked at together
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
-    """The one name of a layer of which both are known: that of its other source, else of its visible sets, else of its
-    latents.
+    """Names a layer by the source of its keys if that is another one, else by its visible sets, else by its latents.
 
     >>> layer_type("sparse", "latent"), layer_type("full", "latent"), layer_type("window", "other")
     ('sparse', 'latent', 'cross')
@@ -39,10 +38,13 @@ def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleSets:
-    """What the visible sets of one call show.
+    """The type of the visible sets of one call.
 
-    `blocks`: they are full within groups of neighbouring tokens and empty between them. Packed sequences look so, and
-    so does attention in chunks; `told_apart` says which it is. `queries` is how many there were.
+    Attributes:
+        visible: the type.
+        blocks: whether the sets are full within groups of neighbouring tokens and empty between groups. Packed
+            sequences have such sets, and so has attention in chunks; `told_apart` distinguishes the two.
+        queries: the number of queries.
     """
 
     visible: VisibleType
@@ -51,8 +53,8 @@ class VisibleSets:
 
 
 def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
-    """The visible types of the sites of one pass: blocks are windows where another site that saw as many queries was
-    full without any. Sequences that are packed are apart in every layer.
+    """The visible types of the sites of one pass. Packed sequences are separated in every layer; so blocks are windows
+    if another site with as many queries was full without blocks.
 
     >>> packed = VisibleSets(visible="full", blocks=True, queries=8)
     >>> told_apart({"a": packed, "b": packed})
@@ -69,16 +71,20 @@ def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
 
 @torch.no_grad()
 def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
-    """What the visible sets of a call show.
+    """Determines the type of the visible sets of a call.
 
-    Keys that every query sees, such as sinks and memory, say nothing and are left out, as are keys that no query sees.
-    Of the others, in their order, a row's set is a span or not. All rows have spans: a *window* where the beginning of
-    the span moves on by one key from one query to the next, else *full*. Some row has none: *sparse*, unless tokens are
-    grouped and see exactly their group (*full*, in blocks that need not be neighbours). Keys that are not as many as
-    the queries are *compressed* where they are fewer, or where the last visible key does not move on by one with each
-    query; of another source they are not, whatever their number. Keys that were gathered for each query are *sparse*.
+    Keys that every query sees, such as sinks and memory, and keys that no query sees are left out. A row's set is a
+    span if it has no gaps among the remaining keys.
 
-    It waits for the device once or twice, and keeps no number per pair.
+    - *window*: all rows have spans, and somewhere the beginning of the span advances by one key from one query to the
+      next.
+    - *full*: all rows have spans otherwise; or each token sees exactly its group of tokens (in blocks, which need not
+      be neighbours).
+    - *sparse*: some row has no span; or keys were gathered for each query.
+    - *compressed*: there are fewer keys than queries, or more and the last visible key does not advance by one with
+      each query. Keys from another source than the queries are never compressed.
+
+    The function waits for the device once or twice, and stores nothing per pair.
     """
     t, s = (call.logits if isinstance(call, ScoresCall) else call.q).shape[2], _keys(call)
     if isinstance(call, ScoresCall) and call.gathered and t > 1:
@@ -106,10 +112,14 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Spans:
-    """What the visible sets of a call's rows are among some of its keys.
+    """The visible sets of a call's rows, restricted to some keys.
 
-    `all`: each is a span. `slide`: somewhere its beginning moves on by one key. `several`: they begin at several keys.
-    `steady`: its end moves on by one key with each row. `first` is the first key [n t] of each row.
+    Attributes:
+        all: every set is a span.
+        slide: somewhere the beginning advances by one key from one row to the next.
+        several: the sets begin at several keys.
+        steady: the end advances by one key with each row.
+        first: the first key [n t] of each row.
     """
 
     all: bool
@@ -140,7 +150,7 @@ def _keys(call: Seen) -> int:
 
 
 def _any_hidden(call: Seen, t: int, s: int) -> bool:
-    """False where it shows without a look at numbers that all queries see all keys, or all up to their own."""
+    """False if it is clear, without reading numbers, that all queries see all keys or all up to their own."""
     if isinstance(call, ScoresCall):
         return call.hidden is not None and call.hidden.shape[2] > 1 and call.hidden.shape[3] > 1
     if type(call) is not AttentionCall or call.window is not None:
@@ -149,7 +159,7 @@ def _any_hidden(call: Seen, t: int, s: int) -> bool:
 
 
 def _blocks(call: Seen) -> Iterator[tuple[slice, Bool[Tensor, "n r s"]]]:
-    """The pairs that are visible, some rows at a time, of each sequence and head that has pairs of its own."""
+    """The visible pairs in blocks of rows, for each sequence and head that has a mask of its own."""
     b, h, t = (call.logits if isinstance(call, ScoresCall) else call.q).shape[:3]
     s = _keys(call)
     rows = max(1, _ROWS // max(1, b * h * s))
@@ -166,8 +176,8 @@ def _blocks(call: Seen) -> Iterator[tuple[slice, Bool[Tensor, "n r s"]]]:
 
 
 def _extent(call: Seen, s: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys [n s] that some query sees, those that every query sees which sees any, and those that one query sees
-    and the next one does not, though it sees others."""
+    """Three masks of keys [n s]: those that some query sees; those that every query with any visible key sees; and
+    those that one query sees and the next, though it sees others, does not."""
     seen = always = lost = before = None
     for _, visible in _blocks(call):
         none = ~visible.any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The norms that q and k come through last: found in the autograd graph, with their gains and biases for each head."""
+"""The last norms of q and k, found in the autograd graph, with their gains and biases for each head."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int,
 
     Args:
         norm: the slot of the module's spec.
-        prefix: what stands before the names of the module's parameters, such as "blocks.0.attn.".
+        prefix: the prefix of the names of the module's parameters, such as "blocks.0.attn.".
         part: whose norm.
         heads: how many heads that part has.
         head_dim: numbers per head.

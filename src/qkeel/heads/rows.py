@@ -47,7 +47,7 @@ class LogitPath:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """The q or k of a call: x [b h t d], called `what`, and how it came about."""
+    """The q or k x [b h t d] of a call, its name `what`, and the walk to its projections."""
 
     x: Tensor
     what: str
@@ -197,8 +197,8 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
 
 
 def _within(found: Walk, frame: ModuleCall, model: nn.Module) -> Walk:
-    """The same without projections of other modules above those that were found: behind a key that another layer made
-    lies all that came before that layer."""
+    """The walk without projections of other modules above those that were found: a key from another layer leads to all
+    that precedes that layer."""
     nearest = [
         dataclasses.replace(
             p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model))
@@ -499,7 +499,7 @@ def _split(used: Bool[Tensor, "m features"]) -> Split | None:
 
 @contextmanager
 def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
-    """While it lasts gradients do not pass the others: what reaches a projection came to it directly."""
+    """While it is entered, gradients stop at other projections, so that what reaches one came to it directly."""
     with ExitStack() as undo:
         for other in among:
             if other.node is not one.node:
@@ -509,7 +509,7 @@ def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
 
 @contextmanager
 def opened(nodes: Sequence[Node]) -> Iterator[None]:
-    """While it lasts gradients pass norms as if these multiplied by a constant."""
+    """While it is entered, gradients pass norms as if these multiplied by a constant."""
     with ExitStack() as undo:
         for node in nodes:
             undo.callback(_pass_through(node).remove)

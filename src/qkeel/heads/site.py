@@ -247,7 +247,7 @@ class AttentionSite:
 
     `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
-    heads. `normed`: a norm stands between the weights and the logit, one that is part of the model, not of the spec.
+    heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
     `below`: only an CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
 
@@ -373,9 +373,13 @@ class UnrecognizedAttention:
 
 @final
 class Sites(list[AttentionSite]):
-    """The attention sites of a model; `missed` are those that were seen but not understood, `indexers` those whose
-    scores choose keys for one of the sites: a top-k of them is taken, no softmax, and no remedy acts there. An indexer
-    has the name of the first site of its layer, and #index."""
+    """The attention sites of a model.
+
+    Attributes:
+        missed: attentions that were seen but not understood.
+        indexers: modules whose scores choose keys for one of the sites: a top-k takes them, no softmax, and no remedy
+            acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
+    """
 
     def __init__(
         self,
@@ -389,7 +393,7 @@ class Sites(list[AttentionSite]):
 
     @property
     def share(self) -> str:
-        """Returns in words how many of those that were seen are understood.
+        """Says how many of the attentions that were seen are understood.
 
         >>> Sites([], [UnrecognizedAttention(module="attn", operation="relu", reason="…")]).share
         '0 of 1 attentions'

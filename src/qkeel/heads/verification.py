@@ -1,4 +1,4 @@
-"""Do the weights known for a site make its logits, head by head? Found out by changing them.
+"""Checks by experiment that the known weights of a site make its logits, head by head.
 
 The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
 the model is changed or run again, and what else depends on the same weights (later layers, other calls of the module)
@@ -39,9 +39,9 @@ _AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedCall:
-    """An observation, and how many operators had run then."""
+    """A captured call, and how many operators had run before it."""
 
-    sighting: CapturedCall
+    captured: CapturedCall
     until: int
 
 
@@ -82,7 +82,7 @@ class Verification:
 
     @torch.no_grad()
     def is_of_known_kind(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> bool:
-        """True if the same operators make the same of the weights of this site as of those of one that is confirmed."""
+        """True if this site's weights pass through the same operators as those of a confirmed site."""
         try:
             experiment = _Experiment(self, site, calls)
             return not any(experiment.unfit()) and experiment.is_known()
@@ -104,7 +104,7 @@ class _Experiment:
         if not self._calls:
             yield "the recorded pass did not show it again"
             return
-        self._logits = RepeatedLogits([call.sighting.call for call in self._calls])
+        self._logits = RepeatedLogits([call.captured.call for call in self._calls])
         self._seen = self._logits()
         if any(z.shape[1] != site.n_heads for z in self._seen):
             yield f"the recorded pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
@@ -155,7 +155,7 @@ class _Experiment:
             (s.axis, s.index.shape, s.index.cpu().numpy().tobytes(), s.bias_shift, *map(form.of, self._weights.of(s)))
             for s in (*site.query, *site.key)
         ]
-        logits = [form.of((_signature(call.sighting.call), *_tensors(call.sighting.call))) for call in self._calls]
+        logits = [form.of((_signature(call.captured.call), *_tensors(call.captured.call))) for call in self._calls]
         heads = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
         terms = tuple((len(t.query), len(t.key)) for t in site.terms)
         boundary = form.of(self._path.boundary)
@@ -382,13 +382,13 @@ class Path:
     def _begin(self, call: RecordedCall, made: set[int]) -> int:
         """The number of operators that had run when the innermost module began that reads these weights."""
         read = max(self._record.readers(made, self._until), default=0)
-        begun = (frame.since for frame in call.sighting.frame.line())
+        begun = (frame.since for frame in call.captured.frame.line())
         return next((since for since in begun if since <= read), 0)
 
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
         """The inputs of the innermost module around the site that its projections depend on and that the model's
         input made, and how many operators had run when it began; where there is none, what they multiply, and 0."""
-        for frame in calls[0].sighting.frame.line():
+        for frame in calls[0].captured.frame.line():
             if not frame.inputs:
                 continue
             inside = self._record.behind(factors, self._until, since=frame.since)
@@ -598,7 +598,7 @@ def _signature(call: Seen) -> Hashable:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself: nothing was repeated."""
+    """Returns the tensor itself, for logits as they were recorded."""
     return x
 
 

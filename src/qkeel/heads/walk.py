@@ -83,7 +83,7 @@ class Operation:
 
     @property
     def makes(self) -> frozenset[int]:
-        """The memory of what came out that is neither a view nor something that was written into."""
+        """The memory of new outputs: neither views nor arguments that were written into."""
         return self.writes.difference(self.reads, map(memory, self.changed))
 
 
@@ -124,12 +124,12 @@ class Record:
             yield found
 
     def reached(self, start: Iterable[int], since: int = 0, until: int | None = None) -> set[int]:
-        """The memory whose numbers depend on that which is given, by the operators from number `since` on."""
+        """The memory whose numbers depend on given memory, by the operators from number `since` on."""
         return self._spread(start, since, until, lambda _operation, _found: True)
 
     def weights_of(self, start: Iterable[int], known: set[int], dynamic: set[int]) -> set[int]:
-        """The memory of weights made of those that are given, as by a transpose or a parametrization: not what they
-        are multiplied with, be that computed from the input (`dynamic`) or itself learned."""
+        """The memory of weights computed from given weights, as by a transpose or a parametrization; products with
+        activations (`dynamic`) or with other weights are excluded."""
 
         def is_weight(operation: Operation, found: set[int]) -> bool:
             product = function_name(operation.function) in _PRODUCTS
@@ -140,7 +140,7 @@ class Record:
     def _spread(
         self, start: Iterable[int], since: int, until: int | None, passes: Callable[[Operation, set[int]], bool]
     ) -> set[int]:
-        """The memory that is given, and what the operators write that read some of it and pass it on, in order."""
+        """The given memory, and what operators write that read some of it and for which `passes` is true, in order."""
         until = len(self.operations) if until is None else until
         found = set(start)
         waiting: list[int] = []
@@ -219,7 +219,8 @@ class Repetition:
 
     @functools.cached_property
     def _steps(self) -> list[tuple[Function, Any, list[Place]]]:
-        """What is called, with marks in the place of tensors, and the places of what comes out."""
+        """The functions to call, their arguments with marks in the place of tensors, and the places of their
+        outputs."""
         # Another process may repeat other operators, or none: waiting for it could last for ever.
         functions = [without_others(o.function, o.args) or o.function for o in self.operations]
         return [
@@ -229,7 +230,7 @@ class Repetition:
 
     @functools.cached_property
     def _foreign(self) -> list[Tensor]:
-        """What is written into, and made elsewhere."""
+        """The tensors that the operators write into but did not make."""
         made, found = set[int](), list[Tensor]()
         for operation in self.operations:
             made |= operation.makes
@@ -242,13 +243,13 @@ class Repetition:
 
     @torch.no_grad()
     def __call__(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Run with these numbers in some places, and with these in some memory; what is returned finds what any
-        tensor of the recorded pass would be now."""
+        """Runs the operators with other numbers in some places and other contents of some memory. Returns a function
+        that maps a tensor of the recorded pass to its new value."""
         return self._repeated(values, contents)
 
     @torch.enable_grad()
     def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """The same with a graph, from what is given to what is found."""
+        """Runs them with gradients, from the given numbers to the tensors found."""
         return self._repeated(values, contents)
 
     def _repeated(self, values: Values, contents: Contents | None) -> Lookup:
@@ -264,8 +265,8 @@ class Repetition:
     def at_once(
         self, changes: Sequence[Values], wanted: Sequence[Tensor], contents: Contents | None = None
     ) -> list[Tensor] | None:
-        """What each of the tensors wanted would be with each of several sets of numbers in the same places, [n ...];
-        None where these operators can't be run on a batch of numbers."""
+        """Returns the wanted tensors [n ...] for n sets of numbers in the same places; None if the operators can't be
+        run on a batch."""
         places = list(changes[0])
 
         def run(*numbers: Tensor) -> tuple[Tensor, ...]:
@@ -293,7 +294,7 @@ class _Now:
         return self.of(_marked(x))
 
     def of(self, value: Any) -> Any:
-        """The tensor that stands now for a marked one; anything else as it is."""
+        """The new value of a marked tensor; anything else as it is."""
         if type(value) is not _Mark:
             return value
         known = self._values.get(value.where)

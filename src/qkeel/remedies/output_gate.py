@@ -167,7 +167,7 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     trace = target.trace or traced(target.model, *target.example, expected=True)
     weight = target.parameter(query.parameter)
     turned = {memory_place(weight): _turned(weight, query, head)}
-    own, done = trace.calls[site.name][0].sighting.frame, trace.calls[site.name][0].until
+    own, done = trace.calls[site.name][0].captured.frame, trace.calls[site.name][0].until
     alone = sum(frame.module is site.module for frame in trace.frames) == 1
     x = next((x for x in own.inputs if x.is_floating_point()), None) if alone else None
     module = a = b = None

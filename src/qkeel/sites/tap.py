@@ -1,4 +1,4 @@
-"""The tap accumulates the statistics of every site from the calls that pass, and bounds on the largest logit."""
+"""Statistics of every attention site, and bounds on the largest logit, from a model's own forward passes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall
 
-# A mode that bounds the largest attention logit of a forward pass, at next to no cost.
+# A mode that bounds the largest attention logit of a forward pass at almost no cost.
 
 _GPU = "cuda"
 _OWN = "qkeel_native::attention"  # returns its logsumexp as well
@@ -69,18 +69,23 @@ Instead = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class BracketMode(CallObserver):
-    """While it is entered, `bound` is at least the largest logit of every attention call seen, capped where it is.
+    """A mode that bounds the largest logit of the attention calls made while it is entered.
 
-    F.scaled_dot_product_attention: torch's fused kernels compute row logsumexps anyway, so the kernel that it would
-    choose is called itself, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n
-    keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
-    chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
-    scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
-    compute anyway; with dropout, and where these are padded, the same bound. flex_attention: the logsumexps or maxima
-    that its caller asked for, as transformers does on a GPU (to ask for more would compile it again); else the same
-    bound, with a score_mod none. Softmax over rows of scores: their maximum. Attention inside
-    torch.nn.MultiheadAttention and compiled code is not seen, nor is what torch.func transforms. `bound` is None until
-    something was.
+    `bound` is at least the largest logit (after a cap, where there is one) of every call that the mode has seen, and
+    None before the first. Where the bound comes from depends on the function that is called:
+
+    - F.scaled_dot_product_attention: torch's fused kernels compute the logsumexp of each row anyway. The mode calls the
+      kernel that torch would choose and reads them; output and gradients keep their bits. Over n keys,
+      lse - ln n <= max <= lse. qkeel's compiled attention and functional_attention return logsumexps too.
+    - The same function where torch chooses no fused kernel, with dropout, with a mask on a GPU, or under autocast on a
+      CPU: the norm bound scale·max|q|·max|k|, in O(T d).
+    - flash-attn's functions and torch's varlen_attn: their logsumexps; the norm bound with dropout, or where the
+      logsumexps are padded.
+    - flex_attention: the logsumexps or maxima that its caller asked for (asking for more would compile it again), else
+      the norm bound; nothing where there is a score_mod.
+    - A softmax over rows of scores: their maximum.
+
+    Attention inside torch.nn.MultiheadAttention, compiled code and transforms of torch.func is not seen.
     """
 
     logsumexps = True
@@ -96,11 +101,11 @@ class BracketMode(CallObserver):
         return suspended(self)
 
     def not_observable(self, name: str, error: Exception) -> None:
-        """Its calls bound nothing, as those of compiled code don't."""
+        """Calls of a function that cannot be observed contribute no bound."""
 
     @torch.no_grad()
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        """Notes what bounds the logits of a call of flex_attention or of flash-attn's functions."""
+        """Adds the bound of a call of flex_attention or of one of flash-attn's functions."""
         if not isinstance(out, Tensor | tuple) or not (out[0] if isinstance(out, tuple) else out).numel():
             return
         if name == "flex_attention":
@@ -128,7 +133,7 @@ class BracketMode(CallObserver):
 
     @property
     def bound(self) -> Tensor | None:
-        """The largest of all calls so far: two launches, whatever their number."""
+        """The largest bound of all calls so far, in two kernel launches."""
         if not self._found:
             return None
         device = self._found[0].device  # parts of a model may be on others
@@ -155,7 +160,7 @@ class BracketMode(CallObserver):
 
     @torch.no_grad()
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Tensor | None) -> None:
-        """Notes what bounds the logits of the call; `more` are logsumexps."""
+        """Adds the bound of a call; `more` are its logsumexps, where the kernel returned them."""
         if function_name(function) == "scaled_dot_product_attention":
             given = sdpa_arguments(args, kwargs)
             new = _norm_bound(given["query"], given["key"], given["scale"]) if more is None else more.detach().amax()
@@ -236,7 +241,7 @@ _NOTHING: Look = "nothing"
 # Primes: batches of kinds that take turns are all met, those of up to four kinds by the first four searches.
 _SELDOM, _HARDLY = 17, 257
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
-# The sightings that their module alone shows, by the function that was seen; other functions are no torch functions.
+# Functions whose calls a mode in their own module is enough to see, by name, with the torch functions to look for.
 _LOCAL: dict[str, frozenset[Function] | None] = {
     "scaled_dot_product_attention": _FUSED,
     "multi_head_attention_forward": _FUSED,
@@ -249,8 +254,8 @@ _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What is known of some sites: those that were described by hand, and by name the layouts of scores and the numbers
-    of query and key heads."""
+    """What is known of some sites: which were described by hand, and by name their layouts and their numbers of query
+    and key heads."""
 
     sites: list[AttentionSite]
     described: list[AttentionSite]
@@ -260,7 +265,7 @@ class _Known:
 
 
 class Visitor:
-    """A second observer of the passes that a tap measures. It does nothing; override what is of interest."""
+    """A second observer of the passes that a tap measures. Its methods do nothing; a subclass overrides some."""
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         """A pass with these arguments is about to begin; returns whether it is to be measured."""
@@ -276,49 +281,49 @@ class Visitor:
         """An indexer has scored the keys of this layer, of which it chooses some."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
-        """The model's own pass is over; seen: attention was seen in it."""
+        """The model's own pass has ended; `seen` is True if attention was seen in it."""
 
     def failed(self) -> None:
-        """The model's own pass ended in an exception: nothing of it counts."""
+        """The model's own pass ended in an exception, so nothing of it counts."""
 
     def bracket(self, bound: Tensor) -> None:
-        """A pass of which only this bound on its largest logit was asked for is over."""
+        """A pass has ended of which only a bound on its largest logit was wanted."""
 
 
 class Tap(Handle):
-    """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
+    """Watches the attention calls of a model's forward passes; `read()` returns the statistics since the last read.
 
-    Statistics are computed under no_grad, from tensors the forward pass makes anyway; nothing is changed. qkeel's own
-    modules report themselves. Other attention of eager code is found by a function mode around the whole pass; where it
-    is known, the mode is entered in the calls of the modules that have attention only, and the whole pass is searched
-    again now and then (see `places`). Compiled code must not have a mode around it, so there the pass is run once more
-    beforehand, eagerly, without gradients, its random streams and buffers put back: it costs one more forward pass.
+    The tap computes statistics without gradients, from tensors that the forward pass makes anyway, and changes nothing.
+    qkeel's own modules report their calls. A function mode around the whole pass finds other attention of eager code;
+    once the modules that contain it are known, the mode is entered in their calls only, and the whole pass is searched
+    from time to time (see `places`).
 
-    The same goes for modules of torch whose fast path in evaluation a function mode would turn off: its results would
-    differ in the last bits. And where no sites are known, the first measured pass is preceded by one that shows whether
-    there is attention inside torch.jit.script or torch.func.vmap, which is then seen operator by operator.
+    Two kinds of models are measured in an additional pass before their own: eager, without gradients, after which
+    random streams and buffers are restored. One is compiled code, which must not run inside a mode. The other is torch
+    modules with a fast path for evaluation, which a mode would turn off, so that results would differ in the last bits.
+    Where no sites are known, one more pass before the first measured one shows whether there is attention inside
+    torch.jit.script or torch.func.vmap; such attention is then observed operator by operator.
 
-    What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
-    exception nothing is. Passes over an empty batch, of no sequences or of no tokens, are not measured either; `empty`
-    counts them.
+    Activations that gradient checkpointing recomputes are counted once. Passes that end in an exception are not
+    counted, nor are passes over a batch without sequences or tokens; `empty` is the number of the latter.
 
     Args:
-        model: what is watched.
-        when_training: passes in eval mode are not measured.
-        parts: own modules report calls that are made outside a pass of the model too, by who calls its parts one by
-        one. due: due(training, compiled) says what to measure in a pass: "bracket" is a bound on the largest logit, see
-            BracketMode.
-        measure: what is found of a call.
-        measure_rows: the same where the kernel reports what it found of each row.
-        measure_plain: the same of a call of torch's own function without a mask at a site that is known, of q, k, scale
-            and causality; None where it does not do with these.
-        keeps: the batch of the training pass seen last is kept, for `look_again`.
-        guard: warns once of a fault in the tap and switches it off.
+        model: the model to watch.
+        when_training: whether to ignore passes in eval mode.
+        parts: whether qkeel's own modules also report calls made outside a pass of the whole model.
+        due: due(training, compiled) returns what to measure in a pass; "bracket" is a bound on the largest logit, see
+            `BracketMode`.
+        measure: computes the statistics of a call.
+        measure_rows: computes them from what a kernel returned for each row.
+        measure_plain: computes them from q, k, the scale and whether the call is causal, for calls of torch's function
+            without a mask at a known site; returns None if it cannot.
+        keeps: whether to keep the batch of the latest training pass, for `look_again`.
+        guard: reports the first fault in the tap with a warning, and switches the tap off.
 
     Attributes:
-        visitor: sees the passes that are measured too.
-        own_alone: the model's maker knows that it has no attention but of qkeel's own modules; nothing else is looked
-        for.
+        visitor: a second observer of the measured passes.
+        own_alone: True if the model is known to have no attention besides qkeel's own modules, so that no other is
+            searched for.
     """
 
     def __init__(
@@ -343,6 +348,8 @@ class Tap(Handle):
         self._keeps = keeps
         self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
+        self._form: object = None  # what the pass that begins was called with, see `_call_form`
+        self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # of the passes that were searched
         self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
@@ -367,26 +374,30 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """The phase of a pass that ran now."""
+        """The phase that a pass would have now."""
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """Where attention that is not of qkeel's modules is looked for in the pass that begins; None for everywhere.
+        """The modules in which the pass that begins is searched for attention of other code; None for everywhere.
 
-        To look everywhere costs a callback per function of torch: the first two passes are searched so, then every
-        17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has attention
-        showed none.
+        To look everywhere costs a callback per function of torch, so it is done where something may have changed: in
+        the first two passes; in the first one that is called in a new form (`_call_form`); after a module was added or
+        replaced; and after a pass in which a module that has attention showed none. What changes without any of these
+        signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
             return {}
         others = self._searched.get(phase) is not self.tree.named()  # modules that came, or took another's place
-        searched = n < 2 or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
+        searched = n < 2 or self._is_new_form(phase) or n % (_SELDOM if n <= 4 * _SELDOM else _HARDLY) == 0
         return None if others or searched else self._places[phase]
 
+    def _is_new_form(self, phase: Phase) -> bool:
+        return self._form not in self._forms[phase]
+
     def searched(self, phase: Phase, places: Places | None) -> None:
-        """Notes where the pass that was searched as a whole had attention, besides where earlier ones had some; None
-        where the next one must be searched too."""
+        """Takes the modules that had attention in a pass that was searched as a whole, which are added to those of
+        earlier passes; with None the next pass is searched as a whole too."""
         if places is not None:
             same = self._searched.get(phase) is self.tree.named()
             for name, (module, only) in (self._places[phase] or {}).items() if same else ():
@@ -394,6 +405,7 @@ class Tap(Handle):
             if not places and not self.tree.of_kind(SpecModule):
                 places = None  # there was none: it may come anywhere
         self._places[phase], self._searched[phase] = places, self.tree.named()
+        self._forms[phase].add(self._form)
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""
@@ -418,7 +430,7 @@ class Tap(Handle):
                 module.observers.remove(part)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
-        """A call of an own module outside a pass of the model, and what its kernel found of its rows, where known."""
+        """Takes a call of an own module outside a pass of the model, with the statistics of its rows if known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
         known = self.measure_rows is not None and rows is not None
@@ -430,8 +442,8 @@ class Tap(Handle):
             self.calls_seen[phase] += 1
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
-        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
-        counts nowhere, changes nothing, and draws the same random numbers each time."""
+        """Returns the first call of each site in an additional pass with these arguments: eager, without
+        gradients, with the same random numbers each time. The pass is not counted and changes nothing."""
         kept: dict[str, Seen] = {}
         look = _ForwardPass(self, self.phase, kept)
         self._extra_pass(look, args, kwargs, seed=0)
@@ -440,9 +452,16 @@ class Tap(Handle):
         return kept
 
     def look_again(self) -> bool:
-        """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
-        False where there is none. What the model raises is raised."""
+        """Measures the model in an additional pass over the batch that was kept, and changes nothing.
+
+        Returns:
+            False if no batch was kept.
+
+        Raises:
+            Exception: whatever the model raises.
+        """
         last, look = self.latest, _ForwardPass(self, "train")
+        self._form = None if last is None else _call_form(last.args, last.kwargs)
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False
         with last.setting(self.model):
@@ -461,7 +480,7 @@ class Tap(Handle):
 
     @property
     def known(self) -> _Known:
-        """What is known of the sites, gathered again where they are others."""
+        """What is known of the sites; gathered again when `sites` has changed."""
         sites = [*self.sites]
         if self._known is None or self._known.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # a plain list of sites has none
@@ -475,15 +494,15 @@ class Tap(Handle):
         return self._known
 
     def _look_below(self, args: Args, kwargs: Kwargs) -> None:
-        """Before the first measured pass: find out by an extra one what a function mode would not see, as
-        `find_sites` does. Where sites are known, they say it; own modules report themselves. Not where others would
-        have to wait for a pass that fails here."""
+        """Finds out, by an additional pass before the first measured one, whether there is attention that a function
+        mode would not see. Not needed where sites are known or all attention is qkeel's own, and left out where other
+        processes would wait for a pass that fails on this one."""
         if self._below is not None or any([site.description is None for site in self.sites]):  # noqa: C419
             return
         if spread(self.model) or self.tree.of_kind(SpecModule):
             return
         below: list[bool] = []
-        note = lambda sighting: below.append(sighting.below)  # noqa: E731
+        note = lambda captured: below.append(captured.below)  # noqa: E731
         watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
@@ -507,9 +526,11 @@ class Tap(Handle):
         if look == _NOTHING:
             return
         extra = compiled or _takes_fast_path(self.tree)
+        if look != _NOTHING:
+            self._form = _call_form(args, kwargs)
         if look == "bracket" and not extra:
             self._running = mode = BracketMode(self.guard)
-            places = self._places[phase]
+            places = None if self._is_new_form(phase) else self._places[phase]
             if places and not self.tree.of_kind(SpecModule):
                 ModeInModules(mode, places).attach(self._forwards.around)
             else:
@@ -528,7 +549,7 @@ class Tap(Handle):
                 running.begin(call, self._forwards.around)
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
-        """The pass that the model is about to make, made eagerly; with a seed, from that. Returns its output."""
+        """Makes the pass that the model is about to make, eagerly; returns its output. `seed` sets random streams."""
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
             if seed is not None:
@@ -559,14 +580,14 @@ class Tap(Handle):
             self._stats[look.phase].update(look.sites)
             self.visitor.after(look.phase, output, self.has(look.phase))
 
-    def tell_guess(self, sighting: CapturedCall) -> None:
-        """Say once for each site that which numbers are of which head is a guess."""
-        layout = sighting.layout
-        if layout is None or not layout.guess or sighting.name in self._guessed:
+    def warn_of_guess(self, captured: CapturedCall) -> None:
+        """Warns once for each site whose heads are a guess."""
+        layout = captured.layout
+        if layout is None or not layout.guess or captured.name in self._guessed:
             return
-        self._guessed.add(sighting.name)
+        self._guessed.add(captured.name)
         caution(
-            f"the heads of {sighting.name or 'the model itself'} are a guess: {layout.guess}, so they were taken to be "
+            f"the heads of {captured.name or 'the model itself'} are a guess: {layout.guess}, so they were taken to be "
             f"[{layout}]. find_sites(model, example) finds out where the weights can be followed, and qkeel.watch does "
             "so by itself"
         )
@@ -576,8 +597,8 @@ class Tap(Handle):
 
 
 class _ForwardPass:
-    """One forward pass under observation: own modules report themselves, an interceptor sees the others. With `kept`
-    the first call of each site is put there, and nothing is measured."""
+    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` sees those of other code.
+    With `kept` the first call of each site is stored there, and nothing is measured."""
 
     def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
         self.tap, self.kept = tap, kept
@@ -589,7 +610,7 @@ class _ForwardPass:
         self.indexers: dict[str, nn.Module] = {}  # modules that chose keys
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
-        """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
+        """Observes until `around` is closed; `call` are the arguments of the model's own call if that has begun."""
         visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
@@ -623,7 +644,7 @@ class _ForwardPass:
         interceptor.look(around)
 
     def over(self) -> None:
-        """The pass went through: what it says of where the next one is to be looked at."""
+        """After the pass: determines which modules the next pass is searched in."""
         watcher = self.watcher
         if watcher is None or self.kept is not None:
             return
@@ -648,16 +669,16 @@ class _ForwardPass:
             known = (module, None) if outer is None else self.places[outer]
             self.places[name if outer is None else outer] = None if holds or known is None else (known[0], None)
 
-    def _note_place(self, sighting: CapturedCall) -> None:
+    def _note_place(self, captured: CapturedCall) -> None:
         """Notes in which module attention was seen, and by which function."""
-        layout, name = sighting.layout, sighting.frame.name
-        known = layout is None or (layout == self.tap.known.layouts.get(sighting.name) and not layout.guess)
-        if sighting.below or sighting.headless or not name or not known or sighting.how not in _LOCAL:
+        layout, name = captured.layout, captured.frame.name
+        known = layout is None or (layout == self.tap.known.layouts.get(captured.name) and not layout.guess)
+        if captured.below or captured.headless or not name or not known or captured.how not in _LOCAL:
             self.places[name] = None
         else:
-            only = SDPA_BY_NAME if sighting.named else _LOCAL[sighting.how]
+            only = SDPA_BY_NAME if captured.named else _LOCAL[captured.how]
             if name not in self.places:
-                self.places[name] = sighting.frame.module, only
+                self.places[name] = captured.frame.module, only
             elif (old := self.places[name]) is not None:
                 self.places[name] = old[0], _either(old[1], only)
 
@@ -675,7 +696,7 @@ class _ForwardPass:
         self._own(name, call, lambda _: measure(call, rows))
 
     def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
-        """Takes a call of torch's own function into account; returns whether that could be done so."""
+        """Measures a call of torch's own function from q and k; returns whether that was possible."""
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):
             return False
@@ -707,19 +728,19 @@ class _ForwardPass:
                 self.places[""] = None
         self.tap.visitor.index(layer, call, self.phase)
 
-    def _foreign(self, sighting: CapturedCall) -> None:
+    def _foreign(self, captured: CapturedCall) -> None:
         if not self.tap.active:
             return
         if self.watcher is None or self.watcher.whole:
-            self._note_place(sighting)
-        self.tap.tell_guess(sighting)
-        rows, reads, measure = sighting.rows, self.tap.measure_rows, None
-        if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):
+            self._note_place(captured)
+        self.tap.warn_of_guess(captured)
+        rows, reads, measure = captured.rows, self.tap.measure_rows, None
+        if rows is not None and reads is not None and isinstance(captured.call, AttentionCall):
             measure = lambda call: reads(call, rows)  # noqa: E731
-        self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None, measure)
+        self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
 
     def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
-        """Take one call into account; `part_of` names the site whose heads are computed one by one."""
+        """Measures one call; `part_of` names the site of a module that computes its heads one by one."""
         if extra_of_another(self.tap):
             return
         if self.kept is not None:
@@ -734,7 +755,7 @@ class _ForwardPass:
 
 
 class Connection:
-    """An own module's standing connection to a tap; copies and pickles of the module leave it behind."""
+    """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module have no connection."""
 
     def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
         self.tap, self.name, self.module = tap, name, module
@@ -745,11 +766,11 @@ class Connection:
 
     @property
     def reads(self) -> bool:
-        """True if it makes do with what a kernel finds of rows."""
+        """True if the statistics of a kernel's rows suffice."""
         return self.tap.measure_rows is not None
 
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        """A call that was computed, and what was found meanwhile. For who runs the module's calls in its place."""
+        """Takes a call and the statistics of its rows, from code that runs the module's calls in its place."""
         self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
@@ -772,6 +793,25 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     return bool(sizes) and not any(sizes)
 
 
+def _call_form(args: Args, kwargs: Kwargs) -> object:
+    """What a model may choose another way through its modules by: switches, dtypes, numbers of dimensions, orders of
+    magnitude of sizes, and whether gradients and autocast are on.
+
+    >>> _call_form((torch.zeros(2, 5), None), {"cached": True})[2:]
+    ((torch.float32, 2, 4), None, 'cached', True)
+    """
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_GPU)
+    form: list[object] = [*modes]
+    for name, x in (*enumerate(args), *kwargs.items()):
+        if isinstance(name, str):
+            form.append(name)
+        if isinstance(x, Tensor):
+            form.append((x.dtype, x.ndim, x.numel().bit_length()))
+        else:
+            form.append(x if x is None or isinstance(x, (bool, str)) else type(x))
+    return tuple(form)
+
+
 def _has_no_rows(call: Seen) -> bool:
     """True of a call without queries or keys, as of an expert that got no tokens."""
     x = call.logits if isinstance(call, ScoresCall) else call.q
@@ -779,7 +819,7 @@ def _has_no_rows(call: Seen) -> bool:
 
 
 def _key_heads(site: AttentionSite) -> tuple[int, int]:
-    """The numbers of query and key heads that calls of a site show; keys in an order of their own stay repeated."""
+    """The numbers of query and key heads in the calls of a site; keys in an order of their own stay repeated."""
     return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
 
 

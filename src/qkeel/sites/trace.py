@@ -1,9 +1,9 @@
-"""One recorded pass of a model: its attention calls and sites, and all that is asked of them later.
+"""One recorded pass of a model: its attention calls and sites, and the operators that computed them.
 
-`traced` runs a model once on a short part of an example, with a graph and with every operator recorded, reads the sites
-from it and verifies them. It then runs the whole example once, observed as little as possible, to see that it makes the
-same calls. `find_sites` returns the sites; `apply`, its remedies and their checks keep the trace for as long as they
-run and ask it for operands, the weights of values, and the modules that were called, in place of running the model
+`traced` runs a model once on a short part of an example, with gradients and with every operator recorded, reads the
+sites from that pass and verifies them. It then runs the whole example once, with little observation, to see whether it
+makes the same calls. `find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they
+run: they take operands, the weights of values, and the modules that were called from it instead of running the model
 again.
 """
 
@@ -56,7 +56,7 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
-from qkeel.sites.unowned import unowned_attention
+from qkeel.sites.unrecognized import unrecognized_attention
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ SEARCH = "the search for attention in a model that is split over processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
 
 Gains = tuple[NormGain, ...]
-# What is read of the sites of a pass: whether a norm is on the way (also of what is seen as operators only), also the
-# weights, or also whether these are right.
+# How much is read of the sites of a pass: whether a norm precedes the logit ("norms": also where only operators are
+# seen), also the weights, or also whether an experiment confirms these.
 Wanted = Literal["plain norms", "norms", "weights", "verified"]
 
 
@@ -74,9 +74,12 @@ Wanted = Literal["plain norms", "norms", "weights", "verified"]
 class Operand:
     """The q or k of one product of a site.
 
-    `tables` are the parameters that it is itself, by views and indices alone, as relative positions are; none for
-    what was made of the input. `width` is the number of its features that a logit is a sum over, `rounding` the share
-    by which lengths of normed vectors may differ in its dtype.
+    Attributes:
+        width: how many features a logit is a sum over.
+        lengths: the length of each vector.
+        tables: the names of parameters that it consists of, by views and indices alone, as relative positions do;
+            empty for what was computed from the input.
+        rounding: the share by which lengths of normed vectors may differ in its dtype.
     """
 
     width: int
@@ -85,8 +88,8 @@ class Operand:
     rounding: float = ONE_LENGTH
 
     def normed(self, over: str, tolerance: float | None = None) -> bool:
-        """True if all vectors of a head, or of all heads together, are of one length (or zero), up to rounding or for
-        this share of it."""
+        """True if all vectors of a head, or of all heads together, have one length (or are zero), up to rounding or to
+        the share `tolerance`."""
         if self.tables:
             return True
         lengths = self.lengths if over == "head" else self.lengths.square().sum(1, keepdim=True).sqrt()
@@ -95,7 +98,7 @@ class Operand:
         return bool((most - least <= max(self.rounding, tolerance or 0.0) * most).all())
 
     def extremes(self) -> tuple[float, float]:
-        """The smallest mean square of a vector that is not zero, and the largest."""
+        """The smallest mean square of a vector other than zero, and the largest."""
         squares = self.lengths.square() / self.width
         shown = squares[squares > 0]
         return (float(shown.min()), float(shown.max())) if len(shown) else (0.0, 0.0)
@@ -106,17 +109,17 @@ class Operand:
 class ModelTrace:
     """The attention calls of one pass of a model, with what was computed on the way to them.
 
-    It holds every tensor of the pass: keep it no longer than questions are asked.
+    A trace holds every tensor of the pass and should be released as soon as it has been used.
 
     Args:
         model: the model.
         sites: its attention sites, in the order of the calls.
-        given: the arguments of the pass, which may be a part of a larger example.
+        given: the arguments of the pass, possibly a part of a larger example.
         calls: the first call of each site; one for each head where heads are computed one by one.
         values: what the weights of each site's softmax were multiplied by.
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
-        unowned: those of `sites.missed` that the operators show, and no reader of calls.
+        unrecognized: those of `sites.missed` that were found from the operators, and not by a reader of calls.
         operators: every operator that ran, where they were recorded.
         frames: every call of a module then.
     """
@@ -128,63 +131,60 @@ class ModelTrace:
     values: dict[str, Tensor]
     called: frozenset[int]
     minima: dict[str, float]
-    unowned: tuple[UnrecognizedAttention, ...] = ()
+    unrecognized: tuple[UnrecognizedAttention, ...] = ()
     operators: Sequence[TorchOperator] = ()
     frames: Sequence[ModuleCall] = ()
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """These sites, with the reason where an experiment on the recorded operators does not confirm their weights."""
+        """Returns the sites; with a reason where an experiment on the recorded operators does not confirm weights."""
         checks = Verification(self.model, self.operators, self.given)
         return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
 
     @functools.cached_property
     def record(self) -> Record:
-        """The operators, with who reads and writes what."""
+        """The operators, with an index of the memory that each reads and writes."""
         return Record(self.operators)
 
     def repeated(self, name: str, values: Values, frame: ModuleCall, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What a module was given behind a site's attention: as it was, and as it would be with other weights there.
+        """Returns the input of a module that follows a site's attention: as it was, and as other weights would make it.
 
         Args:
-            name: the site's.
+            name: the name of the site.
             values: other numbers in the places of weights.
-            frame: the call of the module, inside that of the site's.
-            x: what it was given.
+            frame: the call of the module, inside the call of the site's module.
+            x: the module's input.
         """
         first, weights = self.calls[name][0], {where[0] for where in values}
-        inside = self.record.behind({memory(x)}, frame.since, since=first.sighting.frame.since)
+        inside = self.record.behind({memory(x)}, frame.since, since=first.captured.frame.since)
         again = Repetition(inside, weights)
         return again({})(x), again(values)(x)
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
-        """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
+        """By site: the operands of every product of its first call that was seen in full."""
         names, found = names_of(self.model), dict[str, list[tuple[Operand, Operand]]]()
         for name, (first, *_) in self.calls.items():
-            sighting, call = first.sighting, first.sighting.call
+            captured, call = first.captured, first.captured.call
             pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
-            read = [(_operand(q, sighting.frame, names), _operand(k, sighting.frame, names)) for q, k in pairs]
+            read = [(_operand(q, captured.frame, names), _operand(k, captured.frame, names)) for q, k in pairs]
             found[name] = [(q, k) for q, k in read if q is not None and k is not None]
         return found
 
     def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """For each site the last weights on the path of its values, or why they are unknown.
-
-        Values are what F.scaled_dot_product_attention gets as such, or what the weights of a softmax are multiplied
-        by, as [b g s d].
-        """
+        """By site: the last weights on the path of its values [b g s d], or why they are unknown."""
         names = names_of(self.model)
         # A view that is made here belongs to the graph of the pass, whatever mode the caller is in.
         with torch.inference_mode(False), torch.enable_grad():
             return {
-                name: _value_slices(first.sighting, self.values.get(name), names)
+                name: _value_slices(first.captured, self.values.get(name), names)
                 for name, (first, *_) in self.calls.items()
             }
 
 
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
-    """The trace of the shortest part of an example of which all sites are verified, and of which a pass on the whole
-    one makes the same calls; of that one nothing is kept. Several processes have to make the same passes, so none are
-    shorter.
+    """Returns the trace of the shortest part of an example that suffices.
+
+    A part suffices if all its sites are verified and a pass over the whole example, of which nothing is kept, makes the
+    same calls. Several processes have to make the same passes, so they use the whole example.
 
     Raises:
         RefusedError: no attention was seen, and some was `expected`.
@@ -210,15 +210,15 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
 
 
 def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) -> ModelTrace:
-    """The trace of a pass on this example as it is: which sites there are and whether their q or k is normed, without
-    the weights of their heads. With `below` it is watched operator by operator too."""
+    """Returns the trace of a pass over the whole example: its sites and whether their q or k is normed, without the
+    weights of their heads. With `below` the operators are observed too."""
     model = uncompiled(model)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
         return _traced(model, args, kwargs, undo, expected=True, read="norms" if below else "plain norms")
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """One pass that nobody observes and of which nothing is kept, for what the model itself notes in it.
+    """Makes a pass that is not observed and of which nothing is kept, for what the model itself records in it.
 
     Raises:
         InvalidValueError: the pass fails; its cause is the error.
@@ -232,13 +232,13 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
 
 
 def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
+    """The names of hand-written sites whose logits are not just a scale times q·k: with a bias, for example."""
     found: set[str] = set()
 
-    def note(sighting: CapturedCall) -> None:
-        call = sighting.call
+    def note(captured: CapturedCall) -> None:
+        call = captured.call
         if isinstance(call, ScoresCall) and not is_product(call):
-            found.add(sighting.name)
+            found.add(captured.name)
 
     with extra_pass(model), undisturbed(model):
         forward(model, CaptureMode(model, note, probing=True), copied(args), copied(kwargs))
@@ -251,27 +251,27 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
 def _traced(
     model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, expected: bool, read: Wanted = "verified"
 ) -> ModelTrace:
-    """The trace of one pass on this example, with as much of its sites as is to be read."""
+    """The trace of one pass over this example, with as much of its sites as `read` says."""
     check_devices(model, args, kwargs)
     reading, below = _watched(model, args, kwargs, undo, read)
     undo()
     watcher = reading.watcher
-    unowned = tuple(reading.unowned())
+    unrecognized = tuple(reading.unrecognized())
     if not reading.sites and expected:
-        raise NoAttentionError(unseen(model, watcher, unowned))
+        raise NoAttentionError(unseen(model, watcher, unrecognized))
     if below:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
     if read == "verified" and below:
         why = f"a pass in which operators are recorded failed: {below}"
         sites = [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
-    groups = grouped([call.sighting for call in reading.order.values()])
-    calls = {group[0].name: [reading.order[sighting.name] for sighting in group] for group in groups}
-    least = {name: _least(c.sighting.call) for name, (c, *_) in calls.items()}
+    groups = grouped([call.captured for call in reading.order.values()])
+    calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
+    least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
     return ModelTrace(
         model=model,
-        sites=Sites(sites, (*watcher.missed, *unowned), _indexers(watcher, [site.name for site in sites])),
-        unowned=unowned,
+        sites=Sites(sites, (*watcher.missed, *unrecognized), _indexers(watcher, [site.name for site in sites])),
+        unrecognized=unrecognized,
         given=reading.given,
         calls=calls,
         values=watcher.values or {},
@@ -291,8 +291,8 @@ def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> l
 def _same_calls(
     model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
 ) -> tuple[dict[str, float], dict[str, VisibleSets]] | None:
-    """The smallest visible logits of a pass without a graph, of which nothing is kept, and the visible sets that it
-    shows; None unless it shows the sites of the trace with as many heads, and misses what that missed."""
+    """The smallest visible logits and the visible sets of a pass without gradients, of which nothing else is kept; None
+    unless it has the sites of the trace, with as many heads, and misses the same attentions."""
     sites = trace.sites
     origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
     types: dict[str, VisibleSets] = {}
@@ -301,18 +301,18 @@ def _same_calls(
     least: dict[str, Tensor] = {}
     groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that no other gets its number
 
-    def note(sighting: CapturedCall) -> None:
-        name, low = sighting.name, _least(sighting.call)
+    def note(captured: CapturedCall) -> None:
+        name, low = captured.name, _least(captured.call)
         if low is not None:
             least[name] = low if name not in least else torch.minimum(least[name], low.to(least[name].device))
         if name in names:
             return
         names.add(name)
         if name in origins:
-            types[name] = visible_sets(sighting.call, origins[name])
-        if sighting.headless:
-            name, _ = groups.setdefault(id(sighting.frame), (name, sighting.frame))
-        found[name] = found.get(name, 0) + scored(sighting).shape[1]
+            types[name] = visible_sets(captured.call, origins[name])
+        if captured.headless:
+            name, _ = groups.setdefault(id(captured.frame), (name, captured.frame))
+        found[name] = found.get(name, 0) + scored(captured).shape[1]
 
     layouts = {site.name: site.layout for site in sites if site.layout is not None}
     for below in (False, True):
@@ -325,13 +325,13 @@ def _same_calls(
             break
         for kept in (found, names, least, groups, types):
             kept.clear()
-    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unowned}
+    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed if m not in trace.unrecognized}
     same = same and found == {site.name: site.n_heads for site in sites}
     return ({name: float(x) for name, x in least.items()}, types) if same else None
 
 
 def _least(call: object) -> Tensor | None:
-    """The smallest finite logit that no mask hides, of a call that is written out."""
+    """The smallest finite logit of a hand-written call that no mask hides."""
     if not isinstance(call, ScoresCall):
         return None
     seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
@@ -359,7 +359,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
-    """True if heads have a dimension of their own: on one sequence those that are merged with the batch seem to."""
+    """True if heads have a dimension of their own; on one sequence, heads merged with the batch seem to have one."""
     return layout is None or layout.groups == tuple("bhts")
 
 
@@ -382,8 +382,8 @@ def check_devices(model: nn.Module, *example: object) -> None:
 
 @final
 class _Reading:
-    """The sites of a pass, read from the first call of each: at the end of every checkpointed part, of whose graph
-    nothing is kept, those that are complete; the others at the end of the pass."""
+    """The sites of a pass, read from the first call of each. Those that are complete at the end of a checkpointed part
+    are read there, as nothing of its graph is kept; the others are read at the end of the pass."""
 
     def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
         self.watcher = CaptureMode(
@@ -405,10 +405,10 @@ class _Reading:
             type[nn.Module], tuple[AttentionSite, CapturedCall]
         ] = {}  # the last of each kind of module
 
-    def _note(self, sighting: CapturedCall) -> None:
-        if sighting.name not in self.order:
-            self.order[sighting.name] = RecordedCall(sighting=sighting, until=len(self.watcher.operations))
-            self._waiting.append(sighting)
+    def _note(self, captured: CapturedCall) -> None:
+        if captured.name not in self.order:
+            self.order[captured.name] = RecordedCall(captured=captured, until=len(self.watcher.operations))
+            self._waiting.append(captured)
 
     def _at_end_of_part(self) -> None:
         running = self.watcher.stack.top.line()
@@ -433,8 +433,8 @@ class _Reading:
         forward(self.watcher.stack.root.module, self.watcher, *self.given, parts=self.parts)
 
     def finished(self) -> bool:
-        """Reads what is left, and verifies the sites of a recorded pass; False if something has asked for a part that
-        is forgotten."""
+        """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
+        which was not kept."""
         checks = None
         if self.watcher.operations:
             self.checks = checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
@@ -449,18 +449,18 @@ class _Reading:
                 raise
         return not self.parts.missed
 
-    def unowned(self) -> list[UnrecognizedAttention]:
-        """The attentions of a recorded pass that no reader has seen."""
+    def unrecognized(self) -> list[UnrecognizedAttention]:
+        """The attentions of a recorded pass that no reader of calls has seen."""
         if self.checks is None:
             return []
         watcher = self.watcher
         weights = {memory(x) for x in watcher.handwritten.tags.weights or ()}
         record, dynamic = self.checks.record, self.checks.dynamic
-        found = unowned_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
+        found = unrecognized_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
         return [one for one in found if not watcher.accounts_for(one.module)]
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
-        """The site with what its keys are made of; the visible sets of its first call are kept."""
+        """Returns the site with what its keys are made of, and stores the visible sets of its first call."""
         origin: KeyOrigin = "tokens"
         if _of_other_source(calls[0]):
             origin = "other"
@@ -470,7 +470,7 @@ class _Reading:
         return dataclasses.replace(site, origin=origin)
 
     def _site(self, calls: list[CapturedCall], checks: Verification | None) -> AttentionSite:
-        """The site of a call, which may be of the kind of one that is known and confirmed."""
+        """The site of a call, taken from a confirmed site of the same kind of module where both compute alike."""
         recorded, kind = [self.order[call.name] for call in calls], type(calls[0].frame.module)
         if checks is not None and kind in self._confirmed:
             known, shown = self._confirmed[kind]
@@ -487,9 +487,8 @@ class _Reading:
 
 
 def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
-    """One forward pass as it was read, and why it was not read below torch's functions, where that is what fails. Where
-    weights and the logits that they make lie in two checkpointed parts, another pass keeps both, and a warning says so.
-    """
+    """One forward pass as it was read, and the reason if its operators could not be recorded. Where weights and the
+    logits that they make lie in two checkpointed parts, a second pass keeps both, and a warning says so."""
     for keep in (False, True):
         reading, failed, why = _passed(model, args, kwargs, undo, read, keep=keep)
         if failed is None and reading.finished():
@@ -512,7 +511,7 @@ def _failed(model: nn.Module, why: str) -> InvalidValueError:
 def _passed(
     model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
-    """A pass below torch's functions, or without that where it fails; its error, and why the one below them failed."""
+    """A pass whose operators are recorded, or an ordinary one where that fails; its error, and why recording failed."""
     try:
         given = copied(args), copied(kwargs)
     except Exception as error:  # what is no tensor may refuse to be copied
@@ -529,7 +528,7 @@ def _passed(
 
 
 def _failure(reading: _Reading, undo: Undo) -> Exception | None:
-    """What a pass raises."""
+    """The error that a pass raises."""
     try:
         reading.run()
     except dist.ApartError:
@@ -541,12 +540,12 @@ def _failure(reading: _Reading, undo: Undo) -> Exception | None:
 
 
 def spread(model: nn.Module) -> bool:
-    """Returns whether a pass of this model is one of all processes, and not in a pipeline, whose stages take turns."""
+    """Returns whether all processes take part in a pass of this model; the stages of a pipeline take turns."""
     return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
 
 
 def _guard(model: nn.Module) -> Guarded:
-    """A guard for what reads a pass: a fault waits for its end where other processes take part in it."""
+    """The guard for reading a pass: where other processes take part, a fault is raised after the pass."""
     return DeferredError() if spread(model) else unguarded
 
 
@@ -586,7 +585,7 @@ def forward(
 
 
 def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
-    """The first call of each site; where a module computes its heads one by one, all of them as one group."""
+    """Groups the first calls of sites: one call each, or those of all heads where a module computes them one by one."""
     done: set[int] = set()
     for first in firsts:
         if id(first) in done:
@@ -644,7 +643,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
 
 
 def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]:
-    """What chooses the keys of one of the sites of these names, one for each layer that has any."""
+    """The indexers that choose keys for the named sites, one for each layer that has any."""
     found: dict[str, AttentionSite] = {}
     for frame, call in watcher.chosen:
         layer = layer_of(frame.name, names)
@@ -663,15 +662,15 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
     return list(found.values())
 
 
-def _of_other_source(sighting: CapturedCall) -> bool:
-    """True if the queries and the keys of a call come of different inputs of its module, or of one further out."""
-    call = sighting.call
+def _of_other_source(captured: CapturedCall) -> bool:
+    """True if queries and keys come from different inputs of the call's module, or of one around it."""
+    call = captured.call
     pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     nodes = [[None if x is None else x.grad_fn for x in pair] for pair in pairs[:1]]
     if not nodes or any(node is None for node in nodes[0]):
         return False
     query, key = ([node] for node in nodes[0])
-    for frame in sighting.frame.line():
+    for frame in captured.frame.line():
         stops = nodes_of(frame.inputs)
         of_query, of_key = reached(query, stops), reached(key, stops)  # type: ignore[arg-type]
         if of_query and of_key:
@@ -680,8 +679,8 @@ def _of_other_source(sighting: CapturedCall) -> bool:
 
 
 def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> bool:
-    """True if the keys of all heads are made, each by rows of its own, of one vector of each token that is narrower
-    than what the widest weight on the way takes; an adapter beside a whole weight is no such vector."""
+    """True if the keys of all heads, each by its own rows, are computed from one vector per token that is narrower than
+    the input of the widest weight on the way. An adapter beside a whole weight is no such vector."""
 
     def width(part: HeadSlice) -> int:
         weight = parameters.get(part.parameter)
@@ -696,8 +695,8 @@ def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> 
 def _as_another(
     known: AttentionSite, shown: CapturedCall, calls: list[CapturedCall], names: dict[int, str]
 ) -> AttentionSite | None:
-    """What the site of a call is if its weights are to its module what those of a known site, which another call
-    has shown, are to that one's; None if the calls differ."""
+    """The site of a call whose module is of the class of a known site's: with the weights of the same names in its own
+    module. None if the calls differ."""
     first = calls[0]
     module, home = first.frame.module, known.name.partition("#")[0]
     if len(calls) > 1 or first.headless or _form(first) != _form(shown):
@@ -736,26 +735,26 @@ def _as_another(
     )
 
 
-def _form(sighting: CapturedCall) -> object:
-    """What two calls have in common if nothing but their numbers differs."""
-    call, layout = sighting.call, sighting.layout
+def _form(captured: CapturedCall) -> object:
+    """All that calls of one form have in common: everything but their numbers."""
+    call, layout = captured.call, captured.layout
     products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     shapes = [None if x is None else x.shape for pair in products for x in pair]
     lost = call.lost if isinstance(call, ScoresCall) else ()
     arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
-    added = None if sighting.added is None else id(sighting)
-    how = (sighting.how, sighting.ordinal, sighting.below, added)
-    return type(call), call.spec, scored(sighting).shape, shapes, lost, arranged, how
+    added = None if captured.added is None else id(captured)
+    how = (captured.how, captured.ordinal, captured.below, added)
+    return type(call), call.spec, scored(captured).shape, shapes, lost, arranged, how
 
 
-def scored(sighting: CapturedCall) -> Tensor:
-    """A tensor of a call whose second dimension are its heads: its logits, or q."""
-    call = sighting.call
+def scored(captured: CapturedCall) -> Tensor:
+    """A tensor of a call whose second dimension is heads: its logits, or q."""
+    call = captured.call
     return call.logits if isinstance(call, ScoresCall) else call.q
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that are there, each once, by their numbers."""
+    """The tensors without None and without repetitions of equal numbers."""
     found: list[Tensor] = []
     for x in tensors:
         if x is not None and not any(x.shape == y.shape and torch.equal(x, y) for y in found):
@@ -764,7 +763,7 @@ def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:
-    """[b g s d] of keys that were repeated for query heads: the first copy of each."""
+    """The first copy of each key head [b g s d], of keys that were repeated for query heads."""
     return k if k.shape[1] < len(used) else k[:, [used.index(j) for j in range(max(used) + 1)]]
 
 
@@ -815,16 +814,16 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     return known[0] if len(known) == 1 else torch.cat(known, dim=1)
 
 
-def unseen(model: nn.Module, watcher: CaptureMode, unowned: Sequence[UnrecognizedAttention] = ()) -> str:
-    """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
+def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[UnrecognizedAttention] = ()) -> str:
+    """The message that no attention was seen: what was tried, why nothing was found, and what to do."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
         "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
     )
-    if watcher.missed or unowned:
-        found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unowned))))
+    if watcher.missed or unrecognized:
+        found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unrecognized))))
         return (
             f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
             f"and keys, {_BY_HAND}"
@@ -854,11 +853,11 @@ def _operand(x: Tensor | None, frame: ModuleCall, names: dict[int, str]) -> Oper
     return Operand(width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding)
 
 
-def _value_slices(sighting: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
+def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
     if v is None or v.ndim != 4:
         return "no product of its weights with values [b h s d] was seen"
     try:
-        found = side(fewest_keys(v), sighting.frame, names, "v")
+        found = side(fewest_keys(v), captured.frame, names, "v")
         return tuple(found.slices(path, path.dims)[-1] for path in found.paths)
     except UnknownRowsError as error:
         return str(error)

@@ -222,8 +222,8 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> QueryRows:
             site.module.observers.remove(calls.append)
     else:
 
-        def saw(sighting: CapturedCall) -> None:
-            calls.append(sighting.call)
+        def saw(captured: CapturedCall) -> None:
+            calls.append(captured.call)
 
         layouts = {} if site.layout is None else {"": site.layout}
         with CaptureMode(site.module, saw, probing=True, layouts=layouts):

@@ -1,0 +1,650 @@
+"""Finds attention that no reader of calls recognizes, by what its weights multiply.
+
+The readers of `qkeel.capture` know how a product of queries and keys reaches a softmax. Scores may also come from a sum
+over features, a distance, a network, a table or an edge list, and weights from a sigmoid, a power or a root. This
+module therefore asks the opposite question of the recorded operators of a pass. An operator is a candidate if it
+normalizes numbers (a softmax, a quotient by their own sum) or bends them (a sigmoid, a ReLU). Its output is a tensor of
+attention weights if two of its entries contribute to one number of the output, each times a value of a different
+position.
+
+An experiment decides. The weights are held fixed while the module's input is changed at one position, then at another.
+The derivative of one output number by a weight is the value that this weight multiplies; so the entries whose
+derivative changes are those that multiply a value of the changed position. Three more conditions tell attention from
+what looks alike:
+
+- If the dimension of a softmax is known, both entries lie in one row. The softmax of a router or of a gate has classes
+  or features there, all of which multiply what one position holds.
+- The scores depend on the positions. Those of a table that mixes parts of one token (hyper-connections) change as a
+  whole, and a mask does not change.
+- Weights that are not normalized belong to pairs of positions: either the scores show it (the weights of one position's
+  value all depend on that position, and some of them on the other one), or one value is multiplied by another weight
+  for another output. Gates and feature maps of linear attention fail both.
+
+Operators run again only where the weights of a candidate meet activations. In most models that happens in known
+attention alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qkeel.capture.example import ModuleCall, mapped, tensors
+from qkeel.heads.site import UnrecognizedAttention
+from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place
+from qkeel.patching.modes import function_name
+
+_SOFTMAX = frozenset({"softmax", "safe_softmax", "sparse_softmax"})
+_POWERS = frozenset({"exp", "exp2", "pow"})
+_ACTIVATIONS = frozenset(
+    {
+        *("sigmoid", "hardsigmoid", "tanh", "relu", "threshold", "clamp_min", "clamp", "softplus", "elu", "silu"),
+        *("gelu", "leaky_relu", "hardswish", "mish", "abs", "erf"),
+    }
+)
+_CANDIDATES = _SOFTMAX | _POWERS | _ACTIVATIONS | {"div"}
+_PRODUCTS = frozenset({"mul", "addcmul"})
+_CONTRACTIONS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "sparse_mm", "sparse_addmm"}
+)
+_ADDITIONS = frozenset({"add", "sub"})
+_SUMS = _ADDITIONS | {
+    *("sum", "mean", "cumsum", "index_add", "scatter_add", "scatter_reduce", "index_put", "segment_reduce"),
+}
+# Neither linear nor a move of numbers: what comes out of these is no longer weights, nor a product of them.
+_ENDS = (
+    _SOFTMAX
+    | _POWERS
+    | _ACTIVATIONS
+    | {
+        *("log_softmax", "native_layer_norm", "native_group_norm", "native_batch_norm", "rsqrt", "log", "argmax"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf", "max", "amax", "logsumexp", "var", "std"),
+    }
+)
+_STATISTICS = frozenset({"std", "var", "std_mean", "var_mean", "linalg_vector_norm"})
+_CHOICES = frozenset({"topk", "sort"})  # (values, indices) of a tensor along a dimension
+_MOVES = _CHOICES | {
+    *("view", "unsafe_view", "reshape", "reshape_alias", "flatten", "unflatten", "expand", "unsqueeze", "squeeze"),
+    *("transpose", "t", "permute", "select", "slice", "index", "gather", "index_select", "as_strided", "alias"),
+    *("clone", "to_copy", "to", "contiguous", "detach", "copy", "clamp", "clamp_min", "maximum", "where"),
+    *("masked_fill", "cat", "stack", "split", "split_with_sizes", "unbind", "nan_to_num", "repeat", "roll"),
+    *("values", "coalesce", "to_dense", "lift_fresh", "reciprocal"),
+}
+_OWN_SUM = "a quotient by their sum"
+_NORMALIZED = {
+    "softmax": "a softmax of scores",
+    "exp": "exponentials over their sum, of scores",
+    "exp2": "powers of two over their sum, of scores",
+    "pow": "powers over their sum, of scores",
+    _OWN_SUM: "numbers over their sum, of scores",
+}
+_TRIES = 4  # sums that are examined for one candidate, from its first to its last
+_SETTLED = 2  # calls of one computation that are examined before further ones are taken to be no attention either
+_NEAR, _PAIRS = 3, 4  # positions changed on either side of the middle one, and pairs of them that are compared
+_SMALL = 1e-6  # a change below this share of the largest change is rounding
+_SAME = 1e-5  # two values that differ by less than this share are one value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Candidate:
+    """An operator whose output may be attention weights.
+
+    Attributes:
+        number: its number in the record.
+        name: its name, or `_OWN_SUM`.
+        weights: its output.
+        scores: what it was computed from, as far back as numbers were only changed one by one.
+        normalized: whether the output is normalized; "maybe later" of exponentials that a sum may divide afterwards.
+        dim: the dimension over which it is normalized, where that is known.
+    """
+
+    number: int
+    name: str
+    weights: Tensor
+    scores: Tensor
+    normalized: Literal["yes", "maybe later", "no"]
+    dim: int | None = None
+
+
+def unrecognized_attention(
+    record: Record,
+    dynamic: set[int],
+    frames: Sequence[ModuleCall],
+    known: set[int],
+    fused: Sequence[tuple[int, int]],
+) -> list[UnrecognizedAttention]:
+    """Returns the attentions of a recorded pass that no reader has reported.
+
+    Args:
+        record: the operators of the pass.
+        dynamic: the memory whose numbers depend on the model's input.
+        frames: every call of a module.
+        known: the memory of weights that a reader knows.
+        fused: the ranges of operators, as (first, after the last), inside functions that are known to be attention.
+    """
+    search = _Search(record, dynamic, frames, known, fused)
+    found = [one for one in map(search.examined, search.distinct()) if one is not None]
+    unique = {(one.module, one.operation): one for one in reversed([*found, *search.normalized_twice()])}
+    return list(reversed(unique.values()))
+
+
+class _Search:
+    """The experiments on one recorded pass. The arguments are those of `unrecognized_attention`."""
+
+    def __init__(
+        self,
+        record: Record,
+        dynamic: set[int],
+        frames: Sequence[ModuleCall],
+        known: set[int],
+        fused: Sequence[tuple[int, int]],
+    ) -> None:
+        self.record, self.dynamic, self.frames, self.known = record, dynamic, frames, known
+        self.candidates = list(self._candidates(fused))
+        self._negatives: collections.Counter[object] = collections.Counter()
+
+    # --- which operators may have computed weights
+
+    def _candidates(self, fused: Sequence[tuple[int, int]]) -> Iterator[_Candidate]:
+        """The operators whose output may be weights that no reader knows."""
+        scores: dict[int, Tensor] = {}  # by memory: what it was computed from number by number
+        for number, operation in enumerate(self.record.operations):
+            name, out, given = function_name(operation.function), operation.out, _floats(operation.args)
+            source = next((x for x in given if memory(x) in scores), None)
+            start = None if source is None else scores[memory(source)]
+            if source is not None and not (name in _MOVES and len(given) == 1):
+                same = isinstance(out, Tensor) and out.numel() == source.numel() and name not in _CONTRACTIONS
+                start = start if same else None
+            if start is None and (
+                (name in _CANDIDATES and name != "div") or name == "log_softmax" or _shifts(operation)
+            ):
+                start = next((x for x in given if x.ndim), None)
+            if start is not None:
+                scores |= dict.fromkeys(_made(operation), start)
+            if name not in _CANDIDATES or any(first <= number < last for first, last in fused):
+                continue
+            if not isinstance(out, Tensor) or not out.is_floating_point() or out.numel() < 2 or not given:
+                continue
+            if memory(out) not in self.dynamic or memory(out) in self.known:
+                continue
+            found = self._candidate(number, name, operation, out, given)
+            if found is not None:
+                yield dataclasses.replace(found, scores=found.scores if start is None else start)
+
+    def _candidate(
+        self, number: int, name: str, operation: Operation, out: Tensor, given: list[Tensor]
+    ) -> _Candidate | None:
+        base, dim = operation.args[0], None
+        kind: Literal["yes", "maybe later", "no"] = "no"
+        if name in _SOFTMAX:
+            name, kind, known = "softmax", "yes", operation.args[1]
+            dim = known % out.ndim if isinstance(known, int) and out.layout == torch.strided else None
+        elif name == "div":
+            dims = self._own_sum(number, operation)
+            if dims is None:
+                return None
+            name, kind, dim = _OWN_SUM, "yes", dims[0] if len(dims) == 1 else None
+        elif name in _POWERS and (name != "pow" or not (isinstance(base, Tensor) and base.ndim)):
+            dim = _normalized_dim(out)
+            kind = "maybe later" if dim is None else "yes"
+        return _Candidate(number=number, name=name, weights=out, scores=given[0], normalized=kind, dim=dim)
+
+    def _own_sum(self, number: int, operation: Operation) -> tuple[int, ...] | None:
+        """The dimensions over which a quotient's divisor is a sum of its numerator; empty where they are not known,
+        None where the divisor is something else."""
+        top, below = operation.args[0], operation.args[1]
+        if not (isinstance(top, Tensor) and isinstance(below, Tensor)) or below.ndim == 0:
+            return None
+        if not self._sums_of({memory(top)}, memory(below), number):
+            return None
+        wide = (1,) * (top.ndim - below.ndim) + tuple(below.shape)
+        return tuple(i for i in range(top.ndim) if wide[i] == 1 < top.shape[i])
+
+    def _sums_of(self, start: set[int], wanted: int, until: int) -> bool:
+        """True if some memory holds sums over what lies in other memory, apart from moves and constants."""
+        carriers, sums = set(start), set[int]()
+        for i in self._onward((carriers, sums), 0, until):
+            operation, name = self.record.operations[i], function_name(self.record.operations[i].function)
+            by_constants = name in ("mm", "bmm") and any(memory(x) not in self.dynamic for x in tensors(operation.args))
+            if by_constants or name in _SUMS - _ADDITIONS - {"index_put", "segment_reduce"}:
+                sums |= operation.writes
+            elif not sums.isdisjoint(operation.reads) and name not in _ENDS | _CONTRACTIONS:
+                sums |= _made(operation)
+            elif name in _MOVES:
+                carriers |= _made(operation)
+        return wanted in sums
+
+    def _onward(self, growing: Sequence[set[int]], since: int, until: int) -> Iterator[int]:
+        """The operators from number `since` on that read any of the memory in sets that the caller lets grow."""
+        waiting: list[int] = []
+        seen, queued = set[int](), set[int]()
+        last = since - 1
+        while True:
+            new = set[int]().union(*growing) - seen
+            seen |= new
+            for i in self.record.readers(new, until) if new else ():
+                if i > last and i not in queued:
+                    queued.add(i)
+                    heapq.heappush(waiting, i)
+            if not waiting:
+                return
+            last = heapq.heappop(waiting)
+            yield last
+
+    def distinct(self) -> list[_Candidate]:
+        """The candidates but those amid a chain, such as Sinkhorn's, that normalizes the same scores again and again:
+        all of a chain reach the same sums, so its first and its last weights show whether it is attention."""
+        chains: dict[object, list[_Candidate]] = {}
+        for candidate in self.candidates:
+            inner = self._around(candidate.number, candidate.number)
+            chain = (id(inner), memory(candidate.scores), candidate.weights.shape, tuple(self._sums(candidate)))
+            chains.setdefault(chain, []).append(candidate)
+        return sorted((c for chain in chains.values() for c in {chain[0], chain[-1]}), key=lambda c: c.number)
+
+    # --- what the weights multiply
+
+    def examined(self, candidate: _Candidate) -> UnrecognizedAttention | None:
+        """The attention whose weights a candidate computes; None if it computes none."""
+        inner = self._around(candidate.number, candidate.number)
+        sums = list(self._sums(candidate))
+        if not sums:
+            return None
+        names = [function_name(o.function) for o in self.record.operations[inner.since : sums[-1][0] + 1]]
+        kind = (type(inner.module), candidate.number - inner.since, candidate.weights.shape, tuple(names))
+        if self._negatives[kind] >= _SETTLED:
+            return None
+        unknown: UnrecognizedAttention | None = None
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for end, normalized in dict.fromkeys(sums[i * (len(sums) - 1) // (_TRIES - 1)] for i in range(_TRIES)):
+            groups.setdefault((id(self._around(candidate.number, end)), normalized), []).append(end)
+        for (_, normalized), ends in groups.items():
+            frame, name = self._around(candidate.number, ends[0]), candidate.name
+            how = _NORMALIZED[name] if normalized else f"the {name} of scores"
+            try:
+                if not self._weighs_positions(candidate, ends, frame, normalized):
+                    continue
+                reason = f"values of several positions are weighed by {how} that were not followed to queries and keys"
+                return UnrecognizedAttention(module=frame.name, operation=name, reason=reason)
+            except Exception as error:
+                why = f"whether {how} weighs values of several positions is unknown, as its operators can't run again"
+                reason = f"{why}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                unknown = UnrecognizedAttention(module=frame.name, operation=name, reason=reason)
+        self._negatives[kind] += unknown is None
+        return unknown
+
+    def _sums(self, candidate: _Candidate) -> Iterator[tuple[int, bool]]:
+        """The operators that add up what the weights were multiplied by, where that depends on the input; and whether
+        the weights are normalized there.
+
+        Weights that are not normalized count where one of them multiplies several numbers, as it does all features of a
+        value: a gate multiplies number by number.
+        """
+        carriers, products, several = {memory(candidate.weights)}, set[int](), set[int]()
+        inner = self._around(candidate.number, candidate.number)
+        inside, until = self._last(inner), self._last(inner.parent)
+        for i in self._onward((carriers, products), candidate.number + 1, until):
+            operation = self.record.operations[i]
+            name = function_name(operation.function)
+            if name in _ENDS:
+                continue
+            made, of_products = _made(operation), operation.reads & products
+            alive = not self.dynamic.isdisjoint(operation.reads - carriers - products)
+            adds = broadcasts = False
+            if name in _CONTRACTIONS:
+                adds = broadcasts = alive
+                if not alive and i < inside and not of_products and _mixes_heads(operation, candidate):
+                    carriers |= made
+            elif of_products:
+                adds = name == "addcmul" or (
+                    name in _SUMS and (name not in _ADDITIONS or len(of_products) > 1 or not alive)
+                )
+                broadcasts = not several.isdisjoint(of_products)
+                products |= made
+            elif name in _PRODUCTS and alive and len(operation.reads) > 1:
+                adds, broadcasts = name == "addcmul", _repeats(operation, carriers)
+                products |= made
+            elif name not in _SUMS or name in _ADDITIONS or name == "index_put":
+                carriers |= made
+            if broadcasts and made <= products:
+                several |= made
+            if adds:
+                normalized = candidate.normalized == "yes" or (
+                    candidate.normalized == "maybe later" and self._divided_later(candidate, i)
+                )
+                if normalized or broadcasts:
+                    yield i, normalized
+
+    def _divided_later(self, candidate: _Candidate, end: int) -> bool:
+        """True if what the weights have summed up is divided by the weights' own sum afterwards."""
+        until = self._last(self._around(candidate.number, end).parent)
+        weights, carriers = {memory(candidate.weights)}, set(self.record.operations[end].writes)
+        for i in self._onward((carriers,), end + 1, until):
+            operation = self.record.operations[i]
+            name, given = function_name(operation.function), operation.args
+            below = given[1] if name in ("div", "mul") and len(given) > 1 else None
+            if isinstance(below, Tensor) and self._sums_of(weights, memory(below), i):
+                return True
+            if name not in _ENDS | _CONTRACTIONS:
+                carriers |= _made(operation)
+        return False
+
+    def _around(self, first: int, last: int) -> ModuleCall:
+        """The innermost call of a module in which both operators ran."""
+        inside = [f for f in self.frames if f.since <= first and last < self._last(f)]
+        return max(inside, key=lambda f: (f.since, len(f.line())), default=self.frames[0])
+
+    def _last(self, frame: ModuleCall | None) -> int:
+        return len(self.record.operations) if frame is None or frame.until is None else frame.until
+
+    # --- the experiment
+
+    def _weighs_positions(
+        self, candidate: _Candidate, ends: Sequence[int], frame: ModuleCall, normalized: bool
+    ) -> bool:
+        """True if entries of the weights contribute to one number of these sums, each with its own position's value.
+
+        If the entries can't be told apart so, two more things are held fixed: other weights that may have been
+        multiplied with these, as in a dual softmax, and standard deviations, by which every score depends on all
+        positions.
+        """
+        operations = self.record.operations
+        sums = [next(iter(tensors(operations[end].out))) for end in ends]
+        others = {other.number for other in self.candidates if other.weights.numel() == candidate.weights.numel()}
+        others |= {n for n in range(frame.since, ends[-1]) if function_name(operations[n].function) in _STATISTICS}
+        inputs = self._inputs(frame, ends[-1])
+        detached = {
+            id(o.out)
+            for o in operations[candidate.number : ends[-1]]
+            if function_name(o.function) == "detach" and memory(candidate.weights) in o.reads
+        }
+        for fixed in ({candidate.number}, others | {candidate.number})[: 1 + bool(others - {candidate.number})]:
+            repeated = self._repeated([*sums, candidate.scores], ends[-1], frame.since, fixed)
+            made = [_with_the_same_choice(_without_aliases(o, detached)) for o in repeated]
+            for x in inputs:
+                run = _Run(Repetition(made, {memory(x), memory(candidate.weights)}), candidate, sums, x)
+                base = run.at()
+                for dim, n in enumerate(x.shape):
+                    near = range(max(0, n // 2 - _NEAR), min(n, n // 2 + _NEAR + 1))
+                    states = [run.at(dim, at) for at in dict.fromkeys((0, n - 1, *near))] if n > 1 else []
+                    if any(itertools.islice(_verdicts(candidate, normalized, base, states), _PAIRS)):
+                        return True
+        return False
+
+    def _repeated(self, wanted: Sequence[Tensor], end: int, since: int, fixed: Set[int]) -> list[Operation]:
+        """The operators from number `since` to `end` that the wanted tensors come from, without those that are fixed:
+        to repeat all of a block costs a step of it."""
+        ends = {id(self.record.operations[n]) for n in fixed}
+
+        def unread(operation: Operation) -> Set[int]:
+            return operation.reads if id(operation) in ends or not _is_smooth(operation) else frozenset()
+
+        behind = self.record.behind({memory(x) for x in wanted}, end + 1, unread=unread, since=since)
+        return [o for o in behind if id(o) not in ends and _is_smooth(o)]
+
+    def _inputs(self, frame: ModuleCall, end: int) -> list[Tensor]:
+        """The numbers of tokens that a module was given, or that it made of what is no number, as by an embedding."""
+        inputs = [x for x in _floats(frame.inputs) if memory(x) in self.dynamic and x.ndim > 1]
+        if not inputs:
+            for o in self.record.operations[frame.since : end]:
+                if not any(memory(x) in self.dynamic for x in _floats(o.args)):
+                    inputs += [x for x in _floats(o.out) if memory(x) in self.dynamic and x.ndim > 1]
+        distinct = {memory(x): x for x in inputs}
+        return list(distinct.values())[:3]
+
+    # --- weights that are normalized a second time
+
+    def normalized_twice(self) -> Iterator[UnrecognizedAttention]:
+        """Attention whose known weights are divided by their sums over one dimension after another."""
+        over: dict[int, int] = {}
+        for number, operation in enumerate(self.record.operations):
+            out = operation.out
+            if function_name(operation.function) != "div" or not isinstance(out, Tensor):
+                continue
+            dims = self._own_sum(number, operation) if memory(out) in self.known else None
+            if dims is None or len(dims) != 1:
+                continue
+            before = over.get(memory(operation.args[0]))
+            if before is not None and before != dims[0]:
+                frame = self._around(number, number)
+                reason = f"its weights are normalized over dimension {before} and then over dimension {dims[0]}"
+                yield UnrecognizedAttention(module=frame.name, operation="div", reason=reason)
+            over[memory(out)] = dims[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """One repetition: the weights as a leaf of its graph, the sums to which they contribute, and the scores; `again`
+    draws still other numbers for the position that was changed."""
+
+    weights: Tensor
+    sums: tuple[Tensor, ...]
+    scores: Tensor
+    again: Callable[[int], _State]
+
+    def numbers(self) -> Tensor:
+        """All numbers of the sums, one after the other."""
+        return torch.cat([x.flatten() for x in self.sums])
+
+    def neighbours(self, index: int) -> Iterator[int]:
+        """The numbers before and after one of them, along each dimension of its sum, and those at its place in the
+        other sums."""
+        first = 0
+        sizes = [x.numel() for x in self.sums]
+        which = next(i for i in range(len(sizes)) if index < sum(sizes[: i + 1]))
+        inside = index - sum(sizes[:which])
+        shape = self.sums[which].shape
+        for dim, size in enumerate(shape):
+            step = math.prod(shape[dim + 1 :])
+            at = inside // step % size
+            yield from (index + (other - at) * step for other in (at - 1, at + 1) if 0 <= other < size)
+        for i, size in enumerate(sizes):
+            if i != which and self.sums[i].shape == shape:
+                yield first + inside
+            first += size
+
+    def derivative(self, index: int) -> Tensor:
+        """The derivative of one number of the sums by each weight."""
+        return self._of(self.numbers()[index])
+
+    def mixed_derivative(self, factors: Tensor) -> Tensor:
+        """The derivative of all numbers of the sums, each times its own factor."""
+        return self._of((self.numbers() * factors).sum())
+
+    def _of(self, number: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(number, self.weights, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(self.weights) if found is None else _dense(found)
+
+
+class _Run:
+    """Repetitions of a part of a module with the same weights and another input."""
+
+    def __init__(self, again: Repetition, candidate: _Candidate, sums: Sequence[Tensor], given: Tensor) -> None:
+        self.again, self.candidate, self.out, self.given = again, candidate, sums, given
+
+    def at(self, dim: int | None = None, position: int = 0, seed: int = 0) -> _State:
+        """The numbers as they were, or with others at one position of a dimension of the input."""
+        weights = self.candidate.weights.detach().clone()
+        if weights.layout == torch.strided:
+            # Other numbers, so that nothing is hidden where all weights are zero, or where they are subtracted from
+            # themselves as in a straight-through estimator. What a mask made zero stays so.
+            noise = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)).to(weights)
+            weights = weights * (1 + noise) if bool(weights.any()) else 1 + noise
+        weights.requires_grad_()
+        contents = {}
+        if dim is not None:
+            content = self.given.detach().untyped_storage().clone()
+            part = at_place(self.given.detach(), content).select(dim, position)
+            noise = torch.Generator().manual_seed(1000 * seed + position)
+            size = self.given.detach().float().std().nan_to_num(1.0).clamp_min(0.1).item()
+            part.add_(size * torch.randn(part.shape, generator=noise).to(part))
+            contents[memory(self.given)] = content
+        now = self.again.with_graph({place(self.candidate.weights): weights}, contents)
+        return _State(
+            weights=weights,
+            sums=tuple(now(x) for x in self.out),
+            scores=_dense(now(self.candidate.scores).detach()),
+            again=functools.partial(self.at, dim, position),
+        )
+
+
+def _verdicts(candidate: _Candidate, normalized: bool, base: _State, states: Sequence[_State]) -> Iterator[bool]:
+    """For two positions that reach one number: whether an entry of the weights multiplies what lies at one, and another
+    entry of its row what lies at the other."""
+    moved = [_moved(base.numbers().detach(), state.numbers().detach()) for state in states]
+    for (one, here), (two, there) in itertools.combinations(zip(states, moved), 2):
+        both = (here & there).nonzero().flatten()
+        if len(both):
+            yield _differ(candidate, normalized, base, (one, two), both)
+
+
+def _differ(
+    candidate: _Candidate, normalized: bool, base: _State, changed: tuple[_State, _State], both: Tensor
+) -> bool:
+    """The verdict on two positions and the numbers that both reach."""
+    scored = [_moved(base.scores, state.scores) for state in changed]
+    if torch.equal(*scored) and (bool(scored[0].any()) or candidate.name == _OWN_SUM):
+        return False
+    for n in dict.fromkeys(int(both[i]) for i in (0, len(both) // 2, len(both) - 1)):
+        before = base.derivative(n)
+        mine = [_moved(before, state.derivative(n)) for state in changed]
+        alone = mine[0] & ~mine[1], mine[1] & ~mine[0]
+        if all(bool(x.any()) for x in alone) and (
+            candidate.dim is None or bool((alone[0].any(candidate.dim) & alone[1].any(candidate.dim)).any())
+        ):
+            return normalized or (
+                _stay_apart(changed, before, n, mine)
+                and (
+                    _scores_of_pairs(base, changed[0], scored)
+                    or _scores_of_pairs(base, changed[1], scored[::-1])
+                    or any(_weighed_elsewhere(base, changed[i], n, before, alone[i]) for i in (0, 1))
+                )
+            )
+    return False
+
+
+def _stay_apart(changed: tuple[_State, _State], before: Tensor, number: int, mine: list[Tensor]) -> bool:
+    """True if what two positions hold is multiplied by different weights whatever they hold: a feature that one draw of
+    numbers switches off, as a ReLU does, comes on with another."""
+    for seed in range(1, 5):
+        mine = [
+            one | _moved(before, state.again(seed).derivative(number)) for one, state in zip(mine, changed, strict=True)
+        ]
+    common = int((mine[0] & mine[1]).sum())
+    return 2 * common <= min(int(x.sum()) for x in mine)
+
+
+def _scores_of_pairs(base: _State, one: _State, scored: Sequence[Tensor]) -> bool:
+    """True if the weights that multiply one position's value all depend on that position, and some of them, but not
+    all, on the other one."""
+    if scored[0].shape != base.weights.shape:
+        return False
+    numbers = base.numbers()
+    factors = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(0)).to(numbers)
+    meets = _moved(base.mixed_derivative(factors), one.mixed_derivative(factors))
+    here, there = (x[meets] for x in scored)
+    return bool(here.all()) and bool(there.any()) and not bool(there.all())
+
+
+def _weighed_elsewhere(base: _State, one: _State, number: int, before: Tensor, alone: Tensor) -> bool:
+    """True if a value that one number of the sums contains is multiplied by another weight for a neighbouring number,
+    as the value of a key is for another query."""
+    values = before[alone]
+    for index in base.neighbours(number):
+        now = base.derivative(index)
+        elsewhere = now[_moved(now, one.derivative(index)) & ~alone]
+        if bool(((elsewhere[:, None] - values).abs() <= _SAME * values.abs()).any()):
+            return True
+    return False
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    """Where two tensors differ by more than rounding."""
+    change = (after - before).abs().nan_to_num(0.0, posinf=0.0)  # what a mask hides stays hidden
+    return change > _SMALL * change.amax().clamp_min(torch.finfo(change.dtype).tiny)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense() if x.layout != torch.strided else x
+
+
+def _floats(value: object) -> list[Tensor]:
+    return [x for x in tensors(value) if x.is_floating_point()]
+
+
+def _made(operation: Operation) -> set[int]:
+    """The memory of the numbers, no indices, that an operator put out or wrote into."""
+    made = (x for x in tensors((operation.out, operation.changed)) if x.is_floating_point() or x.is_complex())
+    return {memory(x) for x in made} & (operation.makes or operation.writes)
+
+
+def _normalized_dim(x: Tensor) -> int | None:
+    """The dimension along which numbers sum to one; None if there is none."""
+    if x.layout != torch.strided or not bool(x.isfinite().all()):
+        return None
+    rounding = 8 * torch.finfo(x.dtype).eps * max(x.shape, default=1)
+    for dim in reversed(range(x.ndim)):
+        if x.shape[dim] > 1 and bool(((x.sum(dim) - 1).abs() < max(rounding, 1e-6)).all()):
+            return dim
+    return None
+
+
+def _is_smooth(operation: Operation) -> bool:
+    """False of an operator without numbers, and of one that would cut the graph."""
+    numbers = any(x.is_floating_point() or x.is_complex() for x in tensors(operation.out))
+    return numbers and function_name(operation.function) != "detach"
+
+
+def _with_the_same_choice(operation: Operation) -> Operation:
+    """The operator; of one that chooses numbers, one that takes those at the recorded indices, so that a router sends
+    a token where it did."""
+    if function_name(operation.function) not in _CHOICES:
+        return operation
+    _, indices = operation.out  # type: ignore[misc]
+    given = operation.args[0]
+    dim = next((d for d in operation.args[2:] if type(d) is int), -1)
+    if function_name(operation.function) == "sort":
+        dim = next((d for d in operation.args[1:] if type(d) is int), operation.kwargs.get("dim", -1))
+
+    def choose(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return x.gather(dim, indices) if x.ndim else x, indices
+
+    assert isinstance(given, Tensor)
+    return dataclasses.replace(operation, function=choose, kwargs={})
+
+
+def _shifts(operation: Operation) -> bool:
+    """True of scores less, or divided by, fewer numbers: one of each row, as their largest, logsumexp or deviation."""
+    given = [x for x in operation.args if isinstance(x, Tensor)]
+    return (
+        function_name(operation.function) in ("sub", "div") and len(given) == 2 and given[0].numel() > given[1].numel()
+    )
+
+
+def _without_aliases(operation: Operation, detached: set[int]) -> Operation:
+    """The operator with copies in the place of detached weights, so that these stay as they were."""
+    if not any(id(x) in detached for x in tensors(operation.args)):
+        return operation
+    copies = mapped(operation.args, lambda x: x.clone() if id(x) in detached else x)
+    return dataclasses.replace(operation, args=copies)
+
+
+def _repeats(operation: Operation, carriers: set[int]) -> bool:
+    """True if a product has more numbers than its factor that is weights: each weight multiplies several."""
+    weights = [x for x in tensors(operation.args) if memory(x) in carriers]
+    own = max(math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step) for x in weights)
+    return any(x.numel() > own for x in tensors(operation.out))
+
+
+def _mixes_heads(operation: Operation, candidate: _Candidate) -> bool:
+    """True if a product with a parameter may have mixed the heads of a softmax's weights, as talking heads do."""
+    out = operation.out
+    return candidate.name == "softmax" and isinstance(out, Tensor) and out.numel() == candidate.weights.numel()
