@@ -265,7 +265,8 @@ class _Search:
         unknown: UnrecognizedAttention | None = None
         groups: dict[tuple[int, bool], list[int]] = {}
         for end, normalized in dict.fromkeys(sums[i * (len(sums) - 1) // (_TRIES - 1)] for i in range(_TRIES)):
-            groups.setdefault((id(self._around(candidate.number, end)), normalized), []).append(end)
+            alone = end if normalized else id(self._around(candidate.number, end))
+            groups.setdefault((alone, normalized), []).append(end)
         for (_, normalized), ends in groups.items():
             frame, name = self._around(candidate.number, ends[0]), candidate.name
             how = _NORMALIZED[name] if normalized else f"the {name} of scores"
@@ -520,38 +521,39 @@ def _differ(
         if all(bool(x.any()) for x in alone) and (
             candidate.dim is None or bool((alone[0].any(candidate.dim) & alone[1].any(candidate.dim)).any())
         ):
-            return normalized or (
-                _stay_apart(changed, before, n, mine)
-                and (
-                    _scores_of_pairs(base, changed[0], scored)
-                    or _scores_of_pairs(base, changed[1], scored[::-1])
-                    or any(_weighed_elsewhere(base, changed[i], n, before, alone[i]) for i in (0, 1))
-                )
+            if normalized:
+                return True
+            common = _common(changed, before, n, mine)
+            common = common if candidate.normalized == "maybe later" else max(common, 0.01)  # of feature maps
+            return common <= 0.5 and any(
+                _of_pairs(base, changed[i], n, before, alone[i], scored[:: -1 if i else 1], common) for i in (0, 1)
             )
     return False
 
 
-def _stay_apart(changed: tuple[_State, _State], before: Tensor, number: int, mine: list[Tensor]) -> bool:
-    """True if what two positions hold is multiplied by different weights whatever they hold: a feature that one draw of
-    numbers switches off, as a ReLU does, comes on with another."""
+def _common(changed: tuple[_State, _State], before: Tensor, number: int, mine: list[Tensor]) -> float:
+    """The share of weights that multiply values of both positions. A feature that one draw of numbers switches off, as
+    a ReLU does, comes on with another."""
     for seed in range(1, 5):
         mine = [
             one | _moved(before, state.again(seed).derivative(number)) for one, state in zip(mine, changed, strict=True)
         ]
     common = int((mine[0] & mine[1]).sum())
-    return 2 * common <= min(int(x.sum()) for x in mine)
+    return common / min(int(x.sum()) for x in mine)
 
 
-def _scores_of_pairs(base: _State, one: _State, scored: Sequence[Tensor]) -> bool:
-    """True if the weights that multiply one position's value all depend on that position, and some of them, but not
-    all, on the other one."""
+def _of_pairs(base: _State, one: _State, number: int, before: Tensor, alone: Tensor, scored: Sequence[Tensor]) -> bool:
+    """True if some of the weights that multiply one position's value, but not all, depend on the other position; and
+    all depend on the first one too, or another weight multiplies the same value for another output."""
     if scored[0].shape != base.weights.shape:
         return False
     numbers = base.numbers()
     factors = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(0)).to(numbers)
     meets = _moved(base.mixed_derivative(factors), one.mixed_derivative(factors))
     here, there = (x[meets] for x in scored)
-    return bool(here.all()) and bool(there.any()) and not bool(there.all())
+    if not bool(there.any()) or bool(there.all()):
+        return False
+    return bool(here.all()) or (common == 0 and _weighed_elsewhere(base, one, number, before, alone))
 
 
 def _weighed_elsewhere(base: _State, one: _State, number: int, before: Tensor, alone: Tensor) -> bool:
