@@ -192,14 +192,13 @@ def reference_findings(study: StudyData) -> list[Finding]:
 
 def _counted(study: StudyData) -> Iterator[str]:
     runs = [run for run in study.runs if run.row is not None and run.role == "grid"]
-    known = [run.env["counted_bigrams"] for run in runs if run.env.get("counted_bigrams") is not None]
-    if not known or len(known) < len(runs):
+    level = study.counted_bigrams()
+    if level is None:
         return
     means: dict[tuple[str, float], list[float]] = {}
     for run in runs:
         assert run.row is not None
         means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
-    level = statistics.fmean(known)
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
         f"Counting the pairs of tokens that a run reads, without any training, predicts the held-out text at "
@@ -212,12 +211,13 @@ def _over_frozen(rows: Sequence[Row], remedies: Sequence[str]) -> Iterator[str]:
     for lr in sorted({row["lr"] for row in rows if row["remedy"] == FROZEN}):
         gains = {other: paired_gain(rows, other, FROZEN, lr) for other in remedies if other != FROZEN}
         gains = {other: own for other, own in gains.items() if len(own) > 1 and all(map(math.isfinite, own))}
-        effects = dict(zip(gains, paired_effects(list(gains.values()))))
+        effects = dict(zip(gains, paired_effects(list(gains.values()), MARGIN)))
         parts = [f"{other} {signed(one.mean)} ({interval_text(one)})" for other, one in effects.items()]
         if parts:
             yield (
                 f"Gain over queries and keys that are never trained ({FROZEN}) at LR {rate(lr)}, nats: "
-                f"{'; '.join(parts)}. Where a gain is not above 0, training queries and keys gained nothing."
+                f"{'; '.join(parts)}. Where an interval does not lie above {MARGIN:+g}, no gain from training queries "
+                "and keys is shown."
             )
 
 
