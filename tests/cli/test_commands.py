@@ -181,6 +181,13 @@ def test_the_time_that_is_left_counts_the_steps_of_a_stack_that_ends_at_once(
         assert view._left() == "; about 1 min 00 s left"  # of four, two stacked runs are at their end
         view.over.update(view.runs)  # one of them failed before its end
         assert view._left() == ""
+        # A study that goes on: three runs had taken 8 of 10 steps when this process started; one has ended since.
+        patched.setattr("qkeel.cli.console.last_step", lambda place: 0 if str(place) == first else 8)
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 0.0)
+        resumed = StudyView(make_console(), runs, tmp_path)
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 60.0)
+        resumed.over.add(second)
+        assert resumed._left() == "; about 7 min 00 s left"  # two steps a minute; 14 are left
 
 
 def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
