@@ -26,7 +26,7 @@ PARTS = ["mla, adamw", "mha, adamw", "mla, muon", "mha, muon"]
 
 def test_the_study_is_attention_by_optimizers_by_remedies_by_rates_by_seeds() -> None:
     made = make_plan("mla")
-    assert len(made.runs) == 2 * 2 * 5 * 3 * 3
+    assert len(made.runs) == 2 * 2 * 6 * 3 * 3
     assert list(dict.fromkeys(run.role for run in made.runs)) == PARTS
     for run in made.runs:
         assert run.role == f"{run.config.model.block}, {run.config.optim.name}"
