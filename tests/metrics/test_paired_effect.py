@@ -44,7 +44,8 @@ def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same() -> None:
     assert (beyond.verdict, beyond.p) == ("worse", pytest.approx(1 - math.sqrt(363 / 365)))
     assert beyond.detectable == pytest.approx(0.01 + paired_effect([-0.12, -0.11, -0.13]).detectable)
     assert (paired_effect([0.0, 0.0], margin=0.01).verdict, paired_effect([0, 0]).verdict) == ("equal", "undecided")
-    assert [paired_effect([x] * 6, margin=0.01).verdict for x in (0.005, -0.05)] == ["equal", "worse"]
+    same = [paired_effect([x] * 6, margin=0.01) for x in (0.005, -0.05)]
+    assert [(one.verdict, one.p) for one in same] == [("equal", 1.0), ("worse", 2**-5)]
     wide = paired_effect([0.03, -0.02], margin=0.01)
     assert wide.verdict == "undecided"
     # Inside by 0.005 at a spread of 0.025·√2, each of two tests with a power of 0.9: (1.960 + 1.282)² · 50 = 525.

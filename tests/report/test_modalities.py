@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from synthetic_study import Made, make_run
 
+from qkeel.metrics import paired_effect
 from qkeel.records import RunDirectory, append_line, read_json, read_lines, write_json
 from qkeel.report import write
 from qkeel.report.study import findings, other_findings
@@ -110,6 +111,20 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
     cure = claim(data, "QK-norm saves the images")
     assert cure.held
     assert "+0.510 (+0.433 to +0.587, 3 seeds) nats" in cure.measured
+
+
+def test_all_claims_are_tested_together_each_against_the_margin_of_its_own_unit(tmp_path: Path) -> None:
+    effects = [c.effect for c in other_findings.claims(study(tmp_path / "s"))]
+    p = [paired_effect(e.numbers, e.margin).p for e in effects]
+    assert len({e.margin for e in effects}) > 1
+    level = 0.95
+    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):  # Holm's procedure by hand
+        level = 1 - 0.05 / (len(p) - rank)
+        assert effects[i].level == pytest.approx(level)
+        if p[i] > 1 - level:
+            break
+    assert rank > 2
+    assert all((e.verdict in (HELD, REVERSE)) == (own <= 1 - e.level) for e, own in zip(effects, p))
 
 
 def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
