@@ -12,7 +12,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims ladder setup demo test machines slow trackers fuzz crash mutation zoo foreign suites gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims ladder drawn setup demo test machines slow trackers fuzz crash mutation zoo foreign suites gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -126,8 +126,12 @@ claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done;
 	$(ONE_THREAD) $(BIN)/python -m claims --jobs $(JOBS)
 
 ladder: $(VENV)/.dev  ## runs of 0.13M to 124M parameters, as far as they are not done (some 20 core-hours); stop it and start it at will
-	$(ONE_THREAD) nice -n 19 $(BIN)/python -m ladder.run
+	$(ONE_THREAD) $(BIN)/python -m ladder.run --idle
 	$(BIN)/python -m ladder
+
+drawn: $(VENV)/.dev  ## the autopilot's drawn test: 480 runs, as far as they are not done, in idle time; stop it and start it at will
+	$(ONE_THREAD) $(BIN)/python -m ladder.drawn run --idle
+	$(BIN)/python -m ladder.drawn judge
 
 roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of internals/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline

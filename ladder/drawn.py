@@ -1,6 +1,7 @@
 """The autopilot's drawn test: 40 settings at random from a stated space, two seeds each, the policy frozen as it is.
 
-    python -m ladder.drawn run [--work FOLDER] [--results FOLDER]    what is left; stops and goes on as the ladder does
+    python -m ladder.drawn run [--idle] [--work FOLDER] [--results FOLDER]    what is left; stops and goes on as the
+                                                                              ladder does
     python -m ladder.drawn judge                                     what the rows say, by the rule that stands here
 
 Everything here was committed before the first of its runs, and the settings are drawn by numpy from a seed: nothing was
@@ -22,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ladder.rows import RESULTS, Row, append, number, read
-from ladder.run import Stop
+from ladder.run import Stop, check_text, step_aside
 from qkeel.errors import RefusedError
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.train_runs import run
@@ -174,10 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["run", "judge", "draw"])
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"))
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.what == "draw":
         write_json(DRAW, {"seed": SEED, "settings": drawn()})
     elif options.what == "run":
+        check_text("0.13M")
+        if options.idle:
+            step_aside()
         options.results.mkdir(parents=True, exist_ok=True)
         run_left(options.work, options.results, Stop())
     else:

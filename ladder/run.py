@@ -1,6 +1,6 @@
 """`make ladder`: runs what is left of the plan, the smallest size first, and writes rows as runs end.
 
-    python -m ladder.run [--rung 0.13M …] [--work FOLDER] [--results FOLDER]
+    python -m ladder.run [--rung 0.13M …] [--work FOLDER] [--results FOLDER] [--idle]
 
 A run that is in the results is never run again. SIGTERM or SIGINT: checkpoints are written and the process ends;
 started again it goes on there, to the same numbers. Before the first run of a rung the prediction from the rungs below
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import signal
 import sys
@@ -37,6 +38,14 @@ class Stop:
 
     def _ask(self, *_: object) -> None:
         self.asked = True
+
+
+def step_aside() -> None:
+    """Gives this process only the time that no other one wants: SCHED_IDLE on Linux, else the lowest priority."""
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    elif sys.platform != "win32":
+        os.nice(19)
 
 
 def row(of: Point, directory: Path) -> Row:
@@ -134,7 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rung", nargs="*", choices=list(RUNGS), default=list(RUNGS), help="sizes, the smallest first")
     parser.add_argument("--work", type=Path, default=Path("runs/ladder"), help="folder of runs that are under way")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of rows")
+    parser.add_argument("--idle", action="store_true", help="run only when no other process wants the processor")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.idle:
+        step_aside()
     options.results.mkdir(parents=True, exist_ok=True)
     return climb(options.rung, options.work, options.results, Stop())
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
 from qkeel.cli.console import StudyView, make_console, number, ranking, spent
 from qkeel.cli.report import ANSWERS
 from qkeel.lab import RunConfig
+from qkeel.lab.executors import Outcome
 from qkeel.lab.plan import PlannedRun
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.run_directory import locked
@@ -171,16 +171,28 @@ def test_the_time_that_is_left_counts_the_steps_of_a_stack_that_ends_at_once(
 ) -> None:
     config = RunConfig(steps=10, eval_sequences=1)
     runs = [PlannedRun(config=dataclasses.replace(config, seed=seed)) for seed in range(4)]
+    steps, now, console = dict[str, int](), [0.0], make_console()
     with monkeypatch.context() as patched:
-        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 0.0)
-        view = StudyView(make_console(), runs, tmp_path)
-        patched.setattr("qkeel.cli.console.time.monotonic", lambda: 60.0)
-        first, second, *_ = view.runs
-        patched.setattr("qkeel.cli.console.last_step", lambda place: 10 if str(place) in (first, second) else 0)
-        view.over.add(first)
-        assert view._left() == "; about 1 min 00 s left"  # of four, two stacked runs are at their end
-        view.over.update(view.runs)  # one of them failed before its end
-        assert view._left() == ""
+        patched.setattr("qkeel.cli.console.time.monotonic", lambda: now[0])
+        patched.setattr("qkeel.cli.console.last_step", lambda place: steps.get(str(place), 0))
+
+        def ended(view: StudyView, *places: str) -> str:
+            """What is printed of the last of these runs."""
+            with console.capture() as captured:
+                for place in places:
+                    view.on_outcome(Outcome(place, "it failed"))
+            return captured.get().splitlines()[-1].partition("it failed")[2]
+
+        view = StudyView(console, runs, tmp_path)
+        first, second, *rest = view.runs
+        now[0], steps = 60.0, {first: 10, second: 10}
+        assert ended(view, first) == "; about 1 min 00 s left"  # of four, two stacked runs are at their end
+        assert ended(view, second, *rest) == ""
+        # A study that goes on: three runs had taken 8 of 10 steps when this process started; one has ended since.
+        now[0], steps = 0.0, {second: 8, **dict.fromkeys(rest, 8)}
+        resumed = StudyView(console, runs, tmp_path)
+        now[0] = 60.0
+        assert ended(resumed, second) == "; about 7 min 00 s left"  # two steps a minute; 14 are left
 
 
 def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
@@ -464,37 +476,6 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
     assert done.stderr == f"interrupted. Resume with: qkeel run {shlex.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
     assert RunDirectory(place).checkpoint.exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
-def test_the_processes_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
-    long = ["100000000" if word == "4" else word for word in TINY]
-    grid = ["--remedies", "none", "--lrs", "0.1", "--seeds", "0", "1", "--stack", "off", "--jobs", "2"]
-    words = ["-m", "qkeel", "study", "lr", *long, *grid, "--out", str(tmp_path / "s")]
-    with forked.Python(words, tmp_path) as process:
-        while len(list(tmp_path.glob("s/runs/*/metrics.jsonl"))) < 2:
-            assert process.poll() is None
-            time.sleep(0.05)
-        executors = children(process.pid)
-        process.send_signal(signal.SIGKILL)
-        process.end()
-    assert len(executors) >= 2
-    deadline = time.monotonic() + 300
-    while any(map(runs, executors)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_an_interrupted_study_keeps_what_is_done(

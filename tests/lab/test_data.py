@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab import ModelConfig, RunConfig, run
-from qkeel.lab import text as corpus_module
 from qkeel.lab.config import DataConfig
 from qkeel.lab.text import batch, heldout, load, places, split
 from qkeel.records import disk
@@ -42,18 +42,16 @@ def test_byte_pairs_are_lossless_the_same_every_time_and_their_losses_are_per_by
     assert corpus.lengths[corpus.heldout[: corpus.ends[0]]].sum() == plain.ends[0]
     assert corpus.tokens_per_unit(corpus.train) == len(corpus.train) / len(plain.train)
     assert (plain.tokens_per_unit(plain.train), corpus.loss_unit, corpus.vocab_size) == (1.0, "byte", 300)
-    corpus_module._load.cache_clear()
-    again = load(config)
+    again = load(dataclasses.replace(config, source=str(shutil.copytree(source, tmp_path / "again"))))
     assert (again.tokenizer, again.sha256) == (corpus.tokenizer, corpus.sha256)
     assert again is not corpus
     with pytest.raises(DataError, match="257 to 65536"):
         load(DataConfig(source=str(source), context=8, tokens="bpe", vocab_size=256))
     with pytest.raises(InvalidValueError, match="tokens bpe"):
         DataConfig(tokens="bpe", needle=0.5)
-    corpus_module._load.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install 'qkeel\[hf\]'"):
-        load(config)
+        load(dataclasses.replace(config, source=str(shutil.copytree(source, tmp_path / "third"))))
 
 
 def test_a_run_on_byte_pairs_starts_at_the_nats_per_byte_of_a_uniform_guess(tmp_path: Path) -> None:

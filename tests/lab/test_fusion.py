@@ -89,10 +89,11 @@ def test_a_code_says_what_its_patch_looks_like() -> None:
     one = task(levels=17, patch=1, canvas=1)
     digits = load_pictures("digits", 8)
     assert np.array_equal(one.codes, (digits.pixels[..., 0] * 16).round().astype(int))
-    pixels = task(canvas=1)._pixels()
+    model = task(canvas=1, image_input="patches").build(torch.Generator().manual_seed(0))
+    pixels = model.get_buffer("embedding.pixels")
     assert pixels.shape == (256, 4)
-    codes = one_codes = task(canvas=1).codes[~digits.held].ravel()
-    seen = pixels[one_codes]
+    codes = task(canvas=1).codes[~digits.held].ravel()
+    seen = pixels[codes]
     assert abs(float(seen.mean())) < 1e-5
     assert float(seen.std()) == pytest.approx(1.0, abs=1e-4)
     assert codes.max() < 256

@@ -26,13 +26,14 @@ PARTS = ["mla, adamw", "mha, adamw", "mla, muon", "mha, muon"]
 
 def test_the_study_is_attention_by_optimizers_by_remedies_by_rates_by_seeds() -> None:
     made = make_plan("mla")
-    assert len(made.runs) == 2 * 2 * 5 * 3 * 3
+    assert len(made.runs) == 2 * 2 * 6 * 3 * 3
     assert list(dict.fromkeys(run.role for run in made.runs)) == PARTS
     for run in made.runs:
         assert run.role == f"{run.config.model.block}, {run.config.optim.name}"
     first = made.runs[0].config
     assert (first.model.d_model, first.model.n_heads, first.data.context, first.data.batch) == (64, 4, 32, 8)
-    assert made.grid.remedies == ("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1")
+    remedies = ("none", "frozen_qk", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1")
+    assert made.grid.remedies == remedies
 
 
 def test_without_named_parts_there_is_one_grid(tiny: Make) -> None:

@@ -36,12 +36,20 @@ def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same() -> None:
     tight = [0.001, -0.002, 0.0005, 0.001]
     assert paired_effect(tight).verdict == "undecided"
     assert paired_effect(tight, margin=0.01).verdict == "equal"
-    assert paired_effect([0.001, 0.0011, 0.0009], margin=0.01).verdict == "better", "what is shown is not equal"
+    sure = [0.001, 0.0011, 0.0009]
+    assert (paired_effect(sure).verdict, paired_effect(sure, margin=0.01).verdict) == ("better", "equal")
+    assert paired_effect([0.012, 0.009, 0.013], margin=0.01).verdict == "undecided", "above 0, but across the margin"
+    beyond = paired_effect([-0.12, -0.11, -0.13], margin=0.01)
+    # t = (0.12 - 0.01) / (0.01 / √3) with 2 degrees of freedom: p = 1 - t / √(2 + t²).
+    assert (beyond.verdict, beyond.p) == ("worse", pytest.approx(1 - math.sqrt(363 / 365)))
+    assert beyond.detectable == pytest.approx(0.01 + paired_effect([-0.12, -0.11, -0.13]).detectable)
     assert (paired_effect([0.0, 0.0], margin=0.01).verdict, paired_effect([0, 0]).verdict) == ("equal", "undecided")
+    same = [paired_effect([x] * 6, margin=0.01) for x in (0.005, -0.05)]
+    assert [(one.verdict, one.p) for one in same] == [("equal", 1.0), ("worse", 2**-5)]
     wide = paired_effect([0.03, -0.02], margin=0.01)
     assert wide.verdict == "undecided"
-    assert wide.seeds is not None
-    assert 20 < wide.seeds < 400
+    # Inside by 0.005 at a spread of 0.025·√2, each of two tests with a power of 0.9: (1.960 + 1.282)² · 50 = 525.
+    assert wide.seeds == pytest.approx(525, abs=4)
     # One number again and again is no continuous quantity: signs decide, 2^(1 - n).
     assert [paired_effect([0.3] * n).verdict for n in (2, 5, 6)] == ["undecided", "undecided", "better"]
     assert paired_effect([0.1, 0.1 + 1e-16]).seeds == 6
@@ -112,6 +120,33 @@ def test_holm_over_many_comparisons_errs_at_the_level_of_one() -> None:
     assert [e.verdict for e in paired_effects([none] * 5 + [nearly])] == ["undecided"] * 6
     assert all((e.low > 0) == (e.verdict == "better") for e in found)
     assert paired_effects([]) == []
+
+
+def test_verdicts_are_those_of_scipys_tests_at_the_margins() -> None:
+    stats = pytest.importorskip("scipy.stats", reason="scipy is in the dev extra")
+    rng, margin, seen = np.random.default_rng(4), 0.5, set()
+    for values in rng.normal(rng.uniform(-1, 1, (300, 1)), rng.uniform(0.05, 1, (300, 1)), (300, 6)):
+        found = paired_effect(values, margin)
+        less, more = (
+            [stats.ttest_1samp(values, centre, alternative=side).pvalue <= 0.025 for centre in (-margin, margin)]
+            for side in ("less", "greater")
+        )
+        verdict = "worse" if less[0] else "better" if more[1] else "equal" if more[0] and less[1] else "undecided"
+        assert found.verdict == verdict
+        assert found.p == pytest.approx(stats.ttest_1samp(values, math.copysign(margin, found.mean)).pvalue) or (
+            abs(found.mean) <= margin and found.p == 1
+        )
+        seen.add(verdict)
+    assert len(seen) == 4
+
+
+def test_holm_with_a_margin_errs_at_the_level_where_every_true_mean_is_on_the_margin() -> None:
+    rng, margin = np.random.default_rng(3), 0.5
+    studies = [paired_effects(rng.normal(margin, 1.0, (6, 8)), margin) for _ in range(400)]
+    assert sum(any(e.verdict == "better" for e in one) for one in studies) / 400 <= 0.05 + 3 * math.sqrt(0.0475 / 400)
+    for one in (e for study in studies for e in study):
+        assert (one.verdict in ("better", "worse")) == (one.p <= 1 - one.level)
+        assert (one.verdict == "equal") == (abs(one.low) < margin and abs(one.high) < margin)
 
 
 def test_the_bootstrap_covers_a_mean_and_says_the_same_again() -> None:

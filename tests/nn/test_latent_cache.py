@@ -66,6 +66,7 @@ SPECS: dict[str, AttentionSpec] = {
     "yarn, rms dim": AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(stretch=YaRN(factor=4.0, train_length=4))),
     "qwen3": preset("qwen3"),
 }
+NO_TOKEN = [torch.empty(1, n, 0, *d, dtype=torch.float64) for n, *d in ((1, 7), (1, 4), (H,))]  # appended, it adds none
 PIECES = [[1] * T, [5, 1, 1, 1, 1], [3, 2, 4], [T]]
 
 
@@ -187,11 +188,13 @@ def test_the_cached_number_is_one_over_the_size_of_each_heads_whole_key() -> Non
     module, x = make(SPECS["rms dim"]), torch.randn(1, 4, D, dtype=torch.float64)
     cache = module.new_cache()
     module(x, cache=cache)
+    _, inverse = cache.append(*NO_TOKEN)
+    assert inverse is not None
     latent = module.kv_down(x)[0]
     for h in range(H):
         plain = latent @ module.k_up.weight[h * 6 : h * 6 + 6].T
         squares = plain.square().sum(-1) + module.k_rope(x)[0].square().sum(-1)
-        assert torch.allclose(cache._held[1][0, h, :4], 1 / (squares / 10 + 1e-6).sqrt(), rtol=1e-12)
+        assert torch.allclose(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt(), rtol=1e-12)
 
 
 @torch.no_grad()
@@ -204,7 +207,7 @@ def test_the_gain_of_the_rotated_part_must_go_on_before_the_rotation() -> None:
     assert abs(q @ (turned @ (g * k)) - (g * q) @ (turned @ k)) > 0.1
     cache = module.new_cache()
     module(x, cache=cache)
-    first = cache._held[0][0, 0, 0, 7:]  # position 0: not turned
+    first = cache.append(*NO_TOKEN)[0][0, 0, 0, 7:]  # position 0: not turned
     assert torch.allclose(first, module.k_norm[:4] * module.k_rope(x)[0, 0], rtol=1e-12)
 
 

@@ -49,8 +49,8 @@ def test_the_page_leads_with_counts_and_then_with_the_primary_comparison(html: s
         "The largest attention logit of these runs was 18,000 with none, 42 with qk_norm",
         "Primary comparison, named before the runs: held-out loss of qk_norm against none at LR 0.1. "
         "qk_norm is better by 0.287 nats (+0.257 to +0.316, 8 seeds).",
-        "Planned: 8 seeds, which show a difference of 0.1 nats with a probability of 98 % if the differences of pairs "
-        "have a standard deviation of 0.06 (as on seeds 1000 to 1015).",
+        "Planned: 8 seeds. A true difference of 0.1 nats is shown to be beyond ±0.01 with a probability of 95 %, "
+        "if the differences of pairs have a standard deviation of 0.06 (as on seeds 1000 to 1015).",
         "Every other comparison is secondary",
     ]
     places = [head.index(text) for text in said]
@@ -158,4 +158,6 @@ def test_planned_power_is_the_share_of_studies_that_show_the_difference() -> Non
     studies = rng.normal(0.1, 0.12, (4000, 8))
     shown = np.mean([paired_effect(differences).low > 0 for differences in studies])
     assert planned_power(0.1, 0.12, 8) == pytest.approx(shown, abs=0.02)
+    beyond = np.mean([paired_effect(differences, 0.03).verdict == "better" for differences in studies])
+    assert planned_power(0.1, 0.12, 8, margin=0.03) == pytest.approx(beyond, abs=0.02)
     assert planned_power(0.0, 0.12, 8) == pytest.approx(0.025, abs=1e-3)

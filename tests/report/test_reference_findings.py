@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.config import DataConfig
@@ -13,6 +14,7 @@ from qkeel.lab.tasks import TextTask, counted_bigrams
 from qkeel.lab.text import bigram_loss
 from qkeel.report.study.collect import collect
 from qkeel.report.study.findings import reference_findings
+from qkeel.report.study.page import chart_data
 
 
 def test_the_lines_are_made_of_the_runs_of_a_study(tmp_path: Path) -> None:
@@ -23,6 +25,7 @@ def test_the_lines_are_made_of_the_runs_of_a_study(tmp_path: Path) -> None:
     level = np.mean([counted_bigrams(dataclasses.replace(base, seed=seed)) for seed in (0, 1)])
     counted, frozen = (one.text for one in reference_findings(study))
     assert f"predicts the held-out text at {level:.3f} nats/byte" in counted
+    assert chart_data(study)["counted"] == pytest.approx(level, abs=1e-3), "the line of the chart of losses"
     assert "Of the mean losses of 2 remedy-rate pairs 2 are not below that." in counted, "four steps learn little"
     rows = {(row["remedy"], row["seed"]): row["val_loss"] for row in study.rows()}
     gain = np.mean([rows["frozen_qk", seed] - rows["none", seed] for seed in (0, 1)])

@@ -69,6 +69,7 @@ class StudyView:
         self.console = console
         self.runs = {str(run_directory(out, run)): run for run in runs}
         self.over: set[str] = set()
+        self.before = sum(last_step(Path(place)) for place in self.runs)  # steps that earlier processes took
         self.started = time.monotonic()
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -79,8 +80,9 @@ class StudyView:
         self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """The time that is left, by the steps of all runs so far; nothing where that is soon. Runs of a stack end at
-        once, so the number of those that are over would say too little.
+        """Returns the time left, by the steps that all runs took in this process; "" if that is soon or not known.
+
+        Runs of a stack end at once, so the number of finished runs would say too little.
         """
         steps = {
             place: run.config.steps if place in self.over else last_step(Path(place))
@@ -88,8 +90,9 @@ class StudyView:
         }
         done = sum(steps.values())
         rest = sum(run.config.steps for run in self.runs.values()) - done
-        seconds = (time.monotonic() - self.started) * rest / max(done, 1)
-        return f"; about {spent(seconds)} left" if done and seconds >= 10 else ""
+        here = done - self.before
+        seconds = (time.monotonic() - self.started) * rest / max(here, 1)
+        return f"; about {spent(seconds)} left" if here > 0 and seconds >= 10 else ""
 
     def _result(self, outcome: Outcome) -> str:
         if outcome.error:

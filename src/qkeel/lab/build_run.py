@@ -218,8 +218,7 @@ def canonical(text: str) -> str:
 
     Raises:
         InvalidValueError: an autopilot is combined with other remedies, or may add parameters, which the checkpoint of
-        a
-            run cannot hold.
+            a run cannot hold.
 
     >>> canonical("autopilot:tau=0.10")
     'autopilot:tau=0.1'

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeAlias, final
@@ -321,6 +321,35 @@ class Local:
         yield from work_here(units, workers)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tasks:
+    """How the library of a cluster submits units, waits, returns outcomes or an error, and cancels."""
+
+    submit: Callable[[Unit], Any]
+    ended: Callable[[list[Any]], Iterable[Any]]  #: the tasks that have ended, at least one of them or none yet
+    result: Callable[[Any], list[Outcome] | BaseException]  #: may also raise the error
+    cancel: Callable[[list[Any]], object]
+
+
+def _drive(tasks: _Tasks, units: Sequence[Unit], most: int) -> Generator[list[Outcome], None, None]:
+    """Yields the outcomes of units of which at most `most` are submitted at once; closing it cancels the rest."""
+    waiting, running = list(units), {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < most:
+                unit = waiting.pop(0)
+                running[tasks.submit(unit)] = unit
+            for task in tasks.ended(list(running)):
+                unit = running.pop(task)
+                try:
+                    found = tasks.result(task)
+                except Exception as error:  # `work` raises no errors, so this is the library's
+                    found = error
+                yield seen_here(died(unit, found) if isinstance(found, BaseException) else found)
+    finally:
+        tasks.cancel(list(running))
+
+
 _EACH, _EACH_HERE = 5.0, 0.5  # seconds between polls of jobs on a cluster, and on this machine
 
 
@@ -352,24 +381,25 @@ class Slurm:
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
         """Executes the units; see `Executor`."""
-        place = self._executor(workers, folder)
-        waiting, running = list(units), {}
-        try:
-            if self.cluster != "local":  # as an array, of which Slurm runs at most `workers` at once
-                running, waiting = dict(zip(place.map_array(work_elsewhere, units), units)), []
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    unit = waiting.pop(0)
-                    running[place.submit(work_elsewhere, unit)] = unit
-                ended = [job for job in running if job.done()]
-                for job in ended:
-                    unit, error = running.pop(job), job.exception()
-                    yield seen_here(job.result() if error is None else died(unit, error))
-                if not ended:
-                    time.sleep(_EACH if self.cluster != "local" else _EACH_HERE)
-        finally:
-            for job in running:
-                job.cancel()
+        place, here = self._executor(workers, folder), self.cluster == "local"
+        # All units of a cluster are one array, of which Slurm itself runs at most `workers` at once.
+        array = iter([] if here else place.map_array(work_elsewhere, units))
+
+        def ended(jobs: list[Any]) -> list[Any]:
+            if not (found := [job for job in jobs if job.done()]):
+                time.sleep(_EACH_HERE if here else _EACH)
+            return found
+
+        yield from _drive(
+            _Tasks(
+                submit=lambda unit: place.submit(work_elsewhere, unit) if here else next(array),
+                ended=ended,
+                result=lambda job: job.exception() or job.result(),
+                cancel=lambda jobs: [job.cancel() for job in jobs],
+            ),
+            units,
+            workers if here else len(units),
+        )
 
     def _reached(self) -> None:
         if self.cluster == "slurm" and shutil.which("sbatch") is None:
@@ -419,22 +449,13 @@ class Ray:
         """Executes the units; see `Executor`."""
         ray = self._connected()
         task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=1)(work_elsewhere)
-        waiting, running = list(units), {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    unit = waiting.pop(0)
-                    running[task.remote(unit)] = unit
-                for done in ray.wait(list(running))[0]:
-                    unit = running.pop(done)
-                    try:
-                        outcomes = ray.get(done)
-                    except Exception as error:  # `work` raises no errors, so this is Ray's
-                        outcomes = died(unit, error)
-                    yield seen_here(outcomes)
-        finally:
-            for left in running:
-                ray.cancel(left, force=True)
+        tasks = _Tasks(
+            submit=task.remote,
+            ended=lambda running: ray.wait(running)[0],
+            result=ray.get,
+            cancel=lambda running: [ray.cancel(left, force=True) for left in running],
+        )
+        yield from _drive(tasks, units, workers)
 
     def _connected(self) -> Any:
         with needed("the executor ray", "ray"):
@@ -469,21 +490,19 @@ class Dask:
         client = self._client
         from distributed import as_completed  # pyright: ignore[reportMissingImports]
 
-        waiting, running = list(units), {}
-        ended = as_completed()
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    unit = waiting.pop(0)
-                    future = client.submit(work_elsewhere, unit, pure=False)
-                    running[future] = unit
-                    ended.add(future)
-                done = next(ended)
-                unit = running.pop(done)
-                error = done.exception()
-                yield seen_here(done.result() if error is None else died(unit, error))
-        finally:
-            client.cancel(list(running), force=True)
+        completed = as_completed()  # also yields futures that were cancelled, where `wait` raises
+
+        def submit(unit: Unit) -> Any:
+            completed.add(future := client.submit(work_elsewhere, unit, pure=False))
+            return future
+
+        tasks = _Tasks(
+            submit=submit,
+            ended=lambda _: [next(completed)],
+            result=lambda done: done.exception() or done.result(),
+            cancel=lambda running: client.cancel(running, force=True),
+        )
+        yield from _drive(tasks, units, workers)
 
     @functools.cached_property
     def _client(self) -> Any:

@@ -314,8 +314,7 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
 
     Args:
         source: a configuration, or the path of a transformers config.json or its folder, of a recipe, or of the
-        directory
-            of a trained or watched run.
+            directory of a trained or watched run.
 
     Raises:
         InvalidValueError: the configuration is invalid.

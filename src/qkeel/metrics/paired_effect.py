@@ -271,23 +271,24 @@ class PairedEffect:
     spread: float  #: standard deviation of the differences, with n - 1 in the denominator
     low: float  #: lower end of the interval of the mean
     high: float  #: upper end of the interval of the mean
-    p: float  #: two-sided p-value of the hypothesis that the mean is 0, not corrected for other tests
+    p: float  #: two-sided p-value of the hypothesis that the mean is inside ±margin (or 0), not corrected for others
     n: int  #: number of differences, one per seed
-    level: float  #: coverage of the interval; 1 - level is the rate of false verdicts when nothing differs
+    level: float  #: coverage of the interval; 1 - level is the largest rate of false verdicts of better or worse
     margin: float | None  #: the largest difference that counts as none
 
     @property
     def verdict(self) -> Verdict:
-        """ "better" or "worse" if the interval excludes 0, "equal" if it lies inside ±margin, otherwise "undecided"."""
-        if self.low > 0 or self.high < 0:
-            return "better" if self.low > 0 else "worse"
-        inside = self.margin is not None and -self.margin < self.low and self.high < self.margin
-        return "equal" if inside else "undecided"
+        """ "better" or "worse" if the whole interval lies beyond ±margin, "equal" if inside, otherwise "undecided"."""
+        margin = self.margin or 0.0
+        if self.low > margin or self.high < -margin:
+            return "better" if self.low > margin else "worse"
+        return "equal" if -margin < self.low and self.high < margin else "undecided"
 
     @property
     def detectable(self) -> float:
-        """The smallest true mean that a study with this n and spread distinguishes from 0 in 80 % of cases."""
-        return math.inf if math.isinf(self.high) else _shift(self.n, self.level) * self.spread / math.sqrt(self.n)
+        """The smallest true mean that a study with this n and spread shows to be beyond the margin in 80 % of cases."""
+        shift = math.inf if math.isinf(self.high) else _shift(self.n, self.level) * self.spread / math.sqrt(self.n)
+        return (self.margin or 0.0) + shift
 
     @property
     def seeds(self) -> int | None:
@@ -309,16 +310,17 @@ def paired_effect(
 
     The interval is mean ± t · s / √n with n - 1 degrees of freedom. For normal differences it has the stated coverage,
     and a verdict of better or worse has the stated error when nothing differs, for every n from 2 on. Symmetric heavy
-    tails err less often; a uniform distribution errs in up to 8 % instead of 5 % for n ≤ 5. A difference whose interval
-    excludes 0 is never called equal, however small it is. The test of equality at `level` consists of two one-sided
-    tests, each at half of 1 - level.
+    tails err less often; a uniform distribution errs in up to 8 % instead of 5 % for n ≤ 5. One interval decides in
+    this order: beyond the margin, inside it, or undecided; a difference that is surely above 0 but inside the margin is
+    therefore called equal. The test of equality at `level` consists of two one-sided tests, each at half of 1 - level.
 
     If all differences are 0, the runs are identical and the interval is [0, 0]. If all are the same other number, they
     are not a sample of a continuous quantity: only their signs count, and a verdict takes 6 seeds at level 0.95.
 
     Args:
         differences: at least 2 finite numbers.
-        margin: the largest difference that counts as none, above 0; without one, nothing is called equal.
+        margin: the largest difference that counts as none, above 0; without one, every difference from 0 counts and
+            nothing is called equal.
         level: coverage, between 0 and 1.
 
     Raises:
@@ -333,25 +335,28 @@ def paired_effect(
     """
     values = _checked(differences, margin, level)
     n, mean, spread = len(values), float(values.mean()), float(values.std(ddof=1))
+    beyond = max(0.0, abs(mean) - (margin or 0.0))
     if spread > _SAME * abs(mean):
         error = spread / math.sqrt(n)  # standard error of the mean
-        half, p = quantile(level, n - 1) * error, two_sided(mean / error, n - 1)
+        half, p = quantile(level, n - 1) * error, two_sided(beyond / error, n - 1)
         low, high = mean - half, mean + half
     else:
         # Equal differences: a two-sided sign test, whose p-value is 2 · 2⁻ⁿ.
-        spread, p = 0.0, 2.0 ** (1 - n) if mean else 1.0
-        low, high = (mean, mean) if not mean or p <= 1 - level else (-math.inf, math.inf)
+        spread, signs = 0.0, 2.0 ** (1 - n)
+        low, high = (mean, mean) if not mean or signs <= 1 - level else (-math.inf, math.inf)
+        p = signs if beyond else 1.0
     return PairedEffect(mean=mean, spread=spread, low=low, high=high, p=p, n=n, level=level, margin=margin)
 
 
-def planned_power(expected: float, spread: float, n: int, level: float = 0.95) -> float:
-    """Returns the probability that n pairs show a difference, i.e. that the interval of `paired_effect` excludes 0.
+def planned_power(expected: float, spread: float, n: int, level: float = 0.95, margin: float | None = None) -> float:
+    """Returns the probability that the interval of `paired_effect` for n pairs lies beyond the margin, as expected.
 
     Args:
         expected: true mean of the differences.
         spread: standard deviation of the differences, above 0.
         n: number of pairs, at least 2.
         level: coverage of the interval.
+        margin: the largest difference that counts as none; 0 without one.
 
     Raises:
         InvalidValueError: an argument is out of range.
@@ -364,7 +369,7 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95) -
     check(0 < spread < math.inf, "a standard deviation above 0", spread)
     check(n >= 2, "at least 2 pairs", n)
     check(0 < level < 1, "a level between 0 and 1", level)
-    return power(abs(expected) / spread * math.sqrt(n), n - 1, level)
+    return power((abs(expected) - (margin or 0.0)) / spread * math.sqrt(n), n - 1, level)
 
 
 def paired_effects(
@@ -373,7 +378,7 @@ def paired_effects(
     """Judges several comparisons together; with probability `level` none is falsely called better or worse.
 
     Holm's procedure tests the i-th smallest of m p-values at (1 - level) / (m - i) and stops at the first failure. Each
-    interval has the level of its own test, so it excludes 0 exactly if the verdict says so.
+    interval has the level of its own test, so it lies beyond the margin exactly if the test rejects.
 
     Source: Holm 1979, A simple sequentially rejective multiple test procedure.
 
@@ -420,13 +425,10 @@ def _shift(n: int, level: float) -> float:
 
 def _needed(effect: PairedEffect) -> int | None:
     """Returns the number of differences after which the verdict is decided: better, worse or equal."""
-    size, level = abs(effect.mean) / effect.spread, effect.level
-    found = [_first(effect.n, lambda m: power(size * math.sqrt(m), m - 1, level) >= POWER)]
-    room = -1.0 if effect.margin is None else effect.margin / effect.spread - size
-    if room > 0:
-        # Both one-sided tests must succeed, so each may fail with half of 1 - POWER.
-        found.append(_first(effect.n, lambda m: power(room * math.sqrt(m), m - 1, level) >= (1 + POWER) / 2))
-    return min((m for m in found if m is not None), default=None)
+    beyond, level = (abs(effect.mean) - (effect.margin or 0.0)) / effect.spread, effect.level
+    # Inside the margin both one-sided tests must succeed, so each may fail with half of 1 - POWER.
+    needed = POWER if beyond > 0 else (1 + POWER) / 2
+    return _first(effect.n, lambda m: power(abs(beyond) * math.sqrt(m), m - 1, level) >= needed) if beyond else None
 
 
 def _first(above: int, holds: Callable[[int], bool]) -> int | None:

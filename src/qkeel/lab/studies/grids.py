@@ -36,11 +36,12 @@ from qkeel.spec import PRESETS, AttentionSpec, Fixed, L2Norm, RMSNorm, Softcap
 
 # Learning-rate study: which remedies widen the range of usable learning rates, and at what cost.
 
-LR_GRID = Grid(remedies=("none", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
+# "frozen_qk" never trains q and k: it is the control that shows what training them gains.
+LR_GRID = Grid(remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
 LR = Study(
-    help="By default none, qk_norm and lalr:tau=0.1 at 0.01, 0.03, 0.1 and 0.3. Finished runs are kept, interrupted "
-    "ones resume, and more remedies, rates and seeds can be added to the directory later.",
+    help="By default none, frozen_qk, qk_norm and lalr:tau=0.1 at 0.01, 0.03, 0.1 and 0.3. Finished runs are kept, "
+    "interrupted ones resume, and more remedies, rates and seeds can be added to the directory later.",
     grid=LR_GRID,
     runs=parts,
     options=(*AXIS_OPTIONS, OPTIMIZERS),
@@ -160,7 +161,7 @@ DRIFT = Study(
 # Latent-attention study: which remedies limit logits that are products of three matrices, under which optimizer.
 
 MLA_GRID = Grid(
-    remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
+    remedies=("none", "frozen_qk", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
     lrs=(0.01, 0.1, 0.3),
     seeds=(0, 1, 2),
     blocks=("mla", "mha"),
@@ -168,8 +169,8 @@ MLA_GRID = Grid(
 )
 # Source: Anson & Aitchison 2025, arXiv 2511.21377, section 4: remedies on MHA and MLA under Muon.
 MLA = Study(
-    help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 and 0.3. "
-    "Finished runs are kept, interrupted ones resume, and more runs can be added to the directory later.",
+    help="By default none, frozen_qk, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 "
+    "and 0.3. Finished runs are kept, interrupted ones resume, and more runs can be added to the directory later.",
     grid=MLA_GRID,
     runs=parts,
     options=(
@@ -186,7 +187,7 @@ MLA = Study(
 # Henry et al. 2020, arXiv 2010.04245: unit queries and keys, and one learned scale for all heads of a layer.
 ORIGIN = "qk_norm:kind=l2,gain=scalar"
 TRANSLATION_GRID = Grid(
-    remedies=("none", ORIGIN, "qk_norm", "lalr:tau=0.1"), lrs=(0.003, 0.01, 0.03, 0.1), seeds=(0, 1, 2)
+    remedies=("none", "frozen_qk", ORIGIN, "qk_norm", "lalr:tau=0.1"), lrs=(0.003, 0.01, 0.03, 0.1), seeds=(0, 1, 2)
 )
 TRANSLATION_BASE = RunConfig(
     model=ModelConfig(d_model=64, n_layers=2),
@@ -198,8 +199,9 @@ TRANSLATION_BASE = RunConfig(
     eval_sequences=128,
 )
 TRANSLATION = Study(
-    help="By default none, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1 at 0.003, 0.01, 0.03 and 0.1, "
-    "on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones resume, and more can be added later.",
+    help="By default none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1 at 0.003, 0.01, "
+    "0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones resume, and more can be added "
+    "later.",
     grid=TRANSLATION_GRID,
     runs=parts,
     base=TRANSLATION_BASE,

@@ -297,15 +297,20 @@ def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
     return sum(pair[0] for pair in pairs) / below if below > 0 else None
 
 
-HELD, REVERSE, UNDECIDED = "held", "the reverse", "undecided"
+HELD, REVERSE, INSIDE, UNDECIDED = "held", "the reverse", "inside the margin", "undecided"
+RATIO_MARGIN = math.log(1.1)  # a tenth: logits and norms of heads differ by more, and no threshold is set more finely
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SeedEffect:
-    """A ratio or a difference by seed; ratios are judged by their logarithms."""
+    """A ratio or a difference by seed; ratios are judged by their logarithms.
+
+    margin: the largest effect that counts as none, on the scale of the test.
+    """
 
     values: Sequence[float]
     ratio: bool
+    margin: float
     level: float = 0.95
 
     @property
@@ -321,17 +326,18 @@ class SeedEffect:
     @property
     def judged(self) -> PairedEffect | None:
         """Interval and test of the numbers; None for one seed."""
-        return paired_effect(self.numbers, level=self.level) if len(self.values) > 1 else None
+        return paired_effect(self.numbers, self.margin, self.level) if len(self.values) > 1 else None
 
     @property
     def verdict(self) -> str:
-        """ "held" if the interval lies above no effect, "the reverse" if below.
+        """ "held" if the interval lies above the margin, "the reverse" if below minus the margin, or "inside" it.
 
         >>> times({0: 2.0, 1: 2.1, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict, times({0: 3.0}, {0: 1.0}).verdict
         ('held', 'undecided')
         """
         judged = self.judged
-        return {"better": HELD, "worse": REVERSE}.get(judged.verdict if judged else "", UNDECIDED)
+        said = {"better": HELD, "worse": REVERSE, "equal": INSIDE}
+        return said.get(judged.verdict if judged else "", UNDECIDED)
 
     def text(self) -> str:
         """Formats the mean with its interval: 1.3× (0.9× to 1.9×, 3 seeds)."""
@@ -347,6 +353,8 @@ class SeedEffect:
         """The verdict as the end of a sentence."""
         if self.verdict == UNDECIDED:
             return f"not shown: {more_seeds(self.judged)}"
+        if self.verdict == INSIDE:
+            return f"not so: any effect is below {'10 %' if self.ratio else f'{self.margin:g}'}"
         return "held" if self.verdict == HELD else "the reverse was seen"
 
     def _back(self, number: float) -> float:
@@ -362,13 +370,13 @@ def _times(value: float) -> str:
 def times(above: Mapping[int, float], below: Mapping[int, float]) -> SeedEffect | None:
     """Returns the ratio `above` / `below` over the seeds that both have; None if there are none."""
     seeds = [s for s in sorted(above.keys() & below.keys()) if _positive(above[s]) and _positive(below[s])]
-    return SeedEffect(values=[above[s] / below[s] for s in seeds], ratio=True) if seeds else None
+    return SeedEffect(values=[above[s] / below[s] for s in seeds], ratio=True, margin=RATIO_MARGIN) if seeds else None
 
 
-def less(mine: Mapping[int, float], theirs: Mapping[int, float]) -> SeedEffect | None:
+def less(mine: Mapping[int, float], theirs: Mapping[int, float], margin: float) -> SeedEffect | None:
     """Returns the difference `theirs` - `mine` over the seeds that both have; None if there are none."""
     seeds = [s for s in sorted(mine.keys() & theirs.keys()) if math.isfinite(mine[s]) and math.isfinite(theirs[s])]
-    return SeedEffect(values=[theirs[s] - mine[s] for s in seeds], ratio=False) if seeds else None
+    return SeedEffect(values=[theirs[s] - mine[s] for s in seeds], ratio=False, margin=margin) if seeds else None
 
 
 def _positive(value: float) -> bool:

@@ -57,6 +57,8 @@ from qkeel.report.study.provenance import collapsed_at
 
 # Accuracy on held-out images, for studies that classify.
 
+ACCURACY_MARGIN = 0.01  # share; one point of a hundred
+
 
 def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
     """Returns the accuracy by seed for each remedy and rate, in the study's order."""
@@ -76,11 +78,12 @@ def accuracy_findings(study: StudyData) -> list[Finding]:
     totals = {key: spread(list(each.values())) for key, each in found.items()}
     best = max(found, key=lambda key: totals[key].mean)
     text = f"Highest held-out accuracy: {_percent(totals[best])}, {best[0]} at LR {rate(best[1])}"
-    against = {key: less(each, found[best]) for key, each in found.items() if key != best}
+    against = {key: less(each, found[best], ACCURACY_MARGIN) for key, each in found.items() if key != best}
     known = {key: one for key, one in against.items() if one is not None and len(one.values) > 1}
-    judged = zip(known, paired_effects([one.numbers for one in known.values()]))
-    close = [f"{remedy} at LR {rate(lr)}" for (remedy, lr), one in judged if one.verdict == "undecided"]
-    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
+    judged = zip(known, paired_effects([one.numbers for one in known.values()], ACCURACY_MARGIN))
+    close = [f"{remedy} at LR {rate(lr)}" for (remedy, lr), one in judged if one.verdict in ("equal", "undecided")]
+    more = f"{100 * ACCURACY_MARGIN:g} point"
+    text += f" ({listing(close)} {_are(close)} not shown to differ from it by more than {more})" if close else ""
     plain = [key for key in found if key[0] == BASELINE]
     if plain and best[0] != BASELINE:
         top = max(plain, key=lambda key: totals[key].mean)
@@ -189,14 +192,13 @@ def reference_findings(study: StudyData) -> list[Finding]:
 
 def _counted(study: StudyData) -> Iterator[str]:
     runs = [run for run in study.runs if run.row is not None and run.role == "grid"]
-    known = [run.env["counted_bigrams"] for run in runs if run.env.get("counted_bigrams") is not None]
-    if not known or len(known) < len(runs):
+    level = study.counted_bigrams()
+    if level is None:
         return
     means: dict[tuple[str, float], list[float]] = {}
     for run in runs:
         assert run.row is not None
         means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
-    level = statistics.fmean(known)
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
         f"Counting the pairs of tokens that a run reads, without any training, predicts the held-out text at "
@@ -209,12 +211,13 @@ def _over_frozen(rows: Sequence[Row], remedies: Sequence[str]) -> Iterator[str]:
     for lr in sorted({row["lr"] for row in rows if row["remedy"] == FROZEN}):
         gains = {other: paired_gain(rows, other, FROZEN, lr) for other in remedies if other != FROZEN}
         gains = {other: own for other, own in gains.items() if len(own) > 1 and all(map(math.isfinite, own))}
-        effects = dict(zip(gains, paired_effects(list(gains.values()))))
+        effects = dict(zip(gains, paired_effects(list(gains.values()), MARGIN)))
         parts = [f"{other} {signed(one.mean)} ({interval_text(one)})" for other, one in effects.items()]
         if parts:
             yield (
                 f"Gain over queries and keys that are never trained ({FROZEN}) at LR {rate(lr)}, nats: "
-                f"{'; '.join(parts)}. Where a gain is not above 0, training queries and keys gained nothing."
+                f"{'; '.join(parts)}. Where an interval does not lie above {MARGIN:+g}, no gain from training queries "
+                "and keys is shown."
             )
 
 
@@ -291,12 +294,13 @@ def _planned(study: StudyData, named: Row) -> str:
     if named.get("expected") is None or named.get("spread") is None:
         return f"{count(n, 'seed')}; no power was planned for these settings."
     # Rounding must not turn a probability below 1 into 100 %.
-    power = min(0.999, planned_power(named["expected"], named["spread"], n)) if n > 1 else 0.0
+    power = min(0.999, planned_power(named["expected"], named["spread"], n, margin=MARGIN)) if n > 1 else 0.0
     source = f" ({named['source']})" if named.get("source") else ""
     chance = f"over {100 * power:.1f} %" if power == 0.999 else f"{100 * power:.0f} %"
     return (
-        f"Planned: {count(n, 'seed')}, which show a difference of {named['expected']:g} nats with a probability of "
-        f"{chance} if the differences of pairs have a standard deviation of {named['spread']:g}{source}."
+        f"Planned: {count(n, 'seed')}. A true difference of {named['expected']:g} nats is shown to be beyond "
+        f"±{MARGIN:g} with a probability of {chance}, if the differences of pairs have a standard deviation of "
+        f"{named['spread']:g}{source}."
     )
 
 
@@ -382,8 +386,15 @@ def _cost(one: PairedGain) -> str:
         return f"costs nothing ({figures}: inside ±{MARGIN:g})"
     if one.verdict == "undecided":
         figures += f"; {more_seeds(one.effect)}" if one.effect else ""
-        return f"cannot be distinguished from {one.baseline} ({figures})"
+        return f"cannot be called better, worse or equal ({figures})"
     return f"{'is also better' if one.praised else 'has the lower loss' if one.mean > 0 else 'costs loss'} ({figures})"
+
+
+_BEYOND = f" by more than {MARGIN:g} nats"
+
+
+def _are(several: Sequence[str]) -> str:
+    return "is" if len(several) == 1 else "are"
 
 
 def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
@@ -396,13 +407,13 @@ def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
 
 
 def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -> list[Finding]:
-    """The remedies that cannot be distinguished from the best one at its rate."""
+    """The remedies that are not shown to differ from the best one at its rate by more than the margin."""
     others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
     apart = judge(rows, [(name, best.remedy, best.lr) for name in others])
     near = [f"{g.remedy} ({signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
     if not near:
         return []
-    text = f"There, {listing(near)} cannot be distinguished from {best.remedy} ({signed(best.mean)})."
+    text = f"There, {listing(near)} {_are(near)} not shown to differ from {best.remedy} ({signed(best.mean)}){_BEYOND}."
     return [Finding("note", text)]
 
 
@@ -410,7 +421,7 @@ def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     """Learning rates per head (lalr) against the ablation that lowers them equally for all heads (qk_lr)."""
     words = {
         "equal": "are equal",
-        "undecided": "cannot be distinguished",
+        "undecided": "cannot be called different or equal",
         "better": "differ, {} ahead,",
         "worse": "differ, {} ahead,",
     }
@@ -477,7 +488,7 @@ def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     text = f"Lowest held-out loss: {loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {rate(lr)}"
     apart = judge(rows, [(remedy, r, lr) for r in study.remedies if r != remedy])
     close = [g.baseline for g in apart if g.effect and g.verdict in ("equal", "undecided")]
-    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
+    text += f" ({listing(close)} {_are(close)} not shown to differ from it{_BEYOND})" if close else ""
     others = {cell: total for cell, total in finite.items() if cell[0] == study.baseline}
     if others and remedy != study.baseline:
         cell = min(others, key=lambda c: others[c].mean)

@@ -27,7 +27,18 @@ from qkeel.report.html import (
     words,
 )
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
-from qkeel.report.study.compare import HELD, UNDECIDED, SeedEffect, Spread, less, spread, spread_cell, swatch, times
+from qkeel.report.study.compare import (
+    HELD,
+    MARGIN,
+    UNDECIDED,
+    SeedEffect,
+    Spread,
+    less,
+    spread,
+    spread_cell,
+    swatch,
+    times,
+)
 
 # Length extrapolation: sentences, and the table of measured and published numbers.
 
@@ -405,7 +416,9 @@ def claims(study: StudyData) -> list[Claim]:
     found = [claim for make in makers for claim in make(study)]
     # All claims are tested together, so each gets the level of its own test by Holm's method.
     several = [i for i, claim in enumerate(found) if len(claim.effect.values) > 1]
-    for i, judged in zip(several, paired_effects([found[i].effect.numbers for i in several])):
+    # In units of its own margin, every claim has the margin 1.
+    scaled = [[number / found[i].effect.margin for number in found[i].effect.numbers] for i in several]
+    for i, judged in zip(several, paired_effects(scaled, 1.0)):
         effect = dataclasses.replace(found[i].effect, level=judged.level)
         found[i] = dataclasses.replace(found[i], effect=effect)
     return found
@@ -457,7 +470,7 @@ def _alarm(study: StudyData) -> Iterator[Claim]:
     text = _text(study)
     for name, part, lr in _each(study, _rates(study)[-1:]) if text else ():
         steps = [_of(p, lr, "alarm_step") for p in (part, text) if p]
-        one = less(*steps)
+        one = less(*steps, margin=1.0)
         if one is not None:
             means = [f"{_middle(s.values()):.0f}" for s in steps]
             what = f"at LR {rate(lr)} the alarm comes at step {means[0]} against {means[1]} in text alone"
@@ -474,7 +487,7 @@ def _cure(study: StudyData) -> Iterator[Claim]:
         if one is not None:
             what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
             yield Claim(f"QK-norm holds the logits ({name})", what, one)
-        image = less(_of(part, lr, "val_loss/image", REMEDY), _of(part, lr, "val_loss/image"))
+        image = less(_of(part, lr, "val_loss/image", REMEDY), _of(part, lr, "val_loss/image"), MARGIN)
         if image is not None:
             what = f"at LR {rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
             yield Claim(f"QK-norm saves the images ({name})", what, image)

@@ -76,7 +76,8 @@ LOSS = Chart(
     "Held-out loss against learning rate",
     "Lines join the means over seeds; dots are single seeds, bars their range. The flatter the line, the less the "
     "learning rate matters. The dots of one learning rate stand side by side on its grey band, so that none hides "
-    "another. A hollow dot marks a run whose attention collapsed.",
+    "another. A hollow dot marks a run whose attention collapsed. Dashed lines are the loss before training and that "
+    "of counted pairs of tokens.",
     "Line chart: held-out loss against learning rate, one line per remedy.",
 )
 LOGITS = Chart(
@@ -154,6 +155,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
         "alarm": ALARM_THRESHOLD,
         "losses": [_loss_row(study, row) for row in study.rows()],
         "start": _start(study),
+        "counted": None if (counted := study.counted_bigrams()) is None else rounded(counted),
         "runs": [_run(study, run) for run in shown],
         **_long(study),
     }
