@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.fuzz.disk_model import System
-from tests.quick import one_in, quick
+from tests.quick import one_in
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
@@ -87,7 +87,7 @@ STATES = ("lalr:tau=0.3", "sigma_reparam", "qk_norm:kind=l2,gain=scalar", "qk_cl
 
 @pytest.mark.parametrize(
     ("optimizer", "remedy"),
-    quick(itertools.product(("adamw", "sgd", "muon"), STATES), lambda case: "adamw" in case or STATES[0] in case),
+    one_in(itertools.product(("adamw", "sgd", "muon"), STATES), 5),
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     tiny: Make, tmp_path: Path, optimizer: str, remedy: str
