@@ -79,10 +79,9 @@ def _compiled_kernels() -> tuple[str, ...]:
     if os.environ.get("QKEEL_NATIVE") == "0":
         return ()
     from qkeel.kernels import compiled_attention
-    from qkeel.kernels import compiled_attention as compiled_decode
     from qkeel.kernels.native import logit_pass, operators
 
-    sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_decode.DECODE_OPERATORS]
+    sources = [compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS]
     sources += [
         operators.ADAMW_OPERATORS,
         logit_pass.OPERATORS,

@@ -42,6 +42,12 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 ROOMS_OF_VARIANTS = ("qkeel.remedies", "qkeel.integrations", "qkeel.lab.studies")
 
 
+@functools.cache
+def walk(node: ast.AST) -> list[ast.AST]:
+    """The node and all below it: several rules ask for them."""
+    return [*ast.walk(node)]
+
+
 def functions(tree: ast.AST, prefix: str = "") -> list[tuple[str, Function]]:
     """Every function with its qualified name, nested ones too."""
     found = []
@@ -74,7 +80,7 @@ def classes() -> dict[str, list[ast.ClassDef]]:
 def imports(tree: ast.AST, own: str) -> set[str]:
     """Modules of qkeel that a module imports, absolute names."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -7,7 +7,7 @@ import re
 import sys
 import tomllib
 
-from .source import MODULES, ROOT, Function, all_functions, functions, listed, place
+from .source import MODULES, ROOT, Function, all_functions, functions, listed, place, walk
 
 # What need not be installed may be imported where it is used: all that is neither Python's nor a dependency. So may
 # what a platform or a Python may lack, and what needs such a library itself.
@@ -28,7 +28,7 @@ def test_no_hasattr() -> None:
 
 
 def calls(name: str, function: str) -> list[ast.Call]:
-    found = [n for n in ast.walk(MODULES[name][1]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    found = [n for n in walk(MODULES[name][1]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     return [n for n in found if n.func.id == function]  # type: ignore[attr-defined]
 
 
@@ -43,7 +43,7 @@ def test_keyword_arguments_without_a_name_are_read_and_not_passed_through() -> N
             continue  # what stands in for a function of torch takes what torch hands over
         foreign = {
             method
-            for cls in ast.walk(tree)
+            for cls in walk(tree)
             if isinstance(cls, ast.ClassDef) and any(_is_foreign(base, tree) for base in cls.bases)
             for method in cls.body
         }
@@ -56,16 +56,16 @@ def test_keyword_arguments_without_a_name_are_read_and_not_passed_through() -> N
 
 def _is_foreign(base: ast.expr, tree: ast.Module) -> bool:
     """Whether the module imports this base class from outside of qkeel."""
-    own = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not (n.module or "").startswith("qkeel")]
+    own = [n for n in walk(tree) if isinstance(n, ast.ImportFrom) and not (n.module or "").startswith("qkeel")]
     return isinstance(base, ast.Name) and base.id in {alias.asname or alias.name for n in own for alias in n.names}
 
 
 def _reads(node: Function, readers: set[str]) -> bool:
     """Whether **options are used as a value of their own, or unpacked into one of the readers."""
     assert node.args.kwarg is not None
-    calls = [(n, k.value) for n in ast.walk(node) if isinstance(n, ast.Call) for k in n.keywords if k.arg is None]
+    calls = [(n, k.value) for n in walk(node) if isinstance(n, ast.Call) for k in n.keywords if k.arg is None]
     passed = {id(value) for call, value in calls if ast.unparse(call.func) not in readers}
-    uses = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == node.args.kwarg.arg]
+    uses = [n for n in walk(node) if isinstance(n, ast.Name) and n.id == node.args.kwarg.arg]
     return any(id(n) not in passed for n in uses)
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_imported_inside_a_function_but_what_may_be_missing() -> None
     for name, node in all_functions().items():
         if name.startswith(("qkeel.cli.", "qkeel.__main__.")):
             continue
-        for n in ast.walk(node):
+        for n in walk(node):
             wanted = [a.name for a in n.names] if isinstance(n, ast.Import) else []
             wanted += [n.module or "."] if isinstance(n, ast.ImportFrom) else []
             late += [f"{name} imports {w}" for w in wanted if not _is_optional(w)]
@@ -89,7 +89,7 @@ def _is_optional(module: str) -> bool:
 def test_tables_are_not_filled_at_run_time_and_there_are_no_mutable_globals() -> None:
     found = []
     for name, (_, tree) in MODULES.items():
-        found += [f"{place(name, n)} global" for n in ast.walk(tree) if isinstance(n, ast.Global)]
+        found += [f"{place(name, n)} global" for n in walk(tree) if isinstance(n, ast.Global)]
         for qualified, node in functions(tree):
             found += [f"{place(name, node)} {qualified} writes to {own}" for own in _written(node) & _tables(tree)]
     listed(found)
@@ -108,5 +108,5 @@ def _tables(tree: ast.Module) -> set[str]:
 def _written(node: Function) -> set[str]:
     """Names of outer things that a function assigns entries of."""
     local = {a.arg for a in (*node.args.args, *node.args.kwonlyargs)}
-    written = [n for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store | ast.Del)]
+    written = [n for n in walk(node) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store | ast.Del)]
     return {n.value.id for n in written if isinstance(n.value, ast.Name)} - local

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from tests.patching.private_names import PRIVATE_NAMES
 from torch import nn
 
-from .source import MODULES
+from .source import MODULES, walk
 
 TABLE = {row.name: row for row in PRIVATE_NAMES}
 
@@ -37,7 +37,7 @@ KNOWN = {name for place in places() for name in dir(place) if is_private(name)} 
 def private_names_in(tree: ast.Module) -> set[str]:
     """Private names of torch in a module: imported, read from something of torch, or known to be torch's."""
     own, of_torch, found = defined_in(tree), {"torch"}, set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             ours = [a for a in node.names if a.name.partition(".")[0] == "torch"]
             of_torch |= {a.asname for a in ours if a.asname}
@@ -45,7 +45,7 @@ def private_names_in(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             of_torch |= {a.asname or a.name for a in node.names}
             found |= {*(node.module or "").split("."), *(a.name for a in node.names)}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute):
             root = ast.unparse(node.value).partition(".")[0].partition("(")[0]
             known = node.attr in KNOWN or node.attr.startswith("_saved_")
@@ -58,8 +58,8 @@ def private_names_in(tree: ast.Module) -> set[str]:
 
 def defined_in(tree: ast.Module) -> set[str]:
     """Names that the module itself defines: they are not torch's, whatever they are called."""
-    found = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    for node in ast.walk(tree):
+    found = {n.name for n in walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for node in walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import benchmarks
 import pytest
+from tests.quick import one_in
 
 from qkeel.cli.app import main
 from qkeel.cli.inspect import (
@@ -74,7 +75,7 @@ def test_a_process_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", one_in([signal.SIGINT, signal.SIGKILL], 2))
 def test_what_ends_the_command_ends_the_measuring_process_too(sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "qkeel", "bench", "--device", "cpu"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

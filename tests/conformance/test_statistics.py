@@ -150,7 +150,7 @@ def test_statistics_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
         assert_same(logit_stats(call), recomputed(call), 1e-11, case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", one_in([torch.bfloat16, torch.float32, torch.float16], 3), ids=str)
 def test_statistics_of_low_precision_tensors_are_computed_in_float32(dtype: torch.dtype) -> None:
     for name in ("baseline", "qwen3", "olmo2", "gemma2", "cosa_logn", "capped_sink", "softpick"):
         for case, call in calls(SPECS[name], dtype, SOME[:10], seed=6):
@@ -209,7 +209,7 @@ def test_entropy_is_accurate_at_any_size_of_the_logits(size: float, dtype: torch
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_statistics_of_huge_logits_are_finite_and_entropy_is_never_negative(size: float) -> None:
     for name, spec in SPECS.items():
-        for case, call in calls(spec, torch.float32, SOME[:8], seed=9):
+        for case, call in calls(spec, torch.float32, SOME[:3], seed=9):
             stats = logit_stats(dataclasses.replace(call, q=call.q * size))
             for field in FIELDS:
                 assert not getattr(stats, field).isnan().any(), f"{field}, {name}, {case}"
@@ -297,7 +297,7 @@ def test_maxima_alone_are_those_of_the_full_statistics(name: str) -> None:
             assert torch.equal(low, full.min_logit), case
 
 
-@pytest.mark.parametrize("threshold", [-1.0, 0.0, 1.5, 100.0])
+@pytest.mark.parametrize("threshold", one_in([1.5, -1.0, 0.0, 100.0], 2))
 def test_the_share_above_is_of_signed_logits_before_the_cap(threshold: float) -> None:
     for name in ("baseline", "gemma2", "sink"):
         for case, call in calls(SPECS[name], torch.float64, SOME, seed=14):
@@ -323,9 +323,7 @@ def test_what_stands_at_hidden_keys_and_rows_changes_nothing() -> None:
 LONG = [(t, pad) for t in (1, 129, 512) for pad in ("none", "left", "right", "window")]
 
 
-@pytest.mark.parametrize(
-    ("t", "pad"), quick([*LONG, (4096, "none"), (4096, "left")], lambda case: case[0] < 512 or case[1] == "left")
-)
+@pytest.mark.parametrize(("t", "pad"), quick([*LONG, (4096, "none"), (4096, "left")], lambda case: case[0] < 512))
 def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: str) -> None:
     q, k = torch.randn(1, 2, t, 4, dtype=torch.float64), torch.randn(1, 1, t, 4, dtype=torch.float64)
     keys = torch.arange(t)

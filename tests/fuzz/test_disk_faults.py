@@ -45,6 +45,7 @@ def test_no_fault_is_silent(kind: str, name: str) -> None:
     assert ends.total() >= 200
 
 
+@pytest.mark.slow
 def test_without_checksums_damage_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hunt finds where nothing is checked: it can fail."""
     monkeypatch.setattr(files, "check_seal", lambda text, needed=False: disk.is_sealed(text))

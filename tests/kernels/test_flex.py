@@ -45,6 +45,7 @@ def near(found: Tensor, truth: Tensor, told: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle() -> None:
     window = SlidingWindow(window=5)

@@ -50,6 +50,7 @@ def long_study(config: RunConfig, out: str) -> None:
     run_plan(make_plan("lr", config, GRID), out, Execution(workers=2))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     ("kills", "longest"), [(2, 2.5), pytest.param(40, 6, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]

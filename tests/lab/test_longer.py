@@ -54,6 +54,7 @@ def done(once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(once, tmp_path / "s")
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_run_method_and_length(done: Path) -> None:
     rows = table(done)
     assert list(rows[0]) == list(EXTRAPOLATION_COLUMNS)

@@ -40,6 +40,7 @@ def parts(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return part(tiny, base / "a", 0, 1), part(tiny, base / "b", 1, 2), part(tiny, base / "whole", 0, 1, 2)
 
 
+@pytest.mark.slow
 def test_parts_made_apart_give_the_table_of_one_study(parts: tuple[Path, Path, Path], tmp_path: Path) -> None:
     a, b, whole = parts
     before = files(a), files(b)

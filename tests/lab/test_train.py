@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.fuzz.disk_model import System
-from tests.quick import one_in, quick
+from tests.quick import one_in
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
@@ -87,7 +88,7 @@ STATES = ("lalr:tau=0.3", "sigma_reparam", "qk_norm:kind=l2,gain=scalar", "qk_cl
 
 @pytest.mark.parametrize(
     ("optimizer", "remedy"),
-    quick(itertools.product(("adamw", "sgd", "muon"), STATES), lambda case: "adamw" in case or STATES[0] in case),
+    one_in(itertools.product(("adamw", "sgd", "muon"), STATES), 5),
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     tiny: Make, tmp_path: Path, optimizer: str, remedy: str
@@ -145,7 +146,8 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
         if record["step"] == 4:
             (tmp_path / "r").rename(tmp_path / "away")
 
-    with pytest.raises(RunDirectoryError, match=r"cannot (make|append to|write) .*/r/.*(does not exist|No such file)"):
+    missing = os.strerror(errno.ENOENT)
+    with pytest.raises(RunDirectoryError, match=rf"cannot (make|append to|write) .*/r/.*(does not exist|{missing})"):
         run(config, tmp_path / "r", watcher=Watcher(on_record=move))
     assert steps == [0, 2, 4]
     assert not (tmp_path / "r").exists()

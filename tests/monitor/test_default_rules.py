@@ -183,6 +183,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None:
     """With the names that it says: model, optimizer, batch. No model refuses the line of its logits."""
     setting = Setting(dtype="bf16", kernel="eager", head_dim=4, norm="rms")
+    run = set()
     for kind, (make, expected) in KINDS.items():
         model = make()
         x = batch(0).to(next(model.parameters()).dtype)
@@ -192,7 +193,8 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None
             optimizer.step()
         lines = {rule.name: rule.remedy for rule in fitted(rules_for(setting), model, monitor.sites)}
         assert expected in lines["growth"], (kind, lines["growth"])
-        for line in sorted(set(lines.values())):
+        for line in sorted({lines["growth"], *lines.values()} - (run - {lines["growth"]})):
+            run.add(line)
             fresh = make()
             optimizer = torch.optim.AdamW(fresh.parameters())
             with watch(fresh, optimizer, rules=[]):  # the script is watched when a line is pasted into it

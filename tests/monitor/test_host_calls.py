@@ -36,13 +36,14 @@ names, sizes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 if not logit_pass.ready():
     raise SystemExit("no compiler")
 def calls(name, layers):
-    return Case(lambda n: transformers_model("Llama", n), layers, WATCHERS.get(name)).python_calls(6)
+    return Case(lambda n: transformers_model("Llama", n), layers, WATCHERS.get(name)).python_calls(4)
 def passes(search, layers):
     case = Case(lambda n: transformers_model("Llama", n), layers, None)
     return passes_of(SEARCHES[search], case.model, case.optimizer, case.ids)
 plain = {n: calls("", n) for n in sizes}
 calls = {name: [calls(name, n) - plain[n] for n in sizes] for name in names}
-print(json.dumps({"calls": calls, "passes": {search: [passes(search, n) for n in sizes] for search in SEARCHES}}))
+found = {search: [passes(search, n) for n in (sizes[0], sizes[-1])] for search in SEARCHES}
+print(json.dumps({"calls": calls, "passes": found}))
 """
 
 
@@ -79,7 +80,7 @@ def test_a_layer_takes_few_calls_of_python(name: str, found: dict[str, dict[str,
 def test_a_search_takes_few_passes_at_any_depth(
     search: str, most: int, found: dict[str, dict[str, list[float]]]
 ) -> None:
-    assert found["passes"][search] == [most] * len(LAYERS)
+    assert found["passes"][search] == [most, most]
 
 
 def test_the_parts_of_a_step_are_functions_that_there_are() -> None:

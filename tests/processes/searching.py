@@ -128,8 +128,9 @@ def late_processes() -> None:
             warnings.simplefilter("always")
             assert all(site.verified for site in searched(model))
         waited = [str(w.message) for w in said if "waits for" in str(w.message)]
-        assert len(waited) == (dist.rank() == 0), waited
-        assert all("waits for process 1, at most 60 seconds" in text for text in waited)
+        # On a busy machine each may wait again, for the other one: who was late by a second is named first.
+        assert waited or dist.rank() == 1
+        assert all(f"waits for process {1 - dist.rank()}, at most 60 seconds" in text for text in waited), waited
         if dist.rank() == 0:
             time.sleep(2)
         with pytest.raises(QkeelError, match="floats"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import resource
@@ -84,4 +85,4 @@ def test_a_full_stream_of_output_is_said_and_is_exit_code_1(
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
         assert main(["presets"]) == 1
-    assert "cannot write the output: No space left on device" in capsys.readouterr().err
+    assert f"cannot write the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err

@@ -60,7 +60,9 @@ def test_attention_is_found_in_two_passes(build: Callable[[], nn.Module]) -> Non
 
 @pytest.mark.parametrize(
     ("build", "name"),
-    quick(itertools.product((own, llama), REMEDIES), lambda case: case[0] is llama or case[1] in [*REMEDIES][::5]),
+    quick(
+        itertools.product((own, llama), REMEDIES), lambda case: case[1] in [*REMEDIES][:: 2 if case[0] is llama else 5]
+    ),
 )
 def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn.Module], name: str) -> None:
     torch.manual_seed(0)

@@ -214,6 +214,7 @@ def test_it_is_seen_and_its_rows_are_found_under_every_alias(name: str) -> None:
     assert len(seen(model, x)) == 1
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
     from torch._dynamo.utils import counters
 
@@ -233,6 +234,7 @@ def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_function_around_it_still_compiles_in_one_piece() -> None:
     torch._dynamo.reset()
 

@@ -281,6 +281,7 @@ def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
     assert (nothing[0] == 0).all()
 
 
+@pytest.mark.slow
 def test_ten_thousand_calls_keep_no_memory() -> None:
     q, k, v = (torch.randn(1, 1, 32, 8, requires_grad=True) for _ in range(3))
 

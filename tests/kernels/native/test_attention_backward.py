@@ -217,6 +217,7 @@ def test_twice_differentiated_it_raises_and_says_so() -> None:
         first.sum().backward()
 
 
+@pytest.mark.slow
 def test_torch_accepts_the_operator() -> None:
     op = torch.ops.qkeel_native.attention_backward.default
     for case in (Case(t=5, widths=(16, 8)), Case(t=9, mask="pairs", cap=5.0, alibi=True)):

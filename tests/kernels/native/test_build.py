@@ -224,6 +224,7 @@ def start(**environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_compile_once_and_agree(
     library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

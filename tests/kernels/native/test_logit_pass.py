@@ -345,6 +345,7 @@ def test_nothing_to_look_at_is_no_maximum() -> None:
     assert ops.logsumexp_bracket(torch.randn(2, 3, 0), None, True, 5)[0].tolist() == [-torch.inf] * 3
 
 
+@pytest.mark.slow
 def test_torch_accepts_every_operator() -> None:
     ops = torch.ops.qkeel_native
     q, k, scale = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.tensor(0.3).expand(2, 4, 9)

@@ -226,6 +226,7 @@ def test_twice_differentiated_a_norm_raises_and_a_rotation_does_not() -> None:
         torch.autograd.grad(first.sum(), x)
 
 
+@pytest.mark.slow
 def test_torch_accepts_every_operator() -> None:
     ops = torch.ops.qkeel_native
     x, gain = torch.randn(2, 3, 5, 16, requires_grad=True), torch.rand(16).add(0.5).requires_grad_()
@@ -262,6 +263,7 @@ def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
             ops.norm_rope(*args)
 
 
+@pytest.mark.slow
 def test_ten_thousand_calls_keep_no_memory() -> None:
     x = torch.randn(1, 2, 64, 64, requires_grad=True)
     gain = torch.ones(64, requires_grad=True)
@@ -275,6 +277,7 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
     assert call(10_000) - before < 16 * 1024  # one call's tensors are 130 KiB
 
 
+@pytest.mark.slow
 def test_ten_thousand_calls_past_the_dispatcher_keep_no_memory() -> None:
     native, x, gain = operators.functions(), torch.randn(1, 2, 64, 64), torch.ones(64)
     assert native is not None

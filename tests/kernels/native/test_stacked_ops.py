@@ -168,6 +168,7 @@ def test_a_run_that_is_not_finite_leaves_the_others_alone() -> None:
     assert all(torch.equal(g[[0, 2]], e[[0, 2]]) for g, e in zip(gradients, expected))
 
 
+@pytest.mark.slow
 def test_torch_accepts_the_operators() -> None:
     x, w, gain = torch.randn(2, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 8)
     y, inverse = operators.rms_norm(x, gain, 1e-6)

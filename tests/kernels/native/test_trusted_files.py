@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import os
@@ -112,7 +113,7 @@ SPOILT: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "a link to nothing in place of the folder": (lambda path, m: nothing_at_the_end(path), "no C|is a link"),
     "a folder in place of the file": (lambda path, m: replaced(path, Path.mkdir), "not a regular file"),
     "a pipe in place of the file": (lambda path, m: replaced(path, os.mkfifo), "not a regular file"),
-    "a file in place of the folder": (lambda path, m: replaced_by_a_file(path), "Not a directory"),
+    "a file in place of the folder": (lambda path, m: replaced_by_a_file(path), os.strerror(errno.ENOTDIR)),
 }
 
 

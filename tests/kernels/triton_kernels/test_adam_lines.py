@@ -83,6 +83,8 @@ def test_any_weights_and_options_give_the_formula_in_float64_and_the_squares() -
     check_seeds(range(2, 80))
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_at_rate_1_it_is_torchs_fused_step_to_a_few_roundings() -> None:
     for kind, more in VARIANTS:
         t = made((5, 64), (16, 8), (24,), top=more.get("amsgrad", False))
@@ -181,6 +183,8 @@ class Operators(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_lalr_moves_the_bytes_of_adamw_and_few_for_each_line(
     launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +297,8 @@ def test_what_others_write_is_seen_and_what_the_kernels_write_is_told(
     assert launches == {"step": 4, "sum": 1}
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_checkpoints_go_on_in_the_pass_or_without_it(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     grads = list(gradients(attention(torch.float32), 8))
     found: list[list[Tensor]] = []

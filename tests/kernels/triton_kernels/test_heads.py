@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import one_in
 from torch import Tensor, nn
 
 import qkeel
@@ -101,7 +102,7 @@ def near(found: Tensor, true: Tensor, new: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", one_in(DTYPES, 3), ids=str)
 @pytest.mark.parametrize("even", [True, False])
 def test_heads_are_copied_measured_interpolated_and_scaled(dtype: torch.dtype, even: bool) -> None:
     check(dtype, "cpu", even)
@@ -157,7 +158,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("remedy", LAUNCHED)
+@pytest.mark.parametrize("remedy", one_in(LAUNCHED, 3))
 def test_remedies_train_as_by_torchs_operators_and_launch_as_much_for_any_number_of_weights(
     remedy: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,8 @@ def test_twice_differentiated_a_norm_raises_and_a_rotation_does_not() -> None:
         torch.autograd.grad(first.sum(), x)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_torch_accepts_every_operator() -> None:
     ops = torch.ops.qkeel_triton
     x, gain = torch.randn(1, 2, 1, 16, requires_grad=True), torch.rand(16).add(0.5).requires_grad_()

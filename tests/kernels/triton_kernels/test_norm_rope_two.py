@@ -52,6 +52,8 @@ def found(case: Given, apart: bool = False) -> list[Tensor]:
     return [*out, *torch.autograd.grad(loss, [*leaves, *gains.values()])]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("part", one_in(range(2), 2))
 def test_the_bits_are_those_of_two_launches(part: int, launches: list[str]) -> None:
@@ -159,6 +161,8 @@ def test_a_rotation_is_differentiable_twice_and_a_norm_once(launches: list[str])
                 torch.autograd.grad(total, [q, k])
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_torch_accepts_the_operators(launches: list[str]) -> None:
     ops = torch.ops.qkeel_triton
     q, k = torch.randn(1, 2, 2, 16, requires_grad=True), torch.randn(1, 1, 2, 16, requires_grad=True)

@@ -72,6 +72,8 @@ def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
         torch.testing.assert_close(ours.double(), all_rows, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_each_row_of_a_stratum_is_taken_as_often(through_triton: list[Any]) -> None:
     n = 1500
     q, k = torch.zeros(1, 1, 9 * n, 16), torch.zeros(1, 1, 1, 16)
@@ -130,6 +132,8 @@ def populations(t: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(through_triton: list[Any]) -> None:
     from qkeel.kernels.triton import statistics as sampled
 
@@ -176,6 +180,8 @@ def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> Non
     assert nothing.n.tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("kind", one_in(BROKEN, 4))
@@ -197,6 +203,8 @@ def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_
     assert ends[:, ~told].isfinite().all()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_is_the_same(
     through_triton: list[Any],
 ) -> None:

@@ -152,6 +152,8 @@ def test_a_cpu_tensor_never_goes_through_triton() -> None:
     assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_tiles_that_every_row_sees_whole_have_the_same_statistics_and_show_what_is_no_number(
@@ -205,7 +207,7 @@ def test_every_row_is_written(through_triton: list[Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("kind", one_in(BROKEN, 2))
+@pytest.mark.parametrize("kind", one_in(BROKEN, 4))
 def test_nan_and_overflow_reach_every_statistic_and_nothing_is_certified(kind: str, through_triton: list[Any]) -> None:
     told = torch.tensor([h in BROKEN[kind] for h in range(4)])
     for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(5.0))):
@@ -239,6 +241,8 @@ def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(t
     assert (rows.smallest == -torch.inf).all()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_foreign_model_is_watched_by_one_kernel_a_layer(
     through_triton: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
