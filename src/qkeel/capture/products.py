@@ -23,9 +23,9 @@ class ProductOperand:
     """A factor of a product: `x`, whose dimensions `summed` the product sums over.
 
     `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
-    dimensions of x, -1 in columns that are no keys. It is an expanded view as far as the vector does not change, and
-    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None where what was
-    done to the scores has lost it.
+    dimensions of x, -1 in columns that are not keys. It is an expanded view as far as the vector does not change, and
+    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None if an operation
+    on the scores has lost it.
     """
 
     x: Tensor
@@ -38,7 +38,7 @@ class ProductOperand:
         return arranged.reshape(-1, arranged.shape[-1])
 
     def picked(self, index: Int64[Tensor, ...]) -> Float[Tensor, "... d"]:
-        """The vectors of these numbers; the factor itself, not a copy, where they are all of its in order."""
+        """The vectors of these numbers; the factor itself instead of a copy if these are all its vectors in order."""
         arranged, flat = self._arranged(), index.reshape(-1)
         n = arranged.shape[:-1].numel()
         if len(flat) == n and torch.equal(flat, torch.arange(n, device=flat.device)):
@@ -65,7 +65,7 @@ class ProductOperand:
 
 
 def narrowed(index: Tensor) -> Tensor:
-    """An expanded tensor with one number along each dimension that it was expanded over."""
+    """Returns an expanded tensor with size 1 along each dimension that it was expanded over."""
     for dim, step in enumerate(index.stride()):
         if step == 0 and index.shape[dim] > 1:
             index = index.narrow(dim, 0, 1)
@@ -76,9 +76,9 @@ def narrowed(index: Tensor) -> Tensor:
 class Product:
     """A product of two factors, each None where the product could not be read.
 
-    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has
-    two dimensions, as a weight has: these are scores only where they are added to others. `factor` is what it is
-    multiplied by in the sum that it is a part of.
+    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has two
+    dimensions, as a weight has; the product counts as scores only if it is added to other scores. `factor` multiplies
+    it in the sum that it is part of.
     """
 
     left: ProductOperand | None
@@ -97,7 +97,7 @@ class Product:
 
 
 def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None = None) -> bool:
-    """True if there is a dimension of queries and one of keys, besides that of number `but`: along each, one factor
+    """True if there is a dimension of queries and one of keys, other than dimension `but`: along each, one factor
     changes and the other does not."""
     if sides is None or (index := sides[0].index) is None:
         return False
@@ -106,7 +106,8 @@ def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None =
 
 
 def along_keys(sides: tuple[ProductOperand, ProductOperand] | None, dim: int) -> bool:
-    """True if a dimension may be one of keys: one factor changes along it and the other does not, or it is one key."""
+    """True if a dimension may be one of keys: one factor changes along it and the other does not, or there is only one
+    key."""
     if sides is None or (index := sides[0].index) is None:
         return False
     return index.shape[dim] == 1 or sides[0].varies(dim) != sides[1].varies(dim)
@@ -136,7 +137,7 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
 
 
 def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> ProductOperand:
-    """The factor x of `out`, whose dimensions that are not summed over are these dimensions of `out`."""
+    """The factor x of `out`; the dimensions of x that are not summed over are these dimensions of `out`."""
     index = torch.zeros((1,) * out.ndim, dtype=torch.int64)
     kept = [i for i in range(x.ndim) if i not in summed]
     step = 1
@@ -150,7 +151,7 @@ def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tens
 
 
 def is_weight(x: object) -> bool:
-    """True of a parameter or a view of one, as in a product with every expert's matrix."""
+    """True for a parameter or a view of one, as in a product with every expert's matrix."""
     return isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and isinstance(base_of(x), nn.Parameter))
 
 
@@ -218,10 +219,10 @@ def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | N
 class Scores:
     """A tag on a tensor of scores: its origin, hidden pairs, the logits before a cap, which columns are keys.
 
-    `parts` are the products that they are the sum of, `lost` says what else is in them and could not be followed.
-    `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
-    others (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
-    (`normalised`), was subtracted. `below`: a function mode alone does not see all that happened to them.
+    `parts` are the products whose sum they are, `lost` says what else is in them and could not be followed.
+    `before_tanh` is the input of a tanh whose factor has not been applied yet. `keys` are the columns that are keys, if
+    other columns (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
+    (`normalised`), was subtracted. `below`: a function mode alone does not see everything that happened to them.
     """
 
     parts: tuple[Product, ...]
@@ -239,18 +240,18 @@ class Scores:
 
     @property
     def table(self) -> bool:
-        """True if they are no scores by themselves: products with what may be a weight."""
+        """True if they are not scores by themselves, but products with a possible weight."""
         return all(part.table for part in self.parts)
 
     def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
-        """The same with more pairs hidden."""
+        """Returns the same scores with more pairs hidden."""
         more = more.to(torch.bool).broadcast_to(like.shape)
         return dataclasses.replace(self, hidden=more if self.hidden is None else self.hidden | more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """Tag of a softmax output that is on its way to the values; None for the site of one that is missed."""
+    """Tag of a softmax output that is on its way to the values; its site is None if the attention is missed."""
 
     site: str | None = None
 
@@ -272,12 +273,12 @@ class Powers:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lost:
-    """Tag of what an operation made of scores that is not understood: a softmax over it is an attention all the same.
+    """Tag of the result of an operation on scores that is not understood; a softmax over it is still an attention.
 
     `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
-    something else. `others` are more numbers of which one may be that of queries: where all heads share their keys, a
-    product does not tell heads and queries apart. `doubtful`: only one of these is left, so that a softmax over it is
-    not known to be attention. `frame` is where the product was made, `products` says of what.
+    something else. `others` are further possible numbers of queries: if all heads share their keys, a product does not
+    distinguish heads from queries. `doubtful`: only one of these is left, so that a softmax over it is not known to be
+    attention. `frame` is where the product was made, `products` what it was made of.
     """
 
     operation: str
@@ -289,11 +290,11 @@ class Lost:
     doubtful: bool = False
 
     def passes_to(self, out: Tensor) -> bool:
-        """True if a tensor may be one number per query and key still."""
+        """True if a tensor may still be one number per query and key."""
         return self._has(out, self.rows)
 
     def may_pass_to(self, out: Tensor) -> bool:
-        """The same, whichever number is that of queries."""
+        """Like `passes_to`, for any possible number of queries."""
         return any([self._has(out, n) for n in (self.rows, *self.others)])  # noqa: C419
 
     def _has(self, out: Tensor, rows: int) -> bool:
@@ -309,7 +310,8 @@ Tag = Scores | Product | RowTop | Powers | Weights | Lost
 
 
 class Tags:
-    """Tags by the identity of a tensor, gone with it. Never by its address, which batched tensors don't have."""
+    """Tags by the identity of a tensor; a tag is dropped with its tensor. The address is not used, because batched
+    tensors have none."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
@@ -334,7 +336,7 @@ class Tags:
             self.weights.append(x)
 
     def of_scores(self) -> list[tuple[Tensor, Scores]]:
-        """The tensors of scores that are there still, with their tags."""
+        """The tensors of scores that still exist, with their tags."""
         alive = [(ref(), tag) for ref, tag in self._of.values()]
         return [(x, tag) for x, tag in alive if x is not None and isinstance(tag, Scores)]
 

@@ -25,8 +25,7 @@ _ROWS = 1 << 22  # pairs that are looked at together
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
-    """The one name of a layer of which both are known: that of its other source, else of its visible sets, else of its
-    latents.
+    """The type of a layer: "cross" for keys of another source, "latent" for full latents, else its visible sets.
 
     >>> layer_type("sparse", "latent"), layer_type("full", "latent"), layer_type("window", "other")
     ('sparse', 'latent', 'cross')
@@ -41,8 +40,8 @@ def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
 class VisibleSets:
     """What the visible sets of one call show.
 
-    `blocks`: they are full within groups of neighbouring tokens and empty between them. Packed sequences look so, and
-    so does attention in chunks; `told_apart` says which it is. `queries` is how many there were.
+    `blocks`: they are full within groups of neighbouring tokens and empty between them. Packed sequences and attention
+    in chunks both look like this; `told_apart` distinguishes them. `queries` is how many there were.
     """
 
     visible: VisibleType
@@ -51,8 +50,8 @@ class VisibleSets:
 
 
 def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
-    """The visible types of the sites of one pass: blocks are windows where another site that saw as many queries was
-    full without any. Sequences that are packed are apart in every layer.
+    """The visible types of the sites of one pass: blocks are windows if another site with as many queries is full
+    without blocks. Packed sequences are separate in every layer.
 
     >>> packed = VisibleSets(visible="full", blocks=True, queries=8)
     >>> told_apart({"a": packed, "b": packed})
@@ -72,11 +71,12 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     """What the visible sets of a call show.
 
     Keys that every query sees, such as sinks and memory, say nothing and are left out, as are keys that no query sees.
-    Of the others, in their order, a row's set is a span or not. All rows have spans: a *window* where the beginning of
-    the span moves on by one key from one query to the next, else *full*. Some row has none: *sparse*, unless tokens are
-    grouped and see exactly their group (*full*, in blocks that need not be neighbours). Keys that are not as many as
-    the queries are *compressed* where they are fewer, or where the last visible key does not move on by one with each
-    query; of another source they are not, whatever their number. Keys that were gathered for each query are *sparse*.
+    In the others, in their order, the keys that a row sees either form a span or do not. All rows have spans: a
+    *window* if the beginning of the span advances by one key from one query to the next, else *full*. Some row has
+    none: *sparse*, unless tokens are grouped and see exactly their group (*full*, in blocks that need not be
+    neighbours). If keys and queries differ in number, the keys are *compressed* if they are fewer, or if the last
+    visible key does not advance by one with each query; keys of another source are never compressed. Keys that were
+    gathered for each query are *sparse*.
 
     It waits for the device once or twice, and keeps no number per pair.
     """

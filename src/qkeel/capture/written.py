@@ -1,9 +1,10 @@
 """Hand-written attention, followed from q kᵀ to its softmax.
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
-other one ends it. What such a one made is followed as lost, and a softmax of that is an attention that is missed. The
-softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the product with the
-values is no score. A softmax that is written out, as exponentials over their sum, is treated alike.
+other one ends it. The output of any other operation is tagged as lost, and a softmax over it is reported as a missed
+attention. The softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the
+product with the values does not count as scores. A softmax that is written out, as exponentials over their sum, is
+treated alike.
 
 Statistics come from what the softmax received and from the masks met on the path, never from q·k·scale computed again:
 a scale or a bias may be anywhere.
@@ -103,7 +104,7 @@ class EagerAttentionTracer:
         return bool(self.tags) or name in PRODUCTS or (name in OUTER and may_be_outer(args))
 
     def follow(self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Take one call of a torch function into account; its name without underscores around it."""
+        """Processes one call of a torch function, given its name without outer underscores."""
         found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs, out)
         if found is not None and not any(self._is_made(x) for x in found.operands):
             assert isinstance(out, torch.Tensor)
@@ -393,9 +394,9 @@ def seen_call(
 def index_call(
     tag: Scores | Lost, x: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
 ) -> ScoresCall:
-    """The scores x by which keys are chosen as a call: what a softmax over them would take, and no values.
+    """Returns the scores x by which keys are chosen as a call: what a softmax over them would take, without values.
 
-    Hidden are pairs at or below what hides in a mask, and those that are chosen whatever the others are (+inf).
+    A pair is hidden if a mask with its score would hide it, or if it is always chosen (+inf).
     """
     tag = tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
     keys, x = x.ndim - 1, x.detach()
@@ -495,7 +496,7 @@ def _layout(
 
 
 def hints(frame: ModuleCall) -> frozenset[int]:
-    """The numbers that the innermost module which has any calls heads."""
+    """The head counts of the innermost module that states any."""
     return next((found for f in frame.line() if (found := head_counts(f.module))), frozenset())
 
 

@@ -129,12 +129,12 @@ def example(command: str) -> str:
 
 
 def group(command: str) -> str:
-    """Returns the group of `qkeel --help` that a command stands in."""
+    """Returns the group of `qkeel --help` that lists a command."""
     return next((name for name, members in GROUPS.items() if command in members), "Compare")
 
 
 def overview() -> str:
-    """Returns the text of `qkeel --help`: commands by what they are for, each with its line, and what to type first."""
+    """Returns the text of `qkeel --help`: commands by purpose, each with one line, and what to type first."""
     lines = {command: line for command, (_, line) in commands().items()}
     width = max(map(len, lines)) + 4
     parts = []

@@ -47,7 +47,7 @@ class LogitPath:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """The q or k of a call: x [b h t d], called `what`, and how it came about."""
+    """The q or k of a call: x [b h t d], called `what`, and how it was computed."""
 
     x: Tensor
     what: str
@@ -93,10 +93,10 @@ def logit_terms(
 def sum_terms(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
-    """The terms of a sum of products, each q [b h t d] · k [b g s d], as `logit_terms` of one.
+    """The terms of a sum of products, each q [b h t d] · k [b g s d], like `logit_terms` for one.
 
     Raises:
-        UnknownRowsError: those of one of them are unknown; with its number.
+        UnknownRowsError: the rows of one product are unknown; the message gives its number.
     """
     terms, normed = [], False
     for i, (q, k) in enumerate(products):
@@ -307,7 +307,8 @@ _AT_ONCE = 64  # slices whose powers of two a float holds; in half precision the
 
 def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool = True) -> np.ndarray | None:
     """The features [m features] of a projection that each of the m slices of x along a dimension uses, by two gradients
-    for up to 64 slices. None where several slices use a feature, `by_token` at one token, or no gradient arrives.
+    for up to 64 slices. None if several slices use the same feature (with `by_token`, at the same token), or no
+    gradient arrives.
 
     Both gradients are of a random combination of the numbers of x. In the second one slice i counts 2ⁱ times as much: a
     backward pass is linear, and multiplying by a power of two rounds nothing, so where slice i alone uses a feature the
@@ -359,8 +360,8 @@ def layout_of(
 ) -> HeadLayout | None:
     """The layout of scores of this shape, softmax over dimension `keys`; None if the experiment does not show it.
 
-    Heads are the dimensions along which q changes its features, or k where q does not change at all. Of the others
-    the queries are the last along which k does not change; without such a one, the last but one of all.
+    Heads are the dimensions along which q changes its features, or k where q does not change at all. Among the others,
+    the queries are the last along which k does not change or, without one, the last but one of all.
     """
     walks = [_walk(side, frame, names) for side in (sides.query, sides.key)]
     splits: dict[int, Split] = {}
@@ -446,7 +447,7 @@ def _are_features(side: ProductOperand, found: Walk | None, keys: int) -> bool:
 def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None:
     """The parts that a dimension of x consists of, with its heads; (m, 1, 1) if all slices use the same features.
 
-    None where that cannot be said: no feature is reached, or features are shared by some slices and not by others.
+    None if this is undecided: no feature is reached, or features are shared by some slices and not by others.
     """
     size = x.shape[dim]
     splits: set[Split] = set()
@@ -499,7 +500,7 @@ def _split(used: Bool[Tensor, "m features"]) -> Split | None:
 
 @contextmanager
 def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
-    """While it lasts gradients do not pass the others: what reaches a projection came to it directly."""
+    """A context in which gradients do not pass the others: what reaches a projection came to it directly."""
     with ExitStack() as undo:
         for other in among:
             if other.node is not one.node:
@@ -509,7 +510,7 @@ def only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
 
 @contextmanager
 def opened(nodes: Sequence[Node]) -> Iterator[None]:
-    """While it lasts gradients pass norms as if these multiplied by a constant."""
+    """A context in which gradients pass norms as if these multiplied by a constant."""
     with ExitStack() as undo:
         for node in nodes:
             undo.callback(_pass_through(node).remove)

@@ -1,4 +1,4 @@
-"""Do the weights known for a site make its logits, head by head? Found out by changing them.
+"""Verifies, by changing weights, that those known for a site make its logits, head by head.
 
 The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
 the model is changed or run again, and what else depends on the same weights (later layers, other calls of the module)
@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedCall:
-    """An observation, and how many operators had run then."""
+    """A captured call, and how many operators had run by then."""
 
     sighting: CapturedCall
     until: int
@@ -82,7 +82,7 @@ class Verification:
 
     @torch.no_grad()
     def is_of_known_kind(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> bool:
-        """True if the same operators make the same of the weights of this site as of those of one that is confirmed."""
+        """True if the operators treat the weights of this site as they treat those of a confirmed one."""
         try:
             experiment = _Experiment(self, site, calls)
             return not any(experiment.unfit()) and experiment.is_known()
@@ -334,8 +334,8 @@ def _heads(numbers: Sequence[int]) -> str:
 
 @final
 class Path:
-    """The way to the logits of one site: `own`, operators from the products with its weights on, and `wide`, those
-    from the input of its module, `boundary`, on. `changed` is the memory of the weights and of that input.
+    """The path to the logits of one site: `own` are the operators from the products with its weights onwards, `wide`
+    those from the input of its module, `boundary`, onwards. `changed` is the memory of the weights and of that input.
 
     What a weight is multiplied by counts as fixed in `own`, whatever else depends on the weight.
     """
@@ -441,11 +441,11 @@ class ChangedWeights:
         return {place(self.parameters[name]): value for name, value in self._base.items()}
 
     def rotated(self, chosen: Iterable[Chosen]) -> dict[Place, Tensor]:
-        """Each row of the chosen heads is in the place of the next of its head; one row alone has the other sign.
+        """Moves each row of the chosen heads to the place of the next row of its head; a single row changes its sign.
 
-        A norm over the head, or over all heads together, is what it was: no other head changes by it. Rows that make
-        queries and keys alike are stretched instead, since no rotation of both changes their product. What is returned
-        holds until the next change.
+        A norm over the head, or over all heads together, keeps its value, so no other head changes. Rows that make
+        queries and keys alike are stretched instead, since no rotation of both changes their product. The result is
+        valid until the next change.
         """
         return self._with(
             (rows, index, self._other(s, rows[index])) for s, heads in chosen for rows, index in self._rows(s, heads)
@@ -540,7 +540,7 @@ class _Kind:
     unscaled: str = ""
 
     def zeros_as_in(self, other: _Kind) -> bool:
-        """True if nothing is zero, hidden or an index here that is not there too."""
+        """True if whatever is zero, hidden or an index here is so there too."""
         if self.empty != other.empty or not all(map(torch.equal, self.visible, other.visible)):
             return False
         return all(map(self._alike, self.given, other.given))
@@ -566,11 +566,12 @@ class _Form:
         self._met: dict[int, tuple[Tensor, Hashable]] = {}  # by id: an operator's output is the argument of others
 
     def number(self, m: int) -> int:
-        """The number of some memory."""
+        """The number of a piece of memory."""
         return self._numbers.setdefault(m, len(self._numbers))
 
     def of(self, value: object, *, made: bool = False) -> Hashable:
-        """Arguments, or what an operator `made`, as something that is equal for all that differ in numbers alone."""
+        """Returns a value for arguments, or for what an operator `made`, that is equal if they differ only in
+        numbers."""
         if isinstance(value, Tensor):
             if (known := self._met.get(id(value))) is not None:
                 return known[1]
@@ -623,7 +624,7 @@ class RepeatedLogits:
 
     @torch.no_grad()
     def of_several(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The logits of each of n changes, from what `self.tensors` are then, [n ...] each."""
+        """The logits of each of n changes, from the values of `self.tensors` under each, [n ...]."""
         n, given = len(tensors[0]), iter(tensors)
         found = []
         for call, rows in zip(self._calls, self._rows):

@@ -78,10 +78,10 @@ class Adaptive(Cadence):
     """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has changed.
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
-    where there is none (dropout, a GPU) scale·max|q|·max|k|, and of hand-written attention the maximum itself. Changed
-    means by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models
-    are not read between measurements, and several processes must decide alike: there it is every `most` steps, and
-    every `least` of the first `start`, in which logits change most.
+    without one (dropout, a GPU) scale·max|q|·max|k|, and for hand-written attention the maximum itself. Changed means
+    by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models are not read
+    between measurements, and several processes must decide alike: there it is every `most` steps, and every `least` of
+    the first `start`, in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
     [0, 2, 4, 6, 9]
@@ -119,8 +119,8 @@ LEAST = 1.0  # nats; bounds under it are all the same: a softmax does not care
 
 @final
 class MeasuredSteps:
-    """Counts the passes and steps of a run and asks the cadence which of them are measured. Training passes belong
-    to an optimizer's step where there is an optimizer; each other pass is counted by itself, that of each model apart.
+    """Counts the passes and steps of a run and asks the cadence which of them are measured. Training passes belong to
+    an optimizer's step where there is an optimizer; every other pass counts by itself, separately for each model.
     """
 
     def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
@@ -133,7 +133,7 @@ class MeasuredSteps:
         self._bound = BoundChange()
 
     def due(self, model: str, training: bool, compiled: bool) -> Look:
-        """The readings of the pass of a model that begins; asked once for each."""
+        """Returns what to measure in the pass of a model that begins; called once for each pass."""
         phase: Phase = "train" if training else "eval"
         self._passes[phase, model] += 1
         now = self.done if training and self._by_optimizer else self._passes[phase, model] - 1
@@ -148,7 +148,7 @@ class MeasuredSteps:
         return sum(n for (of, _), n in self._passes.items() if of == phase)
 
     def rounds(self, phase: Phase) -> int:
-        """The passes that every model has made, so many or more."""
+        """The number of passes that every model has made at least."""
         return min(n for (of, _), n in self._passes.items() if of == phase)
 
     @property
@@ -192,7 +192,8 @@ class BoundChange:
     device.
 
     Bounds are compared with bounds: lse and the maximum are up to ln n apart. They are read one step late, when they
-    have come from the device by themselves. Where several processes train, `factor` stays 1: all must decide alike.
+    have arrived from the device without waiting. Where several processes train, `factor` stays 1: all must decide
+    alike.
     """
 
     def __init__(self) -> None:
@@ -202,16 +203,16 @@ class BoundChange:
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def see(self, bound: Tensor) -> None:
-        """The bound of one more pass of this step."""
+        """Takes the bound of one more pass of this step."""
         self._now = bound if self._now is None else torch.maximum(self._now, bound)
 
     def measured(self) -> None:
-        """This step was measured in full: what comes next is compared with the first bound after it."""
+        """Notes that this step was measured in full: later bounds are compared with the first one after it."""
         self.factor = 1.0
         self._before, self._now, self._coming = None, None, None
 
     def step(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self._arrive()
         now, self._now = self._now, None
         if now is None or dist.world() > 1:

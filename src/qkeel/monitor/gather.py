@@ -30,14 +30,14 @@ Reduction = Literal["mean", "root_mean", "root", "max"]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialValue:
-    """The knowledge that one process has of a number: its value over some of the data, or over its part of a weight.
+    """The value of a number on one process, over its data or over its part of a weight, which a reduction combines.
 
     mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root: √Σ value²; max: the largest.
-    A process whose weight is 0 knows nothing of it.
+    A process with weight 0 contributes nothing.
 
     Args:
         value, weight: of one shape.
-        of: "data" of all processes, "weights" of those that hold unlike parts of the weights.
+        of: "data" combines all processes, "weights" those that hold different parts of the weights.
         own: the values are of the heads that this process computes, not of all heads.
     """
 
@@ -57,15 +57,15 @@ Numbers = Mapping[NumberKey, Tensor]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentRow:
-    """One number of many sites: of each of their heads, or one of each site.
+    """One number for many sites: one value per head, or one per site.
 
     Args:
         name: of the number.
         sites: their names.
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
-        weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
-        how: those of several processes make one, see PartialValue.
+        weight: the number of tokens or other data behind each mean; None for what all processes know alike. how: how
+        the values of several processes are combined, see PartialValue.
     """
 
     name: str
@@ -89,8 +89,8 @@ class SentRow:
 
 @final
 class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
-    """Numbers by site and name. Those of all sites alike are kept as rows; a site's own are taken out when it is asked
-    for."""
+    """Numbers by site and name. Numbers that all sites have are kept as rows; those of one site are extracted on
+    request."""
 
     def __init__(self, rows: Iterable[SentRow] = (), single: GivenNumbers | None = None) -> None:
         """Takes rows, and numbers that are of none; of several with one key the last counts."""
@@ -116,7 +116,7 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return SiteNumbers(self.rows, {**self.single, **other})
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> SiteNumbers:
-        """The same with all numbers changed; `change` gets their names too, and leaves the weights of shares."""
+        """Returns a copy with all numbers changed; `change` also gets their names. Weights of partial values stay."""
         rows = [dataclasses.replace(row, values=change(row.name, row.values)) for row in self.rows]
         single: dict[NumberKey, Tensor | PartialValue] = {}
         for key, x in self.single.items():
@@ -125,18 +125,18 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return SiteNumbers(rows, single)
 
     def only(self, wanted: Callable[[str], bool]) -> SiteNumbers:
-        """Those of some names."""
+        """Returns the numbers with these names."""
         single = {key: x for key, x in self.single.items() if wanted(key[1])}
         return SiteNumbers([row for row in self.rows if wanted(row.name)], single)
 
     def renamed(self, rename: Callable[[str, str], str]) -> SiteNumbers:
-        """The same of sites that are called otherwise: `rename` gets a site and the name of a number."""
+        """Returns a copy with other names of sites: `rename` gets a site and the name of a number."""
         rows = [dataclasses.replace(r, sites=tuple([rename(site, r.name) for site in r.sites])) for r in self.rows]
         return SiteNumbers(rows, {(rename(site, name), name): x for (site, name), x in self.single.items()})
 
 
 def combined(how: Reduction, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The number that several processes make; NaN where none of them knows anything."""
+    """Combines the values of several processes; NaN if none of them has any."""
     known = [w > 0 for w in weights]
     if len(values) == 1:
         return values[0].masked_fill(~known[0], torch.nan)
@@ -178,7 +178,7 @@ _LAST = frozenset(parts[-1] for parts, _, _ in MADE.values())
 
 
 def with_made(numbers: Numbers) -> Numbers:
-    """The numbers, and those that are made of them."""
+    """Returns the numbers, and those derived from them."""
     if isinstance(numbers, SiteNumbers) and not any([name in _LAST for _, name in numbers.single]):  # noqa: C419
         return numbers
     found = dict(numbers)
@@ -203,7 +203,7 @@ _WEIGHT = "weight of "
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model; and
-    what the monitor of this process says of itself, by records.MONITOR_FIELDS, which is not sent."""
+    the numbers about this process's monitor, by records.MONITOR_FIELDS, which are not sent."""
 
     stats: Mapping[str, LogitStats]
     numbers: GivenNumbers
@@ -214,7 +214,7 @@ class Measurement:
         return tuple((site, name, tuple(x.shape), how) for site, name, x, how in self._tensors())
 
     def pack(self, device: torch.device) -> Tensor:
-        """All of it as one vector, a Flag in front."""
+        """Packs everything into one vector, with a Flag in front."""
         dtype = widest(device)  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         for _, alike in itertools.groupby(self._tensors(), lambda tensor: tensor[2].dtype):
@@ -222,8 +222,8 @@ class Measurement:
         return torch.cat(parts)
 
     def each(self, change: Callable[[list[Tensor]], list[Tensor]]) -> Measurement:
-        """The same with other tensors, and numbers in the place of shares; `change` gets some at a time, in the same
-        order each time."""
+        """Returns a copy with other tensors, and numbers in place of partial values; `change` gets some at a time,
+        always in the same order."""
         stats = SiteStats.of(self.stats).each(change)
         numbers = self.numbers if type(self.numbers) is SiteNumbers else SiteNumbers((), self.numbers)
         rows, single = numbers.rows, numbers.single
@@ -291,8 +291,8 @@ MergedNumbers = tuple[Stats, Numbers]
 
 @final
 class AsyncGather:
-    """A vector on its way: gathered from all processes and copied to the host without waiting for it. `merge` makes one
-    of what they sent, so that each process ends with the same.
+    """A vector on its way: gathered from all processes and copied to the host without waiting for it. `merge` combines
+    what they sent, so that every process ends with the same numbers.
     """
 
     def __init__(
@@ -378,14 +378,14 @@ class AsyncGather:
 
 
 def word(flag: Flag, form: GatherForm) -> Tensor:
-    """A vector of this form that holds nothing but a word."""
+    """Returns a vector of this form that contains only a flag."""
     vector = torch.zeros(_size(form), dtype=torch.float64)
     vector[0] = flag
     return vector.to(dist.collective_device())
 
 
 def merged_alike(sent: Sequence[Sent]) -> MergedNumbers:
-    """The numbers of processes of which each has all heads and layers, and the same weights."""
+    """Merges the numbers of processes that each have all heads and layers, and the same weights."""
     stats: Stats
     stats, numbers, _ = sent[0]
     for other, _, _ in sent[1:]:
@@ -394,7 +394,7 @@ def merged_alike(sent: Sequence[Sent]) -> MergedNumbers:
 
 
 def shared(sent: Sequence[Mapping[NumberKey, PartialValue]]) -> dict[NumberKey, Tensor]:
-    """The numbers that several shares make."""
+    """Combines several partial values of each number."""
     found: dict[NumberKey, list[PartialValue]] = {}
     for shares in sent:
         for key, share in shares.items():

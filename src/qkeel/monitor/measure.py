@@ -60,9 +60,9 @@ Extra = Literal["gates", "updates", "residual"]
 
 
 def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
-    """The statistics that a text asks for, and what it asks for besides, joined by `+`: "all+gates", "max+gates".
+    """Returns the statistics that a text requests, and the further ones joined by `+`: "all+gates", "max+gates".
 
-    Raises: UnknownNameError for a name that there is not.
+    Raises: UnknownNameError for a name that does not exist.
 
     >>> wanted("all+gates")
     (True, frozenset({'gates'}))
@@ -88,7 +88,7 @@ class RowSums:
         self._sinks: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """A pass begins, whose rows `drop` takes back."""
+        """Begins a pass, whose rows `drop` discards."""
         self._before = dict(self._sums)
 
     def drop(self) -> None:
@@ -97,7 +97,7 @@ class RowSums:
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
-        """The rows of one more call."""
+        """Adds the rows of one more call."""
         lse = call_logsumexp(call)
         over = lse != -torch.inf  # NaN is to be seen
         if call.query_mask is not None:
@@ -135,7 +135,7 @@ class RowSums:
 
 @final
 class IndexSums:
-    """Collects, by layer, what an indexer's scores of a step are, as if a softmax took them: index_max_logit,
+    """Collects, by layer, statistics of an indexer's scores in a step, as if a softmax took them: index_max_logit,
     index_mean_logit, index_entropy [h]."""
 
     def __init__(self, tokens: PassTokens) -> None:
@@ -144,7 +144,7 @@ class IndexSums:
         self._before: dict[str, LogitStats] = {}
 
     def begin(self) -> None:
-        """A pass begins, whose calls `drop` takes back."""
+        """Begins a pass, whose calls `drop` discards."""
         self._before = dict(self._found)
 
     def drop(self) -> None:
@@ -153,7 +153,7 @@ class IndexSums:
 
     @torch.no_grad()
     def add(self, layer: str, call: ScoresCall) -> None:
-        """The scores of one more call."""
+        """Adds the scores of one more call."""
         new, known = statistics(self._tokens.on(call)), self._found.get(layer)
         same = known is not None and known.max_logit.shape == new.max_logit.shape
         self._found[layer] = merge(known, new) if same and known is not None else new
@@ -178,7 +178,7 @@ class CallStatistics:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
     def call(self, call: Seen) -> Found:
-        """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
+        """Measures everything, by a separate pass; if less is requested, a GPU uses the pass that finds just that."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         if self._wanted == "max":
@@ -187,7 +187,7 @@ class CallStatistics:
         return find(counted) if found is None else found
 
     def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
-        """The same of a call of torch's own function without a mask; None where that does not do."""
+        """Like `call`, for a call of torch's own function without a mask; None if that is not supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
@@ -206,7 +206,7 @@ class CallStatistics:
             return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
     def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
-        """Largest logits and entropies, or the former alone, from the pass that attended."""
+        """Largest logits and entropies, or the former alone, from the attention pass itself."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
@@ -226,7 +226,7 @@ _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 
 @final
 class SettingSeen:
-    """Collects what the calls have in common. Where they differ, rules that would need it stay off."""
+    """Collects what the calls have in common. If they differ, rules that need such a fact stay off."""
 
     def __init__(self) -> None:
         self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
@@ -245,7 +245,7 @@ class SettingSeen:
             self._formats.add((dtype, "eager" if written else "fused"))
 
     def see_plain(self, q: Tensor, scale: float) -> None:
-        """One call of torch's own function."""
+        """Notes one call of torch's own function."""
         self._dims.add(q.shape[-1])
         self._scales.add(scale)
         self._formats.add((q.dtype, "fused"))
@@ -276,11 +276,11 @@ def _both(site: AttentionSite) -> tuple[NormGain, ...]:
 
 @final
 class LogitChanges:
-    """Compares the logits of a probe batch before and after a step, by a pass of its own each, without gradients.
+    """Compares the logits of a probe batch before and after a step, by one extra pass each, without gradients.
 
-    Both passes draw the same random numbers, so that dropout hides no change; the model and its random streams are
-    left as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
-    pairs. Where nothing but the step has touched the weights the pass after one step is the pass before the next.
+    Both passes draw the same random numbers, so that dropout hides no change; the model and its random streams are left
+    as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
+    pairs. If nothing but the step has changed the weights, the pass after one step is the pass before the next.
     """
 
     def __init__(self, tap: Tap, probe: Arguments) -> None:
@@ -289,12 +289,12 @@ class LogitChanges:
         self._of: tuple[int, ...] = ()
 
     def before(self) -> None:
-        """The step is about to be done."""
+        """Called before the step."""
         if self._of != self._versions():
             self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
 
     def after(self) -> dict[tuple[str, str], Tensor]:
-        """The step is done: by how much the logits have changed, per site and head."""
+        """Called after the step; returns by how much the logits have changed, per site and head."""
         old, new = self._calls, self._tap.calls(*self._probe)
         self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
         found = {}
@@ -317,7 +317,7 @@ def frozen(call: Seen) -> Seen:
 
 
 def change_between(before: Seen, after: Seen) -> LogitChange | None:
-    """The change of the logits between two calls of one site with the same batch; None where they are not alike."""
+    """The change of the logits between two calls of one site with the same batch; None if they do not match."""
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
@@ -331,7 +331,7 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
 
 @final
 class WatchedSites:
-    """Finds the sites of a model by one more forward pass, and says why where it can't.
+    """Finds the sites of a model by one more forward pass, or says why it cannot.
 
     `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
     those whose weights can be read. `all.missed` were seen but not understood.
@@ -357,7 +357,8 @@ class WatchedSites:
         self.errors = 0  # searches that failed
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        """Finds them from the arguments of a pass that is about to begin. Returns whether that pass can be measured.
+        """Finds the sites from the arguments of a pass that is about to begin. Returns whether that pass can be
+        measured.
 
         Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
         """
@@ -393,19 +394,19 @@ class WatchedSites:
 
     @property
     def unaccompanied(self) -> bool:
-        """True where a pass of the model is one of all processes, and not all of them watch."""
+        """True if a pass of the model involves all processes, and not all of them watch."""
         return spread(self.model) and not self._group.several
 
     def see(self, name: str, call: Seen) -> None:
-        """A call of a site. Its visible sets are looked at if it has more queries than any before: a window that is
-        longer than the sequence hides nothing."""
+        """Takes a call of a site. Its visible sets are examined if it has more queries than any before: a window that
+        is longer than the sequence hides nothing."""
         known = self._sets.get(name)
         if known is None or call.query_shape[1] > known.queries:
             origins: dict[str, KeyOrigin] = {site.name: site.origin for site in self.all}
             self._sets[name], self._fresh = visible_sets(call, origins.get(name, "tokens")), True
 
     def pass_over(self) -> None:
-        """Gives sites that showed other visible sets than so far another type."""
+        """Changes the type of sites that showed other visible sets than before."""
         if not self._fresh:
             return
         self._fresh, seen = False, told_apart(self._sets)
@@ -422,7 +423,7 @@ class WatchedSites:
         return failed
 
     def report(self, seen: bool) -> None:
-        """After a pass that saw attention or not: warns once of sites whose weights are unknown, once if it saw none.
+        """Called after a pass: warns once about sites whose weights are unknown, and once if the pass saw no attention.
 
         Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found, in the only
         model.
@@ -455,8 +456,8 @@ class WatchedSites:
 class StepNumbers(Visitor):
     """Collects the numbers of a step by (site, name): means over its passes, and what is read around its update.
 
-    Of each training pass those are the norms of hidden states and the loss. Before a pass it reads which of its tokens
-    count, and before the first which sites there are.
+    Each training pass adds the norms of hidden states and the loss. Before a pass it reads which of its tokens count,
+    and before the first which sites there are.
     """
 
     def __init__(
@@ -573,7 +574,8 @@ class StepNumbers(Visitor):
         self._steps.bounded(bound)
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
-        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them."""
+        """Reads weights and gradients before the step; gradients are divided by the loss scale if they are still
+        scaled."""
         if self._changes is not None:
             self._changes.before()
         self.read_weights()
@@ -620,7 +622,7 @@ class StepNumbers(Visitor):
 
 @final
 class Means:
-    """Means on their device, each over so many values, and the means of all.
+    """Means on their device, each over a number of values, and their combined means.
 
     A mean is one number, or a row of one number of each of some sites.
     """
@@ -631,7 +633,7 @@ class Means:
         self._hows: dict[_Of, Reduction] = {}
 
     def begin(self) -> None:
-        """A pass begins, whose values `drop` takes back."""
+        """Begins a pass, whose values `drop` discards."""
         self._before = dict(self._means)
 
     def drop(self) -> None:
@@ -639,7 +641,7 @@ class Means:
         self._means = self._before
 
     def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
-        """One more mean, over n values; of a site, or of several, as one tensor. how: several make one."""
+        """Adds a mean over n values, of one site or, as one tensor, of several. how: how means are combined."""
         known, before = self._means.get(of, (mean, 0))
         if how != "mean":
             self._hows[of] = how
@@ -670,9 +672,9 @@ _Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or 
 
 @final
 class WatchedModels:
-    """Takes what is measured of each model together, under names that begin with that of the model.
+    """Combines the measurements of several models, under names that begin with that of the model.
 
-    Numbers of the whole model, such as its loss, are those of the last model that has them.
+    If several models have a number of the whole model, such as the loss, that of the last one counts.
     """
 
     def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
@@ -685,7 +687,7 @@ class WatchedModels:
         self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
 
     def add(self, name: str, tap: Tap, numbers: StepNumbers, round_over: Callable[[Phase], None] | None) -> None:
-        """One more model; round_over ends a step that is one pass of each model, where there is no optimizer."""
+        """Adds a model; `round_over` ends a step, which without an optimizer is one pass of each model."""
         self._taps[name], self._numbers[name], tap.visitor = tap, numbers, numbers
         if round_over is not None:
             numbers.pass_over = functools.partial(self._pass_over, name, round_over)
@@ -732,7 +734,8 @@ class WatchedModels:
         return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
-        """How much of the models these statistics show, by records.MONITOR_FIELDS; calls are counted from the start."""
+        """How much of the models these statistics cover, by records.MONITOR_FIELDS; calls are counted from the
+        start."""
         known = [
             site.name if not name else within(name, site.name) for name, tap in self._taps.items() for site in tap.sites
         ]
@@ -750,8 +753,8 @@ class WatchedModels:
             numbers.before_step(gradient_scale)
 
     def look_again(self) -> bool:
-        """Measures all models as they are, each on the batch of its last training pass; False where one has none.
-        Passes of a step that never came are measured already."""
+        """Measures all models as they are, each on the batch of its last training pass; False if one has none. Passes
+        of a step that was never taken have been measured already."""
         if any(tap.latest is None for tap in self.taps):
             return False
         try:

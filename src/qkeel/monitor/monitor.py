@@ -94,7 +94,7 @@ class StepEnd:
             self._models.before_step(scale if isinstance(scale, Tensor) else None)
 
     def after(self, optimizer: Optimizer) -> None:
-        """Called after each step of the optimizer; of one that was skipped, what was measured counts for the next."""
+        """Called after each step of the optimizer; the measurements of a skipped step count for the next."""
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
@@ -180,7 +180,7 @@ class TrainingEnd:
     """Measures the weights that the last step left, unless that step was measured or the record could be wrong.
 
     To tell these weights from others that took their place, such as a checkpoint or an average, the norm of one of them
-    is taken after each step and after the optimizer's other hooks, which waits for no device.
+    is computed after each step and after the optimizer's other hooks, without waiting for the device.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class TrainingEnd:
         self._norm = _norm(optimizer)
 
     def skip(self) -> None:
-        """The end is not asked for."""
+        """Skips the measurement of the end."""
         self._asked = self._steps.done
 
     def measure(self) -> None:
@@ -233,7 +233,7 @@ class TrainingEnd:
         self._guard(self._step_end.training_over)
 
     def measure_or_tell(self, tell: Callable[[str], None]) -> None:
-        """Measures the weights of the last step; where it can't, `tell` gets one sentence, once."""
+        """Measures the weights of the last step; if that is impossible, `tell` gets one sentence, once."""
         if self._asked == self._steps.done or self._optimizer is None or not self._missing:
             return
         last = self._steps.last
@@ -276,11 +276,11 @@ class Monitor(Handle):
     """Measures the attention of a model; made by `qkeel.watch`, undone by `remove()` or at the end of `with`.
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
-    the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a
-    step. Passes in eval mode are kept apart. A fault in here warns once and switches the monitor off.
+    the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a step.
+    Passes in eval mode are kept apart. An internal fault causes one warning and switches the monitor off.
 
-    A number goes one way: the tap measures calls, the end of the step takes them, the group of processes merges them,
-    what arrives is put on record, and the rules and sinks get the record.
+    Numbers flow one way: the tap measures calls, the end of the step collects them, the processes merge them, the
+    journal records them, and the rules and sinks read the record.
     """
 
     _waited_for = False  # once it is closed: whether others will wait for this process at the next measured step
@@ -394,18 +394,19 @@ class Monitor(Handle):
     def measure_next(self) -> None:
         """Measures the step under way whatever the cadence says; call it before the step's first forward pass.
 
-        For the last step of a training, or any that matters; where several processes train, all of them must.
+        Use it for the last step of a training, or any that matters; if several processes train, all must call it.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     def measure_end(self) -> None:
-        """Measures how a training ended whose last step nobody knew beforehand, as `close()` and the end of `with` do.
+        """Measures the end of a training whose last step was not known in advance, as `close()` and the end of `with`
+        do.
 
-        To be called where the weights were changed since the last step, or for the numbers before watching ends.
+        Call this if the weights were changed since the last step, or to get the numbers before watching ends.
 
         The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
         pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
-        backward pass. Nothing is done where the last step was measured.
+        backward pass. It does nothing if the last step was measured.
 
         Raises:
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
@@ -415,14 +416,15 @@ class Monitor(Handle):
             self._end.measure()
 
     def training_over(self, tell: Callable[[str], None] = caution) -> None:
-        """Measures the end as `close()` does. Where it can't, `tell` gets one sentence, with the step measured last:
-        after an error, or where the weights are not those that the last step left."""
+        """Measures the end as `close()` does. If that is impossible (after an error, or if the weights are not those
+        that the last step left), `tell` gets one sentence, with the step measured last."""
         if self.active:
             self._guard(self._end.measure_or_tell, tell)
 
     @property
     def closer(self) -> int | None:
-        """Every so many steps are measured besides those of the cadence, alike on all processes; None for no others."""
+        """If set, every n-th step is measured in addition to those of the cadence, on all processes alike; None turns
+        this off."""
         return self._steps.closer
 
     @closer.setter
@@ -430,7 +432,7 @@ class Monitor(Handle):
         self._steps.closer = every
 
     def event(self, event: Mapping[str, object]) -> None:
-        """Gives the sinks something else that happened, after the first sample; see `Sink.event`."""
+        """Passes another event to the sinks, after the first sample; see `Sink.event`."""
         self._journal.event(event)
 
     @property
@@ -440,14 +442,14 @@ class Monitor(Handle):
 
     @property
     def empty_passes(self) -> int:
-        """The number of passes over an empty batch, of no sequences or no tokens: they are counted and not measured."""
+        """The number of passes over an empty batch (no sequences or no tokens), which are counted but not measured."""
         return sum(tap.empty for tap in self._models.taps)
 
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
 
-        Training and eval passes are kept apart. Without a phase: the training passes', and where there were none, the
-        eval passes'. Where several processes train, those of finished steps are over all of them.
+        Training and eval passes are kept apart. Without a phase: those of training passes or, if there were none, of
+        eval passes. If several processes train, statistics of finished steps cover all of them.
         """
         self._settle()
         if phase is None:
@@ -474,8 +476,8 @@ class Monitor(Handle):
         return self._journal.sample
 
     def sample_before(self, step: int) -> Sample | None:
-        """The numbers of the training step measured last of those before `step`, which it waits for, but for no later
-        one: what every process knows then, whatever has arrived besides. For steps from the one before the last on.
+        """The numbers of the last training step that was measured before `step`. It waits for that one and for no later
+        one, so every process gets the same answer. `step` may be no earlier than the one before the last.
         """
         if self.active:
             self._guard(lambda: self._arrivals.settle(wait=False, before=step))
@@ -494,7 +496,7 @@ class Monitor(Handle):
         return self._journal.history
 
     def table(self) -> str:
-        """The numbers of the step measured last and the gravest alarms, one line per layer."""
+        """The numbers of the step measured last and the most severe alarms, one line per layer."""
         sample = self.sample
         return (
             "nothing measured yet"
@@ -503,7 +505,7 @@ class Monitor(Handle):
         )
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
-        """Draws the history of the run by matplotlib and returns the Axes; see `History.plot`."""
+        """Draws the history of the run with matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
     def __repr__(self) -> str:
@@ -539,13 +541,13 @@ class Monitor(Handle):
         self.close(complete=exc[0] is None)
 
     def remove(self) -> None:
-        """Stops watching, at once; the run counts as complete. Where several processes train, all of them must."""
+        """Stops watching, at once; the run counts as complete. If several processes train, all of them must call it."""
         self._end.skip()
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned. Then its end is measured first, where the
-        cadence has left it out, as by `measure_end`; one warning says so where it can't."""
+        """Stops watching; `complete` says whether training ended as planned. If it did, its end is measured first, as
+        by `measure_end`, unless the cadence has covered it; one warning says if that is impossible."""
         if self.active:
             self._journal.complete = complete
             try:
@@ -618,6 +620,7 @@ class Monitor(Handle):
 
 
 def watched(model: nn.Module) -> bool:
-    """Returns whether a Monitor is on this model; a shallow copy of one that is shares its hooks, but is none."""
+    """Returns whether a Monitor watches this model; a shallow copy of a watched model shares its hooks but does not
+    count."""
     taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
     return any(isinstance(tap.visitor, StepNumbers) and tap.model is unwrapped(model) for tap in taps)

@@ -52,9 +52,10 @@ UNLIKE = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One process: its place, what it sends, whose heads and key heads are split, and its part of the description.
+    """One process: its place, what it sends, which sites have split heads and key heads, and its part of the
+    description.
 
-    `stages` are those of its models, by their names, with which the names of their sites begin; {} of one model.
+    `stages` are those of its models, by their names, with which the names of their sites begin; {} for one model.
     """
 
     layout: Layout
@@ -81,7 +82,8 @@ class RankInfo:
         )
 
     def parts(self) -> list[tuple[_ModelPart, Self]]:
-        """Each of its stages as if a process of its own had it; numbers of the whole model are those of the last."""
+        """Returns each of its stages as if it were a process by itself; numbers of the whole model are those of the
+        last."""
         stages = sorted(self.stages, key=lambda name: self.stages[name])
         found = [_ModelPart(name, name == stages[-1]) for name in stages]
         return [(part, self._of(part)) for part in found] or [(_ModelPart("", True), self)]
@@ -111,7 +113,7 @@ class RankInfo:
         return tuple(sorted(self.stages.values())) or (self.stage,)
 
     def heads(self, site: str, name: str = "max_logit") -> int:
-        """The number of query heads of a site that it has, of "key_norm" of key heads."""
+        """The number of a site's query heads on this process; for "key_norm", of its key heads."""
         return next(shape[0] for at, known, shape, _ in self.form if (at, known) == (site, name))
 
     @property
@@ -129,7 +131,7 @@ class _ModelPart:
     last: bool
 
     def own(self, site: str) -> str | None:
-        """The name of a site inside the model; None of other models' sites."""
+        """The name of a site inside the model; None for other models' sites."""
         if not site or not self.model:
             return site if self.last else None
         rest = site.removeprefix(self.model)
@@ -137,11 +139,11 @@ class _ModelPart:
         return rest.removeprefix(".") if inside else None
 
     def only(self, by_site: Mapping[str, V]) -> dict[str, V]:
-        """Those by site that belong to the model, by its own names."""
+        """Returns those of the model's sites, under its own names."""
         return {own: x for site, x in by_site.items() if (own := self.own(site)) is not None}
 
     def keys(self, by_key: Mapping[NumberKey, V]) -> dict[NumberKey, V]:
-        """The same of numbers by site and name."""
+        """Like `only`, for numbers by site and name."""
         return {(own, name): x for (site, name), x in by_key.items() if (own := self.own(site)) is not None}
 
 
@@ -149,8 +151,8 @@ class _ModelPart:
 class Members:
     """All processes; numbers layers and heads over all of them.
 
-    Layers of stages have their own names where these differ, and else "stages.1.NAME". A process that had nothing to
-    send when they met is taken to be like the others of its stage.
+    Layers of stages have their own names where these differ, and else "stages.1.NAME". A process with no data at the
+    first exchange is assumed to be like the others of its stage.
     """
 
     def __init__(self, members: Sequence[RankInfo], rank: int) -> None:
@@ -218,7 +220,7 @@ class Members:
         }
 
     def merge(self, sent: Mapping[int, Sent]) -> MergedNumbers:
-        """The merged numbers of one model, of what each process sent."""
+        """Merges what each process sent into the numbers of one model."""
         sent = {
             n: (part.only(stats), part.keys(numbers), part.keys(shares))
             for rank, (stats, numbers, shares) in sent.items()
@@ -337,7 +339,7 @@ def placed(stats: LogitStats, heads: HeadSpan, keys: HeadSpan, *, count_keys: bo
 
 
 def put_in_place(value: Tensor, at: HeadSpan, nothing: float, *, blank: bool = False) -> Tensor:
-    """The numbers of some heads among those of all, the others `nothing`; with `blank` all of them are."""
+    """Returns the numbers of all heads, given those of some; the others, or with `blank` all of them, are `nothing`."""
     first, n, total = at
     out = value.new_full((total, *value.shape[1:]), nothing)
     if not blank:
@@ -429,8 +431,8 @@ class ProcessGroup:
     """The processes of a run that measure as one, as one of them sees it.
 
     Before any collective the processes make sure that all of them watch, and before the first gather they introduce
-    themselves, since a gather of unlike sizes, or without one of them, never ends. Later a process that stops says so
-    in the gather that the others wait in.
+    themselves, since a gather of unlike sizes, or without one of them, never ends. Later, a process that stops
+    announces it in the gather that the others wait for.
     """
 
     def __init__(self, introduced: Handshake, apart: Callable[[], str], gather: dist.StepGather) -> None:
@@ -452,7 +454,7 @@ class ProcessGroup:
         self.here()
 
     def here(self) -> None:
-        """Tells the others, as soon as there are some, that this process watches."""
+        """Tells the others, once there are any, that this process watches."""
         if not self._name and dist.world() > 1:
             self._name = f"monitor {dist.ordinal('monitor')}"
             leave_word(f"{self._name} watches", "yes")
@@ -473,10 +475,11 @@ class ProcessGroup:
         return self.several and not self.records_alone
 
     def begin(self, model: str, *, gathers: bool) -> bool:
-        """Called in the first pass of a model that is to be measured, before anything is done that takes all
-        processes. Returns whether it is measured: none of this step is where another process was late to it.
+        """Called in the first pass of a model that is to be measured, before anything that involves all processes.
 
-        gathers: a pass of the model is something that all processes do.
+        Returns whether it is measured; nothing of this step is if another process was late to it.
+
+        gathers: whether a pass of the model involves all processes.
 
         Raises: InvalidValueError if the monitor of another process has switched itself off before it.
         """
@@ -543,7 +546,7 @@ class ProcessGroup:
             self.stay_alone("not every process of this run watches the model")
 
     def send(self, measured: Measurement | None, *, alone: bool) -> AsyncGather | None:
-        """Starts the gather of a step; None says that this process, or as the answer every process, has no numbers.
+        """Starts the gather of a step; None means that this process or, as the result, every process has no numbers.
 
         alone: only this process records the step.
 
@@ -574,7 +577,7 @@ class ProcessGroup:
     def leave(self, *, known: bool) -> None:
         """Reports to the others that this process has switched itself off; they do the same.
 
-        known: another process has reported the same of itself, so that nobody waits.
+        known: another process has reported the same about itself, so that nobody waits.
         """
         self.over = True
         if known or not dist.world() > 1 or not self._name:

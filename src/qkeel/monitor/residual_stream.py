@@ -62,8 +62,8 @@ class _Shown:
 
 
 def branches_of(shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequence[Branch]] = ()) -> list[Branch] | None:
-    """The branches of a block, the fewest whose sum with factors is its output minus its input; [] where too little is
-    added to say, None where it is no such sum.
+    """The branches of a block, the fewest whose sum with factors is its output minus its input; [] if too little is
+    added to decide, None if it is not such a sum.
 
     Args:
         shown: one pass of the block.
@@ -208,8 +208,8 @@ class ResidualStream:
 
     @property
     def complete(self) -> bool:
-        """Returns whether no further pass is to be looked at; only one is that all processes take part in, since they
-        may not agree on more."""
+        """Returns whether no further pass is to be examined; of passes that all processes take part in only one is,
+        since they may not agree on more."""
         return self._tries >= self._most or (self._tries > 0 and not self._unsure)
 
     def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:

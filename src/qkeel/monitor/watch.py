@@ -50,11 +50,11 @@ def watch(
 
     Args:
         model: any module; compiled, wrapped in DistributedDataParallel or sharded ones too, or a stage of a pipeline.
-            Or several of them as one, each of which is called by itself, such as all stages that this process has, or
-            an encoder and a decoder: a list, or a dict by name. Names of sites then begin with the model's place or
-            name; those of stages are numbered over all processes. The loss is that of the last model that has one.
+            Or several models as one, each of which is called by itself, such as all stages that this process has, or an
+            encoder and a decoder: a list, or a dict by name. Names of sites then begin with the model's place or name;
+            those of stages are numbered over all processes. The loss is that of the last model that has one.
         optimizer: what steps it. With one, a step is one of its steps and the weights behind the heads are read too;
-            without one, each forward pass is a step, of several models a pass of each.
+            without one, each forward pass is a step or, with several models, one pass of each.
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
         stats: True for everything in LogitStats, by a pass over the logits of each measured call. "entropy" for the
             largest logit and the entropy of each head (and entropy_min, n_queries), which the compiled attention of
@@ -76,8 +76,8 @@ def watch(
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.
-        rules: the alarm rules; each warns once. None for the default ones and those of `monitor.rules_for` that fit the
-            model (number format, kernel, head width, norms), an empty list for none.
+        rules: the alarm rules; each warns once. None means the default rules and those of `monitor.rules_for` that fit
+            the model (number format, kernel, head width, norms); an empty list means none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         classes: which token is of which class, such as text and image: a dict of token ids by class name, the name of
@@ -85,12 +85,12 @@ def watch(
             tensor [b t]; see `monitor.Classes`, which gives names too. Statistics are also given split by them:
             `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
-            change of its logits by each measured step is measured, by two passes of their own without gradients. Not
-            of several models.
+            change of its logits by each measured step is measured, by two extra passes without gradients. Not for
+            several models.
         planned: the learning rates of the run, if known; with them alarms come earlier and forecasts follow the
             schedule.
-        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; of
-            several models for each, as a list or a dict by name. None to find them in the first measured pass.
+        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for several
+            models one each, as a list or a dict by name. None to find them in the first measured pass.
         layout: the place of this process among those of the run, where torch's own wrappers do not show it.
 
     Returns: the Monitor: `read()`, `table()`, `alarms`, `close()`, `remove()`; a context manager. With an optimizer,
@@ -102,7 +102,7 @@ def watch(
             classes are asked for with stats="entropy" or "max", updates without an optimizer, there is no model, or one
             is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1), the sites are those of another model, a
-            probe batch is given of several models.
+            probe batch is given for several models.
         MissingLibraryError: a sink needs a library that is not installed.
         UnknownNameError: stats is something else, or no sink has this name.
         AlreadyAppliedError: the model is watched already.

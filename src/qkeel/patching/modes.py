@@ -826,7 +826,7 @@ _TAKERS: contextvars.ContextVar[tuple[TakeCall, ...]] = contextvars.ContextVar("
 
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for F.scaled_dot_product_attention under its name, and gives calls to who takes them in this thread."""
+    """Stands in for F.scaled_dot_product_attention under its name, and passes calls to this thread's takers."""
     takers = () if torch.compiler.is_compiling() else _TAKERS.get()
     if not takers:
         return _SDPA(*args, **kwargs)
@@ -847,7 +847,7 @@ SDPA_BY_NAME: frozenset[Function] = frozenset({_SDPA, scaled_dot_product_attenti
 def take_named_calls(undo: ExitStack) -> bool:
     """Lets calls of F.scaled_dot_product_attention by that name go to their thread's takers until `undo` is closed.
 
-    Returns False, and does nothing, where somebody has put another function in its place.
+    Returns False, and does nothing, if another function has taken its place.
     """
     with _NAMED_CALLS:
         if F.scaled_dot_product_attention not in SDPA_BY_NAME:
@@ -867,7 +867,7 @@ def _release_named_calls() -> None:
 
 
 def begin_taking(take: TakeCall) -> None:
-    """From now on `take` gets this thread's calls; those that it makes go to who took them before."""
+    """From now on `take` gets this thread's calls; calls that `take` itself makes go to the previous taker."""
     _TAKERS.set((*_TAKERS.get(), take))
 
 

@@ -29,7 +29,7 @@ class HeadView:
     """Rows of a weight or bias as a view [n r m], with one factor for each of the n.
 
     `shares` are the numbers of the entries it belongs to, with their slices. The n are the heads of its one slice, or,
-    in a `whole` view, the rows of the whole tensor: its slices overlap without being the same, or have no view. Of a
+    in a `whole` view, the rows of the whole tensor, if its slices overlap without being equal or have no view. For a
     weight that is split over processes the view shows the rows of this process's part, which are its `span`.
     """
 
@@ -39,15 +39,15 @@ class HeadView:
     span: dist.Span | None = None
 
     def view(self, like: Tensor | None = None) -> Tensor:
-        """The rows, as a view; of another tensor of the weight's shape if there is one."""
+        """The rows, as a view; of another tensor of the weight's shape if one is given."""
         weight, own = dist.local(self.weight if like is None else like).detach(), self.shares[0][1]
         return own.rows_of(weight)[:, None] if self.whole else own.heads(weight)
 
     def places(self, counts: Sequence[int]) -> Tensor:
-        """[n most] places of the heads that own each row, the last place where there are none.
+        """[n most] places of the heads that own each row, the last place if there are none.
 
-        They are places in one row of numbers: one per head, entry after entry, and one more behind them. `counts`
-        are the numbers of heads of the entries.
+        They are places in one row of numbers: one per head, entry after entry, and one more at the end. `counts` are
+        the numbers of heads of the entries.
         """
         *firsts, last = itertools.accumulate(counts, initial=0)
         own = [(s, torch.arange(s.n) + firsts[i]) for i, s in self.shares]
@@ -61,7 +61,7 @@ class HeadView:
 
 
 def stacked(tables: Sequence[Tensor]) -> Tensor:
-    """Tables of places one below the other; the first of a row is repeated where others are longer."""
+    """Stacks tables of places; shorter rows repeat their first place."""
     most = max(t.shape[1] for t in tables)
     return torch.cat([torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables])
 
@@ -89,7 +89,7 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
 def views_by_tensor(
     tensors: Sequence[Tensor | None], slices: Sequence[HeadSlice]
 ) -> list[tuple[Tensor, list[int], list[HeadView]]]:
-    """Each tensor once, with its entries and the views of their rows; None has none."""
+    """Each tensor once, with its entries and the views of their rows; a tensor None has none."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for i, tensor in enumerate(tensors):
         if tensor is not None:
@@ -150,7 +150,7 @@ class HeadGroup(abc.ABC):
 
     @abc.abstractmethod
     def scale(self, row: Tensor, *, on_host: bool = False) -> None:
-        """Sets w ← f · w. With `on_host` the host reads the factors, and what has the factor 1 is not touched."""
+        """Sets w ← f · w. With `on_host` the host reads the factors, and views with factor 1 are not touched."""
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -266,7 +266,7 @@ class HeadGroups:
         self._seen: list[int] | None = None
 
     def update(self, pairs: Sequence[tuple[HeadView, Tensor]]) -> bool:
-        """Group the views, each with the tensor it shows, again if that is needed; returns whether it was."""
+        """Groups the views again if necessary, each with the tensor it shows; returns whether it did."""
         pairs = [(view, dist.local(tensor)) for view, tensor in pairs]
         seen = [tensor.data_ptr() for _, tensor in pairs]
         if seen == self._seen:
@@ -303,7 +303,7 @@ def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitShare:
-    """A weight that takes γ or, with `root`, √γ: for each of its n heads the smallest of the query heads `heads`."""
+    """A weight that takes γ or, with `root`, √γ: for each of its n heads the smallest γ of the query heads `heads`."""
 
     weight: HeadSlice
     heads: Int64[Tensor, "n r"]
@@ -313,9 +313,9 @@ class LogitShare:
 def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | None:
     """The shares of the last weights of every term of a site; None if no powers of γ suit all its products.
 
-    The powers of the two sides of a product add up to 1. A weight that query heads share takes none, so that what it
-    is multiplied by takes γ, and everything that this is multiplied by none; what is not bound so takes √γ. With
-    `by_group` a weight that a group of query heads shares is not left alone: it and its partner take √γ of the worst.
+    The powers of the two sides of a product add up to 1. A weight that query heads share takes none, so its partner
+    takes γ, and other partners of that one take none; all remaining weights take √γ. With `by_group` a weight that a
+    group of query heads shares is not left alone: it and its partner take √γ of the worst.
     """
     weights: list[HeadSlice] = []
     terms = [(_place(weights, t.query[-1]), _place(weights, t.key[-1])) for t in site.terms]

@@ -56,7 +56,7 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
     """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
 
     Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
-    passes, but for LBFGS, whose curvature is read from how weights and gradients changed from step to step.
+    passes, except LBFGS, whose curvature is read from how weights and gradients changed from step to step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
@@ -267,7 +267,7 @@ def head_steps(
     Args:
         remedy: its name, for errors.
         weights: those of the target.
-        measure: gives a number per head of [… n r m], which the rates are made of; there are ones where it is None.
+        measure: computes a number per head of [… n r m], from which the rates are computed; ones if it is None.
         decay: whether decoupled weight decay is scaled with the rest of the step.
 
     Raises:
@@ -283,7 +283,7 @@ def head_steps(
 class HeadSteps:
     """Scales every optimizer step of the weights, per head.
 
-    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With `decay` that keeps its
+    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With `decay` the decay keeps its
     full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit for bit. Exact
     for every optimizer linear in the learning rate. Frozen weights are measured only.
 
@@ -295,8 +295,8 @@ class HeadSteps:
     Torch's fused Adam and AdamW, on a CPU and on a GPU, need neither copy nor rescaling: `adam` takes their step over.
     At factor 1 it leaves torch's weight bit for bit on a CPU, and to a few roundings on a GPU. With `frobenius_norm` it
     also returns the measure, so a change of a weight that torch does not count (through `.data`, by another fused
-    optimizer, kernel or CUDA graph) is noticed a step late. `way` says who takes the last step that began, and why; so
-    does the log "qkeel" at DEBUG.
+    optimizer, kernel or CUDA graph) is noticed a step late. `way` says which code takes the last step that began, and
+    why; the log "qkeel" says the same at DEBUG.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class HeadSteps:
 
     @torch.no_grad()
     def sizes(self) -> Tensor:
-        """The measure of all heads [h] now, to the bit as in a step."""
+        """The measure of all heads [h] now, bit for bit as in a step."""
         if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
             dist.words_of_all("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})
@@ -337,8 +337,8 @@ class HeadSteps:
         return found
 
     def scale(self, rates: RateFactors) -> Handle:
-        """Scale steps by what `rates` makes of the measure before each [h], until the handle is removed. The scaling
-        comes before every other post hook of the step (a clip, an average), in whatever order they came."""
+        """Scales each step by what `rates` computes from the measure before it [h], until the handle is removed. The
+        scaling comes before every other post hook of the step (a clip, an average), in whatever order they came."""
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
@@ -462,7 +462,7 @@ class DecayFactors:
     Args:
         tensors: what the optimizer steps for each entry; None where it steps nothing.
         counts: the number of heads of each entry.
-        rate: the share that a group's options take away in one step.
+        rate: the share that a group's options remove in one step.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def has_plain_rows(weight: Tensor) -> bool:
 
 
 def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raise RefusedError for a quantised weight, and for one that is split over processes in a way that is not known.
+    """Raise RefusedError for a quantised weight, and for one that is split over processes in an unknown way.
 
     FSDP2 and tensor parallelism keep a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
     and FSDP1 are not recognised as copies.
@@ -83,14 +83,14 @@ class SplitNorms:
         return i in self._heads
 
     def squares(self, i: int) -> Tensor:
-        """[n] the squares of this process's part of an entry."""
+        """The sums of squares [n] of this process's part of an entry."""
         rows = self._slices[i].rows_of(dist.local(self._tensors[i]).detach())
         own = rows.to(wide(rows.dtype)).square().sum(1)
         heads = self._heads[i] = self._heads[i].to(own.device)
         return own.new_zeros(self._slices[i].n + 1).index_add_(0, heads, own)[:-1]
 
     def norms(self, row: Tensor) -> Tensor:
-        """A row of norms, with squares of split entries, as one of norms alone."""
+        """Returns a row of norms, given one in which split entries hold squares."""
         if not self._heads:
             return row
         self._split, self._counted = self._split.to(row.device), self._counted.to(row)
@@ -104,8 +104,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps: wrappers that are none themselves (accelerate's) run no hooks. A wrapper
-    that runs hooks, and steps another optimizer inside its own step, is kept: it may do more than that one."""
+    """The optimizer that takes the steps: wrappers that are not optimizers themselves (accelerate's) run no hooks. A
+    wrapper that runs hooks, and steps another optimizer inside its own step, is kept: it may do more than that one."""
     while not runs_step_hooks(optimizer):
         inner = vars(optimizer).get("optimizer")
         if not isinstance(inner, Optimizer):
@@ -133,7 +133,7 @@ def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
 
 
 def copies_in_state(optimizer: Optimizer, weight: Tensor) -> tuple[str, ...]:
-    """Under which names the optimizer keeps float32 copies of a low-precision weight in its state."""
+    """The names under which the optimizer keeps float32 copies of a low-precision weight in its state."""
     state: dict[str, object] = optimizer.state.get(weight, {})
     return tuple(name for name, x in state.items() if isinstance(x, Tensor) and _rounds_to(x, weight))
 
@@ -302,8 +302,8 @@ class HeadWeights:
 
 
 class StepRemedy(Remedy):
-    """Acts through hooks of the optimizer; a copy of the model is without it. It needs to know which rows of which
-    weights make the heads of a site."""
+    """Acts through hooks of the optimizer; a copy of the model lacks it. It needs to know which rows of which weights
+    make the heads of a site."""
 
     on_steps: ClassVar[bool] = True
     # Why not where q or k is normed, and where a weight is computed from another; "" where nothing speaks against it.
@@ -343,7 +343,7 @@ def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: 
 
 
 def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
-    """The refusal where the weights that make the heads are not known."""
+    """The refusal if the weights that make the heads are unknown."""
     if site.terms:
         return None
     return Refusal(
@@ -354,10 +354,10 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
 
 
 def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | None:
-    """The refusal where the weight that makes the logit is computed from the one that is stored.
+    """The refusal if the weight that makes the logit is computed from the one that is stored.
 
-    Parametrizations show in the weight's name. DoRA divides by a norm of its weights that no gradient passes, so only
-    the magnitudes that it learns instead show it.
+    Parametrizations show in the weight's name. DoRA divides by a norm of its weights that passes no gradient, so only
+    its learned magnitudes show it.
     """
     dora = any(
         submodules_of(module).get("lora_magnitude_vector")

@@ -30,18 +30,18 @@ Use = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...],
 class LALR(StepRemedy):
     """Rates lr(W) = τ · η · f(now) / f(start), f(W) = 1 / (product of the norms of the other matrices of the logit).
 
-    For W_Q^h: f = 1/‖W_K^h‖, for W_K^h: 1/‖W_Q^h‖, so a step changes logits by a bounded amount however large
-    the weights have grown. In general (`AttentionSite.terms`): over the terms a matrix takes part in the smallest
-    f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
-    and its extension to grouped keys; in a GAU W_z makes both q and k, and is its own partner. A weight that layers
-    share takes part in the terms of all of them. Biases keep the base rate. The whole step is scaled, decoupled weight
-    decay included. A matrix of norm zero counts with the norm it had at the start; one that was zero at the start
-    never counts. Frozen weights count as partners.
+    For W_Q^h: f = 1/‖W_K^h‖, for W_K^h: 1/‖W_Q^h‖, so a step changes logits by a bounded amount however large the
+    weights have grown. In general (`AttentionSite.terms`) f is the smallest over the terms that a matrix takes part in,
+    with the largest product over the heads that share it; this is the published algorithm 2 for MLA and its extension
+    to grouped keys; in a GAU W_z makes both q and k, and is its own partner. A weight that layers share takes part in
+    the terms of all of them. Biases keep the base rate. The whole step is scaled, decoupled weight decay included. A
+    matrix of norm zero counts with the norm it had at the start; one that was zero at the start never counts. Frozen
+    weights count as partners.
 
     The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
-    decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.
-    Weights that no head of `heads` uses, where that is given, keep the base rate.
-    norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
+    decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only. If `heads`
+    is given, weights that none of these heads uses keep the base rate. norm="spectral" synchronises a GPU with the host
+    at every step (an eigenvalue problem of size d per head).
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0

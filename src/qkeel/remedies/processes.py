@@ -38,11 +38,11 @@ def check_wrapper(model: nn.Module) -> None:
 
 
 def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
-    """Raise RefusedError where a remedy has given a model parameters whose gradients nobody adds up over processes.
+    """Raise RefusedError if a remedy has added parameters whose gradients are not summed over processes.
 
-    What wraps a model knows the parameters that it had then, and tensor parallelism of heads, which may come later,
-    leaves to each process the gradient that its heads have: each pass looks for that until the remedy's handle, which
-    is returned, is removed.
+    A wrapper knows only the parameters that a model had at the time, and tensor parallelism of heads, which may come
+    later, leaves each process with the gradient of its own heads. Each pass checks for this until the returned handle
+    of the remedy is removed.
     """
     old, model = {id(p) for p in before.values()}, target.model
     several = dist.world() > 1
@@ -81,7 +81,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
 
 def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
     """Raise ApartError unless processes that run the same layers see the same attention. The stages of a pipeline have
-    layers of their own, and nothing to be compared with."""
+    layers of their own, and nothing to compare."""
     if dist.world() == 1:
         return
     own = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
@@ -99,7 +99,7 @@ def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
 
 
 def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
-    """Has the first optimizer step raise RefusedError where the passes before it show that a model is a stage whose
+    """Makes the first optimizer step raise RefusedError if the passes before it show that a model is a stage whose
     PipelineStage was made after the remedy. All stages know it then, so no process waits for another."""
     if dist.world() == 1 or dist.stage_of(model) is not None:
         return Handle(lambda: None)
@@ -121,8 +121,8 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
 
 
 def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> Handle:
-    """The handle of a change that all processes have made. Where one of them alone removes it, each raises an error
-    before the next step of the optimizer, which is not taken."""
+    """The handle of a change that all processes have made. If only one of them removes it, each raises an error before
+    the next step of the optimizer, which is not taken."""
     if dist.world() == 1 or optimizer is None:
         return handle
     member = dist.Membership(name)
@@ -152,8 +152,8 @@ class SharedMaxima:
     """The maxima of a model's heads as one row, the same on all processes that run them, by one collective per step:
     the one in which a monitor of the same optimizer gathers, where it measures the step, else their own.
 
-    Replicas of a model see other sequences, and tensor parallel processes other heads of the same layer. The stages of
-    a pipeline run other layers, whatever these are called, and each has a place of its own in what is reduced.
+    Replicas of a model see other sequences, and tensor parallel processes other heads of the same layer. Pipeline
+    stages run different layers, whatever their names, and each has its own place in what is reduced.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class SharedMaxima:
         return self._over_all is not None
 
     def check_step(self) -> None:
-        """Raise RefusedError for a step inside torch's Join: a process whose data is over takes none, and the others
-        would wait for its maxima."""
+        """Raise RefusedError for a step inside torch's Join: a process that has run out of data takes none, and the
+        others would wait for its maxima."""
         if self._over_all is None:
             return
         if self._around is None:
@@ -194,7 +194,7 @@ class SharedMaxima:
             )
 
     def remove(self) -> None:
-        """No step wants them any longer."""
+        """Ends the reductions: no step needs them any longer."""
         if self._over_all is not None:
             self._gather.maxima.remove(self._over_all)
         if self._late is not None:
@@ -221,7 +221,7 @@ class SharedMaxima:
             self._gather.maxima.append(self._over_all)
 
     def row(self, maxima: Mapping[str, Tensor]) -> Tensor:
-        """The maxima of all sites, one after the other, on one device; -inf of heads that this process did not see."""
+        """The maxima of all sites, one after the other, on one device; -inf for heads that this process did not see."""
         if not maxima:
             return self._nothing
         device = next(iter(maxima.values())).device

@@ -55,11 +55,11 @@ class QKClip(StepRemedy):
     and of k. A weight that layers share is scaled once, by the smallest of their factors. Low-rank adapters: the
     base weight's rows and B's; where the base is frozen that is refused unless `frozen` is "scale".
 
-    Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip.
-    Only forwards in training mode count, all of those since the last step that was taken, of all processes of a
-    training run. Where a GradScaler skips a step there is no clip, and its maxima count for the next one. Float32
-    copies that the optimizer steps in place of low-precision weights, or keeps in its state, are scaled with them.
-    Heads that `heads`, where it is given, does not name never clip.
+    Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip. Only
+    forwards in training mode count, all of those since the last step that was taken, of all processes of a training
+    run. Where a GradScaler skips a step there is no clip, and its maxima count for the next one. Float32 copies that
+    the optimizer steps in place of low-precision weights, or keeps in its state, are scaled with them. If `heads` is
+    given, heads that it does not name never clip.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0
@@ -163,7 +163,7 @@ class _ClippedRows:
         return numbers
 
     def table(self, view: HeadView) -> Tensor:
-        """[n places] in the row of γ, roots and 1 of the factors of a view."""
+        """The places [n places] of a view's factors in the row of γ, roots and 1."""
         return self._all[view.places(self._counts)].flatten(1)
 
 
@@ -200,7 +200,7 @@ class _Clip:
         self.shared = SharedMaxima(target, optimizer, self.maxima)
 
     def maxima(self) -> dict[str, Tensor]:
-        """Those of the passes since the last step."""
+        """The maxima of the passes since the last step."""
         return self._passes().field("max_logit")
 
     def _passes(self) -> SiteStats:
@@ -264,8 +264,8 @@ class _Clip:
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
     def state(self) -> dict[str, Tensor]:
-        """Maxima that a skipped step left for the next one. On several processes all maxima, most of them -inf: what
-        loads a checkpoint that many processes wrote must know the names beforehand."""
+        """Maxima that a skipped step left for the next one. On several processes it holds all maxima, most of them
+        -inf, because a distributed checkpoint can only be loaded if the names are known in advance."""
         if self.kept is None and not self.shared.several:
             return {}
         tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])

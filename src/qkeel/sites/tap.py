@@ -69,7 +69,8 @@ Instead = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class BracketMode(CallObserver):
-    """While it is entered, `bound` is at least the largest logit of every attention call seen, capped where it is.
+    """While it is entered, `bound` is at least the largest logit of every attention call seen, capped if the call has a
+    cap.
 
     F.scaled_dot_product_attention: torch's fused kernels compute row logsumexps anyway, so the kernel that it would
     choose is called itself, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n
@@ -78,9 +79,9 @@ class BracketMode(CallObserver):
     scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
     compute anyway; with dropout, and where these are padded, the same bound. flex_attention: the logsumexps or maxima
     that its caller asked for, as transformers does on a GPU (to ask for more would compile it again); else the same
-    bound, with a score_mod none. Softmax over rows of scores: their maximum. Attention inside
+    bound, or none with a score_mod. Softmax over rows of scores: their maximum. Attention inside
     torch.nn.MultiheadAttention and compiled code is not seen, nor is what torch.func transforms. `bound` is None until
-    something was.
+    a call was seen.
     """
 
     logsumexps = True
@@ -96,7 +97,7 @@ class BracketMode(CallObserver):
         return suspended(self)
 
     def not_observable(self, name: str, error: Exception) -> None:
-        """Its calls bound nothing, as those of compiled code don't."""
+        """Its calls give no bound, like those of compiled code."""
 
     @torch.no_grad()
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
@@ -267,58 +268,56 @@ class Visitor:
         return True
 
     def looking(self, phase: Phase) -> Handle | None:
-        """The measured pass begins, in compiled models the extra one; the handle is removed after it."""
+        """Begins the measured pass, in compiled models the extra one; the handle is removed after it."""
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
-        """An attention call of a site is measured."""
+        """Takes a measured attention call of a site."""
 
     def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
         """An indexer has scored the keys of this layer, of which it chooses some."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
-        """The model's own pass is over; seen: attention was seen in it."""
+        """Called after the model's own pass; seen: whether attention was seen in it."""
 
     def failed(self) -> None:
-        """The model's own pass ended in an exception: nothing of it counts."""
+        """Called if the model's own pass ended in an exception: nothing of it counts."""
 
     def bracket(self, bound: Tensor) -> None:
-        """A pass of which only this bound on its largest logit was asked for is over."""
+        """Called after a pass of which only this bound on its largest logit was requested."""
 
 
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
 
     Statistics are computed under no_grad, from tensors the forward pass makes anyway; nothing is changed. qkeel's own
-    modules report themselves. Other attention of eager code is found by a function mode around the whole pass; where it
-    is known, the mode is entered in the calls of the modules that have attention only, and the whole pass is searched
-    again now and then (see `places`). Compiled code must not have a mode around it, so there the pass is run once more
-    beforehand, eagerly, without gradients, its random streams and buffers put back: it costs one more forward pass.
+    modules report themselves. Other attention of eager code is found by a function mode around the whole pass; once it
+    is known, the mode is entered only in calls of modules with attention, and the whole pass is searched again now and
+    then (see `places`). Compiled code must not run under a mode, so its pass is run once more beforehand, eagerly and
+    without gradients, and random streams and buffers are restored: this costs one more forward pass.
 
     The same goes for modules of torch whose fast path in evaluation a function mode would turn off: its results would
-    differ in the last bits. And where no sites are known, the first measured pass is preceded by one that shows whether
+    differ in the last bits. And if no sites are known, the first measured pass is preceded by one that shows whether
     there is attention inside torch.jit.script or torch.func.vmap, which is then seen operator by operator.
 
-    What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
-    exception nothing is. Passes over an empty batch, of no sequences or of no tokens, are not measured either; `empty`
-    counts them.
+    What gradient checkpointing computes again in the backward pass is not counted twice, and nothing of a pass that
+    ends in an exception is counted. Passes over an empty batch, of no sequences or of no tokens, are not measured
+    either; `empty` counts them.
 
     Args:
         model: what is watched.
         when_training: passes in eval mode are not measured.
-        parts: own modules report calls that are made outside a pass of the model too, by who calls its parts one by
-        one. due: due(training, compiled) says what to measure in a pass: "bracket" is a bound on the largest logit, see
+        parts: own modules also report calls outside a pass of the model, from code that calls its parts one by one.
+        due: due(training, compiled) says what to measure in a pass: "bracket" is a bound on the largest logit, see
             BracketMode.
-        measure: what is found of a call.
-        measure_rows: the same where the kernel reports what it found of each row.
-        measure_plain: the same of a call of torch's own function without a mask at a site that is known, of q, k, scale
-            and causality; None where it does not do with these.
+        measure: the findings of a call. measure_rows: the same if the kernel reports row statistics. measure_plain: the
+        same for a call of torch's own function without a mask at a known site, from q, k, scale and causality; None if
+        these do not suffice.
         keeps: the batch of the training pass seen last is kept, for `look_again`.
         guard: warns once of a fault in the tap and switches it off.
 
     Attributes:
         visitor: sees the passes that are measured too.
-        own_alone: the model's maker knows that it has no attention but of qkeel's own modules; nothing else is looked
-        for.
+        own_alone: the caller knows that all attention is in qkeel's own modules, so nothing else is looked for.
     """
 
     def __init__(
@@ -367,15 +366,15 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """The phase of a pass that ran now."""
+        """The phase that a pass would have now."""
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """Where attention that is not of qkeel's modules is looked for in the pass that begins; None for everywhere.
+        """Where to look for attention outside qkeel's modules in the pass that begins; None for everywhere.
 
-        To look everywhere costs a callback per function of torch: the first two passes are searched so, then every
-        17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has attention
-        showed none.
+        Looking everywhere costs a callback per function of torch: the first two passes are searched this way, then
+        every 17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has
+        attention showed none.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
@@ -418,7 +417,7 @@ class Tap(Handle):
                 module.observers.remove(part)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
-        """A call of an own module outside a pass of the model, and what its kernel found of its rows, where known."""
+        """Takes a call of an own module outside a pass of the model, with its kernel's row statistics, if known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
         known = self.measure_rows is not None and rows is not None
@@ -430,8 +429,8 @@ class Tap(Handle):
             self.calls_seen[phase] += 1
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
-        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
-        counts nowhere, changes nothing, and draws the same random numbers each time."""
+        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It is
+        not counted, changes nothing, and draws the same random numbers each time."""
         kept: dict[str, Seen] = {}
         look = _ForwardPass(self, self.phase, kept)
         self._extra_pass(look, args, kwargs, seed=0)
@@ -461,7 +460,7 @@ class Tap(Handle):
 
     @property
     def known(self) -> _Known:
-        """What is known of the sites, gathered again where they are others."""
+        """What is known about the sites, collected again if they have changed."""
         sites = [*self.sites]
         if self._known is None or self._known.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # a plain list of sites has none
@@ -558,7 +557,7 @@ class Tap(Handle):
             self.visitor.after(look.phase, output, self.has(look.phase))
 
     def tell_guess(self, sighting: CapturedCall) -> None:
-        """Say once for each site that which numbers are of which head is a guess."""
+        """Warns once for each site that the assignment of numbers to heads is a guess."""
         layout = sighting.layout
         if layout is None or not layout.guess or sighting.name in self._guessed:
             return
@@ -621,7 +620,7 @@ class _ForwardPass:
         interceptor.look(around)
 
     def over(self) -> None:
-        """The pass went through: what it says of where the next one is to be looked at."""
+        """Called after a complete pass: notes where the next one must be searched."""
         watcher = self.watcher
         if watcher is None or self.kept is not None:
             return
@@ -743,11 +742,12 @@ class Connection:
 
     @property
     def reads(self) -> bool:
-        """True if it makes do with what a kernel finds of rows."""
+        """True if a kernel's row statistics are enough."""
         return self.tap.measure_rows is not None
 
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        """A call that was computed, and what was found meanwhile. For who runs the module's calls in its place."""
+        """Takes a call that was computed, and what was found meanwhile. For code that runs the module's calls in its
+        place."""
         self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:

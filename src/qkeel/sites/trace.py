@@ -74,9 +74,9 @@ Wanted = Literal["plain norms", "norms", "weights", "verified"]
 class Operand:
     """The q or k of one product of a site.
 
-    `tables` are the parameters that it is itself, by views and indices alone, as relative positions are; none for
-    what was made of the input. `width` is the number of its features that a logit is a sum over, `rounding` the share
-    by which lengths of normed vectors may differ in its dtype.
+    `tables` are the parameters that it consists of, through views and indices alone, as relative positions do; empty if
+    it was computed from the input. `width` is the number of its features that a logit is a sum over, `rounding` the
+    share by which lengths of normed vectors may differ in its dtype.
     """
 
     width: int
@@ -106,7 +106,7 @@ class Operand:
 class ModelTrace:
     """The attention calls of one pass of a model, with what was computed on the way to them.
 
-    It holds every tensor of the pass: keep it no longer than questions are asked.
+    It holds every tensor of the pass: keep it no longer than necessary.
 
     Args:
         model: the model.
@@ -116,7 +116,7 @@ class ModelTrace:
         values: what the weights of each site's softmax were multiplied by.
         called: the ids of the modules that ran.
         minima: the smallest visible logit of each site that is written out by hand, on the whole example.
-        unowned: those of `sites.missed` that the operators show, and no reader of calls.
+        unowned: those of `sites.missed` that the operators show, but no reader of calls.
         operators: every operator that ran, where they were recorded.
         frames: every call of a module then.
     """
@@ -183,8 +183,8 @@ class ModelTrace:
 
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
     """The trace of the shortest part of an example of which all sites are verified, and of which a pass on the whole
-    one makes the same calls; of that one nothing is kept. Several processes have to make the same passes, so none are
-    shorter.
+    one makes the same calls; of that one nothing is kept. With several processes all must make the same passes, so the
+    example is not shortened.
 
     Raises:
         RefusedError: no attention was seen, and some was `expected`.
@@ -434,7 +434,7 @@ class _Reading:
 
     def finished(self) -> bool:
         """Reads what is left, and verifies the sites of a recorded pass; False if something has asked for a part that
-        is forgotten."""
+        was freed."""
         checks = None
         if self.watcher.operations:
             self.checks = checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
@@ -541,7 +541,8 @@ def _failure(reading: _Reading, undo: Undo) -> Exception | None:
 
 
 def spread(model: nn.Module) -> bool:
-    """Returns whether a pass of this model is one of all processes, and not in a pipeline, whose stages take turns."""
+    """Returns whether a pass of this model involves all processes, other than in a pipeline, whose stages take
+    turns."""
     return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
 
 
@@ -565,9 +566,9 @@ def forward(
         model, args, kwargs: what is called.
         watcher: what is entered around it.
         graph: whether there are gradients.
-        parts: its checkpointed parts; by default of their graphs nothing is kept.
+        parts: its checkpointed parts; by default nothing of their graphs is kept.
 
-    Raises: ApartError if it is one of all processes, and fails on some of them only.
+    Raises: ApartError if it involves all processes and fails on only some of them.
     """
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)

@@ -1,14 +1,14 @@
 """Attention that no reader recognises, found by what its weights multiply.
 
-The readers of `qkeel.capture` know the ways from a product of queries and keys to a softmax. Scores may also come
-from a sum over features, a distance, a network, a table or an edge list, and weights from a sigmoid or a root. Here
-the question is asked the other way round, of the recorded operators of a pass. An operator makes weights if it
-normalises numbers (a softmax, a quotient by their own sum), or bends them (a sigmoid, a ReLU). Its output is attention
-if two of its entries reach one number of the output, each times a value of a position of its own.
+The readers of `qkeel.capture` know the paths from a product of queries and keys to a softmax. Scores may also come from
+a sum over features, a distance, a network, a table or an edge list, and weights from a sigmoid or a root. This module
+asks the reverse question, about the recorded operators of a pass. An operator makes weights if it normalises numbers (a
+softmax, a quotient by their own sum), or bends them (a sigmoid, a ReLU). Its output is attention if two of its entries
+reach one number of the output, each times a value of a position of its own.
 
 An experiment decides. The weights are held fixed; the module's input is changed at one position, then at another. The
-entries whose derivative moves are those that multiply a value of that position. Three more facts tell attention from
-what looks alike:
+entries whose derivative moves are those that multiply a value of that position. Three more facts distinguish attention
+from what looks like it:
 
 - Of a softmax over a known dimension the two entries lie in one row: the softmax of a router or of a gate has classes
   or features there, and all of them multiply what one position holds.
@@ -130,7 +130,7 @@ def unowned_attention(
         dynamic: the memory whose numbers depend on the model's input.
         frames: every call of a module.
         owned: the memory of weights that a reader knows.
-        fused: from which operator to which a function ran that is known to be attention.
+        fused: the ranges of operators within which a function that is known to be attention ran.
     """
     search = _Search(record, dynamic, frames)
     found: dict[tuple[str, str], UnrecognizedAttention] = {}
@@ -234,7 +234,7 @@ class _Search:
     # --- what they multiply
 
     def judged(self, maker: _Maker) -> UnrecognizedAttention | None:
-        """The attention that an operator's output is the weights of; None if it is none."""
+        """The attention whose weights are an operator's output; None if it is none."""
         inner = self._around(maker.number, maker.number)
         negatives = self._negatives[type(inner.module), maker.name]
         if id(inner) not in negatives and len(negatives) >= _SETTLED:
@@ -381,7 +381,7 @@ class _State:
     again: Callable[[int], _State]
 
     def derivative(self, place: int) -> Tensor:
-        """Of one number of the sums by each weight."""
+        """The derivative of one number of the sums by each weight."""
         (found,) = torch.autograd.grad(self.sums.flatten()[place], self.weights, retain_graph=True, allow_unused=True)
         return torch.zeros_like(self.weights) if found is None else _dense(found)
 
