@@ -123,7 +123,7 @@ _FEW, _MOST = 10, 40  # names of a table that a message lists beside near ones, 
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in a table: with the nearest names, and with all of them where they are few.
+    """The error for a name that is not in a table: with the nearest names, and with all of them if they are few.
 
     >>> print(unknown("remedy", "qknorm", ["qk_norm", "softcap"]))
     unknown remedy 'qknorm'. Did you mean 'qk_norm'? Known: qk_norm, softcap

@@ -217,7 +217,7 @@ class ShortExample:
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     """Shorter examples, the shortest first: one row if that may suffice, else two, which distinguish heads from the
-    batch. There are none if it is unclear what a batch is.
+    batch. It yields none if it is unclear what a batch is.
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
     the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but ends

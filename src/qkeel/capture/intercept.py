@@ -77,9 +77,9 @@ class CapturedCall:
         frame: the call of the module that made it.
         ordinal: its number among the attention calls of that module call.
         how: the function it was seen in, "softmax" for a hand-written one.
-        call: what was seen.
+        call: the call as it was read.
         below: whether only a CaptureMode with dispatch=True sees it, or what happened to its scores.
-        layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
+        layout: the dimensions of its scores in the module, if these are not [b h t s] by contract.
         added: in a probe the products that a fused function's additive mask is the sum of.
         rows: the row statistics of its kernel, if requested.
         named: whether it is a call of F.scaled_dot_product_attention that was made by that name.

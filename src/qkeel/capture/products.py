@@ -90,7 +90,7 @@ class Product:
 
     @property
     def sides(self) -> tuple[ProductOperand, ProductOperand] | None:
-        """Both factors, where it is known which scores they make."""
+        """Both factors, if it is known which scores they make."""
         if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
             return None
         return self.left, self.right

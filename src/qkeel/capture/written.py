@@ -77,11 +77,11 @@ class EagerAttentionTracer:
 
     Args:
         report: gets every call, and whether a function mode alone does not see all of it; returns the site's name.
-        known: the layout of the scores whose softmax a module takes, where it is known.
-        names: parameters by identity, in a probe: walks to them show which dimensions are heads. None where there is no
+        known: the layout of the scores whose softmax a module takes, if it is known.
+        names: parameters by identity, in a probe: walks to them show which dimensions are heads. None if there is no
             graph to walk.
         valued: gets the name of a site and what its weights are multiplied by.
-        chose: gets scores of which the largest are chosen, and what they are known to be.
+        chose: gets scores of which the largest are chosen, and their tag.
     """
 
     def __init__(
@@ -352,11 +352,11 @@ def seen_call(
     """The call whose softmax takes x.
 
     Args:
-        tag: what x is known to be.
+        tag: the tag of x.
         x: the scores, with whatever was done to them.
         keys: the dimension that the softmax runs over.
         frame: the module's call that made it.
-        known: the layout of the scores, where it is known.
+        known: the layout of the scores, if it is known.
         names: parameters by identity in a probe, else None.
         alone: that nothing else will be added to x.
     """

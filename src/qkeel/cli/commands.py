@@ -124,7 +124,7 @@ def commands() -> dict[str, tuple[str, str]]:
 
 
 def example(command: str) -> str:
-    """Returns a line to type; a study without one of its own in EXAMPLES says what it would run."""
+    """Returns an example of a command; a study that has none in EXAMPLES gets one that only prints its plan."""
     return EXAMPLES.get(command, f"qkeel {command} --dry-run")
 
 

@@ -371,7 +371,7 @@ def study_precision(
     head_dim: int = 64,
     seed: int = 0,
 ) -> int:
-    """The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
+    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
 
     Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and
     measured).

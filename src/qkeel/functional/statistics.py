@@ -48,8 +48,8 @@ class LogitStats:
     Tensors are detached, float32 or wider. `merge` combines key blocks, micro-batches and ranks.
 
     Attributes:
-        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; of
-            H_i / ln (n_i + 1) with a sink column.
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; with a sink
+            column, of H_i / ln (n_i + 1).
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
             dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
@@ -173,8 +173,8 @@ class LogitBracket:
     `lower <= max_logit <= upper`. `entropy`, if requested, tightens the lower bound from lse - ln n to lse - H, so the
     bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
     comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
-    NaN or infinite logit is never certified. `note` says what was computed and why, if the bounds needed a pass of
-    their own.
+    NaN or infinite logit is never certified. `note` says what was computed and why, if the bounds needed a separate
+    pass.
     """
 
     lower: PerHead
@@ -216,7 +216,7 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
 def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
     """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
 
-    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
+    Given weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
     keys: the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
 
     Args:

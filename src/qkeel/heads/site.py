@@ -282,7 +282,7 @@ class AttentionSite:
 
     @property
     def layer_type(self) -> LayerType:
-        """The type of the layer, by what was seen of it; see `capture.visible_sets.layer_type`."""
+        """The type of the layer, as observed; see `capture.visible_sets.layer_type`."""
         return "indexer" if self.chooses else layer_type(self.visible, self.origin)
 
     def __repr__(self) -> str:

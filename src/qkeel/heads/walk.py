@@ -89,7 +89,8 @@ class Operation:
 
 @final
 class Record:
-    """The operators of a pass, which hold every tensor of it, with an index of who reads and writes which memory."""
+    """The operators of a pass, which hold every tensor of it, with an index of which operator reads and writes which
+    memory."""
 
     def __init__(self, operators: Sequence[TorchOperator]) -> None:
         self._memory: dict[int, int] = {}  # of a tensor, by its id: all of them are alive
@@ -249,7 +250,7 @@ class Repetition:
 
     @torch.enable_grad()
     def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """The same with an autograd graph from the given tensors to the found ones."""
+        """Repeats the operators with an autograd graph from the given tensors to the found ones."""
         return self._repeated(values, contents)
 
     def _repeated(self, values: Values, contents: Contents | None) -> Lookup:

@@ -26,7 +26,7 @@ class Cadence(abc.ABC):
         """Returns whether step `step` is measured.
 
         last: the step measured last, None at the first. bound_ratio: by which factor the bound on the largest logit has
-        risen or fallen since (1 where it is not known).
+        risen or fallen since (1 if unknown).
         """
 
 

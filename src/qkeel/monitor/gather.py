@@ -467,7 +467,7 @@ def _device(measured: Measurement) -> torch.device:
 
 
 def merged(parts: Iterable[Stats]) -> SiteStats:
-    """Statistics by site, those of one site merged."""
+    """Returns statistics by site, with those of the same site merged."""
     return functools.reduce(SiteStats.merged, map(SiteStats.of, parts), SiteStats())
 
 

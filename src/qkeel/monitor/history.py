@@ -369,11 +369,11 @@ class History:
         return whole.layers, found
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
-        """The same as a pandas.DataFrame."""
+        """The same table as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
     def to_polars(self, rows: Rows = "heads") -> Foreign:
-        """The same as a polars.DataFrame."""
+        """The same table as a polars.DataFrame."""
         return self.frame(rows).to_polars()
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:

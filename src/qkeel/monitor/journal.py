@@ -125,7 +125,7 @@ class Recorder:
 
     @property
     def history(self) -> History:
-        """The history of training; of a model that was only seen in evaluation mode, that of its passes."""
+        """The history of training; for a model that was only seen in evaluation mode, that of its passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
         history = dataclasses.replace(one.history, types=self.types)
         return history if one is self.recording else dataclasses.replace(history, phase="eval")
@@ -312,7 +312,7 @@ _SINGLE = {"class_query_norm": "n_normed", "class_key_norm": "n_keys"}
 
 
 def class_facts(stats: Mapping[str, LogitStats]) -> dict[str, object]:
-    """The names of the classes and of all that is recorded per head, for the sinks; nothing where there are none."""
+    """The names of the classes and of all that is recorded per head, for the sinks; nothing if there are no classes."""
     names = next((s.classes.names for s in stats.values() if s.classes is not None), None)
     return {} if names is None else {"classes": list(names), "fields": [*HEAD_FIELDS, *class_fields(names)]}
 

@@ -122,7 +122,7 @@ class RowSums:
         self._sums[of] = new if of not in self._sums else self._sums[of] + new
 
     def read(self) -> SiteNumbers:
-        """The numbers since the last read, once."""
+        """Returns the numbers since the last read, and forgets them."""
         sums, self._sums, found = self._sums, {}, dict[NumberKey, Tensor | PartialValue]()
         for (site, of), (n, total, squares) in sums.items():
             for name, x in (("mean", total), ("square", squares)):
@@ -159,7 +159,7 @@ class IndexSums:
         self._found[layer] = merge(known, new) if same and known is not None else new
 
     def read(self) -> SiteNumbers:
-        """The numbers since the last read, once."""
+        """Returns the numbers since the last read, and forgets them."""
         taken, self._found = self._found, {}
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for layer, x in taken.items():
@@ -334,7 +334,7 @@ class WatchedSites:
     """Finds the sites of a model by one more forward pass, or says why it cannot.
 
     `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
-    those whose weights can be read. `all.missed` were seen but not understood.
+    those whose weights can be read. `all.missed` are attentions that were seen but not understood.
     """
 
     def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
@@ -554,7 +554,7 @@ class StepNumbers(Visitor):
 
     @property
     def types(self) -> Mapping[str, LayerType]:
-        """The types of the layers that were seen."""
+        """The types of the observed layers."""
         return self._sites.types
 
     def failed(self) -> None:
@@ -567,7 +567,7 @@ class StepNumbers(Visitor):
 
     @property
     def errors(self) -> int:
-        """Searches for sites that failed."""
+        """The number of searches for sites that failed."""
         return self._sites.errors
 
     def bracket(self, bound: Tensor) -> None:
@@ -614,7 +614,7 @@ class StepNumbers(Visitor):
             self._read |= {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
 
     def take(self) -> SiteNumbers:
-        """All numbers of the step, once."""
+        """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, SiteNumbers()
         read = read | self._means.read() | self._indexes.read()
         return read if self._rows is None else read | self._rows.read()
@@ -650,7 +650,7 @@ class Means:
         self._means[of] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
 
     def read(self) -> SiteNumbers:
-        """The means since the last read, once."""
+        """Returns the means since the last read, and forgets them."""
         means, self._means = self._means, {}
         rows: list[SentRow] = []
         single: dict[NumberKey, Tensor | PartialValue] = {}
@@ -728,7 +728,7 @@ class WatchedModels:
 
     @property
     def types(self) -> Mapping[str, LayerType]:
-        """The types of the layers of all models that were seen."""
+        """The types of the observed layers of all models."""
         if len(self._numbers) == 1 and "" in self._numbers:
             return self._numbers[""].types
         return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}

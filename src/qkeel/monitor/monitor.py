@@ -233,7 +233,7 @@ class TrainingEnd:
         self._guard(self._step_end.training_over)
 
     def measure_or_tell(self, tell: Callable[[str], None]) -> None:
-        """Measures the weights of the last step; if that is impossible, `tell` gets one sentence, once."""
+        """Measures the weights of the last step; if that is impossible, `tell` gets one sentence, only once."""
         if self._asked == self._steps.done or self._optimizer is None or not self._missing:
             return
         last = self._steps.last
@@ -361,8 +361,8 @@ class Monitor(Handle):
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; of several models an
-        nn.ModuleDict, in which the sites have their names."""
+        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; for several models
+        an nn.ModuleDict, in which the sites have their names."""
         return self._models.whole
 
     @property
@@ -437,7 +437,7 @@ class Monitor(Handle):
 
     @property
     def passes(self) -> int:
-        """The number of forward passes that were seen, measured or not."""
+        """The number of forward passes so far, measured or not."""
         return self._steps.passed("train") + self._steps.passed("eval")
 
     @property

@@ -104,7 +104,7 @@ class RankInfo:
 
     @property
     def stage(self) -> int:
-        """The stage of a pipeline; 0 where there is none."""
+        """The stage of a pipeline; 0 if there is none."""
         return self.layout.stage or 0
 
     @property
@@ -220,7 +220,7 @@ class Members:
         }
 
     def merge(self, sent: Mapping[int, Sent]) -> MergedNumbers:
-        """Merges what each process sent into the numbers of one model."""
+        """Merges what every process sent into the numbers of one model."""
         sent = {
             n: (part.only(stats), part.keys(numbers), part.keys(shares))
             for rank, (stats, numbers, shares) in sent.items()
@@ -504,7 +504,7 @@ class ProcessGroup:
         caution(f"{why}: what is recorded is what this process sees")
 
     def all_watch(self) -> bool:
-        """Returns whether all processes watch the model; waits at most 8 seconds for them, once."""
+        """Returns whether all processes watch the model; waits at most once, for up to 8 seconds."""
         if dist.world() == 1:
             return False
         if self._unmet():

@@ -208,8 +208,8 @@ class ResidualStream:
 
     @property
     def complete(self) -> bool:
-        """Returns whether no further pass is to be examined; of passes that all processes take part in only one is,
-        since they may not agree on more."""
+        """Returns whether no further pass is to be examined; a pass that all processes take part in is examined only
+        once, since they may not agree on more."""
         return self._tries >= self._most or (self._tries > 0 and not self._unsure)
 
     def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:

@@ -53,7 +53,7 @@ class QueryMaskSource:
 
     @classmethod
     def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
-        """The same, checked against the forward of a model.
+        """Returns the same source, checked against the forward of a model.
 
         Raises: InvalidValueError if it takes no argument of that name.
         """
@@ -294,7 +294,7 @@ class Classes:
 
     @classmethod
     def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
-        """The same, checked against the forward of a model.
+        """Returns the same source, checked against the forward of a model.
 
         Raises: InvalidTypeError, InvalidValueError; the latter also if the forward takes no argument of that name.
         """

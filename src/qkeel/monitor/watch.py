@@ -63,14 +63,14 @@ def watch(
             "entropy:sample=16" or 32 is for GPUs: the entropy from one of so many query rows, in strata of positions,
             with half the width of a 95 % interval as entropy_error, and no entropy_min; the largest logit stays exact,
             from all rows. Where no kernel samples, and in sequences of under 4 · 16 or 4 · 32 tokens, all rows count
-            and there is no entropy_error. "max" for the exact largest logit of each head and nothing else, which
-            costs less than half of everything, and nothing where the compiled attention of qkeel's own modules finds
-            it while it attends. Alarms of entropy and norms are silent then. More is measured where it is named after
-            one of these, or after "all", as in "all+gates": `gates` are the mean and spread of each row's logsumexp
-            and, of learned sinks, the sink's logit and the gate σ(logsumexp - sink logit), by a further pass over
-            the logits of each measured training call. `updates` are the spectra of what each measured step adds to
-            W_QᵀW_K, and the ratio of step to weight, by a copy of the q and k weights and small QR and singular value
-            decompositions in float64. `residual` are the numbers of records.BLOCK_FIELDS of each measured training
+            and there is no entropy_error. "max" for the exact largest logit of each head and nothing else, which costs
+            less than half of everything, and nothing where the compiled attention of qkeel's own modules finds it while
+            it attends. Alarms of entropy and norms are silent then. More is measured if it is named after one of these,
+            or after "all", as in "all+gates": `gates` are the mean and spread of each row's logsumexp and, of learned
+            sinks, the sink's logit and the gate σ(logsumexp - sink logit), by a further pass over the logits of each
+            measured training call. `updates` are the spectra of what each measured step adds to W_QᵀW_K, and the ratio
+            of step to weight, by a copy of the q and k weights and small QR and singular value decompositions in
+            float64. `residual` are the numbers of records.BLOCK_FIELDS of each measured training
             pass: size and largest channel of what enters and leaves each block, and the share that attention and MLP
             add; the first measured pass is preceded by one more, which shows what modules add to the stream.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",

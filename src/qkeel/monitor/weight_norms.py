@@ -411,10 +411,10 @@ class GainBounds:
     """Reads `gain_bound` [h] of the sites whose q and k both come from a norm.
 
     |scale| · ‖q‖max · ‖k‖max with ‖x‖max = factor · (length · max|g| + ‖b‖) per head, length = √n of an RMS or layer
-    norm over n numbers and 1 of L2 (Cauchy–Schwarz; a rotation keeps lengths). Nats, before any cap, without what a
-    mask or a position bias adds. Reached by a head whose q and k lie along the dimension of the largest gain. For
-    scales that grow with the position (LogN, FloorLogTemperature) it holds up to the training length, below the first
-    floor.
+    norm over n numbers and 1 of L2 (Cauchy–Schwarz; a rotation keeps lengths). The bound is in nats, before any cap,
+    without what a mask or a position bias adds. Reached by a head whose q and k lie along the dimension of the largest
+    gain. For scales that grow with the position (LogN, FloorLogTemperature) it holds up to the training length, below
+    the first floor.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -599,7 +599,7 @@ class WeightNorms:
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
+        """Returns the current numbers of all sites; for weights that are split over processes, this process's part."""
         split: dict[NumberKey, Tensor | PartialValue] = {}
         for one in self._split:
             split |= {(one.site.name, name): share for name, share in one.shares().items()}

@@ -261,7 +261,7 @@ class ModuleTree:
         return self._of_kind[kinds]
 
     def first_parameter(self) -> nn.Parameter | None:
-        """The first parameter of the modules as they were when somebody last asked for them; None without any."""
+        """The first parameter of the modules as of the last query; None without any."""
         for _, module in self._named or self.named():
             for parameter in module._parameters.values():
                 if parameter is not None:

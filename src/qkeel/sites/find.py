@@ -35,7 +35,8 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
     """Returns models by name: "" for one, the keys of a dict or ModuleDict, the places "0", "1", … of a
     list or ModuleList.
 
-    Raises: InvalidTypeError if something is no module (`what` is done with it), InvalidValueError if there is none, a
+    Raises: InvalidTypeError if something is not a module (`what` is done with it), InvalidValueError if there is none,
+        a
     name cannot begin the name of a site, or one model is given twice, or is a part of another.
     """
     holder = isinstance(given, (nn.ModuleList, nn.ModuleDict)) and type(given).forward is nn.Module.forward

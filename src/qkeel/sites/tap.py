@@ -372,9 +372,9 @@ class Tap(Handle):
     def places(self, phase: Phase) -> Places | None:
         """Where to look for attention outside qkeel's modules in the pass that begins; None for everywhere.
 
-        Looking everywhere costs a callback per function of torch: the first two passes are searched this way, then
-        every 17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has
-        attention showed none.
+        Looking everywhere costs a callback per torch function. The first two passes are searched this way, then every
+        17th up to the 68th, and every 257th from then on; and the pass after one in which a module that has attention
+        showed none.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
@@ -401,8 +401,8 @@ class Tap(Handle):
     def read(self, phase: Phase | None = None) -> SiteStats:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
 
-        Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there
-        were none, the eval passes'. Where a module computes its heads one by one, they are those of one site.
+        Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there were
+        none, the eval passes'. Where a module computes its heads one by one, they are joined to one site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"
@@ -440,7 +440,7 @@ class Tap(Handle):
 
     def look_again(self) -> bool:
         """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
-        False where there is none. What the model raises is raised."""
+        False if there is none. What the model raises is raised."""
         last, look = self.latest, _ForwardPass(self, "train")
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False

@@ -139,7 +139,7 @@ class ModelTrace:
 
     @functools.cached_property
     def record(self) -> Record:
-        """The operators, with who reads and writes what."""
+        """The operators, with an index of what each reads and writes."""
         return Record(self.operators)
 
     def repeated(self, name: str, values: Values, frame: ModuleCall, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,8 @@ class ModelTrace:
         return again({})(x), again(values)(x)
 
     def operands(self) -> dict[str, list[tuple[Operand, Operand]]]:
-        """The operands of every product that was seen in full, of the first call of each site, by the site's name."""
+        """The operands of every product that was read completely, for the first call of each site, by the site's
+        name."""
         names, found = names_of(self.model), dict[str, list[tuple[Operand, Operand]]]()
         for name, (first, *_) in self.calls.items():
             sighting, call = first.sighting, first.sighting.call
@@ -183,7 +184,7 @@ class ModelTrace:
 
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
     """The trace of the shortest part of an example of which all sites are verified, and of which a pass on the whole
-    one makes the same calls; of that one nothing is kept. With several processes all must make the same passes, so the
+    one makes the same calls; nothing of that pass is kept. With several processes all must make the same passes, so the
     example is not shortened.
 
     Raises:

@@ -386,7 +386,7 @@ class _State:
         return torch.zeros_like(self.weights) if found is None else _dense(found)
 
     def mixture(self, factors: Tensor) -> Tensor:
-        """Of all numbers of the sums, each with its own factor."""
+        """The derivative of all numbers of the sums, each times its own factor, by each weight."""
         (found,) = torch.autograd.grad((self.sums * factors).sum(), self.weights, retain_graph=True, allow_unused=True)
         return torch.zeros_like(self.weights) if found is None else _dense(found)
 
