@@ -79,8 +79,8 @@ class StudyView:
         self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """The time that is left, by the steps of all runs so far; nothing where that is soon. Runs of a stack end at
-        once, so the number of those that are over would say too little.
+        """The time that is left, by the steps of all runs so far; nothing where that is soon. Runs of a stack end
+        together, so the number of finished runs would say too little.
         """
         steps = {
             place: run.config.steps if place in self.over else last_step(Path(place))
