@@ -77,6 +77,18 @@ def pruned(tree: str) -> str:
     return first
 
 
+def breakable(body: str) -> str:
+    """A page's text, in which names in tables may be broken behind their signs: a phone is too narrow for some."""
+
+    def broken(name: re.Match[str]) -> str:
+        return re.sub(r"(?<=[_:+=,(/.])(?=[^<])", "<wbr>", name[0])
+
+    def in_table(table: re.Match[str]) -> str:
+        return re.sub(r'(?<=<span class="pre">)[^<]+', broken, table[0])
+
+    return re.sub(r"<table.*?</table>", in_table, body, flags=re.S)
+
+
 def field_tables() -> dict[str, str]:
     """Tables of recorded numbers, for docs/file-formats.md."""
     from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS

@@ -285,7 +285,7 @@ def copied(value: Any) -> Any:
 
 def _copy(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_inference() else value  # a graph can't be built on such a one
+        return value.clone() if value.is_inference() else value  # no graph can be built on an inference tensor
     return value if value is None or isinstance(value, (bool, int, float, str)) else copy.deepcopy(value)
 
 

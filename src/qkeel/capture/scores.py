@@ -32,7 +32,7 @@ from qkeel.heads.walk import nodes_of
 from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
-# Names of sums, with the sign of what is added, and of what it is added to.
+# Add and subtract operators, with the signs of both operands.
 SUMS = {
     **dict.fromkeys(("add", "radd", "iadd"), (1.0, 1.0)),
     **dict.fromkeys(("sub", "subtract", "isub"), (1.0, -1.0)),

@@ -237,7 +237,7 @@ class _Experiment:
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
     def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
-        """A part of the logits that comes from weights that are not known."""
+        """An additive part of the logits whose weights are unknown."""
         site, w = self._site, self._weights
         one, other = path.inputs()
         both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
@@ -283,8 +283,8 @@ def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tupl
     """Rows to change and the heads whose logits must move then, and each weight as a whole; whether it is one of
     several weights of this side.
 
-    Each head is in half of the changes, no two in the same half: whichever heads a row makes besides its own, some
-    change of that row is without a change of theirs.
+    Group testing: every head is changed in half of the changes, no two heads in the same half. So if a row also makes
+    another head, some change of the row comes without a change of that head.
     """
     per_head = [s for s in slices if s.n > 1]
     for n in sorted({s.n for s in per_head}):

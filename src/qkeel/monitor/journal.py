@@ -411,7 +411,7 @@ class PendingResults:
                 self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=one.monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
-        """Says once of which sites a number is not measured since no process holds all rows of a head."""
+        """Warns once about sites whose heads are split over processes, for which a number is not measured."""
         if not self._group.several or self._said:
             return
         numbers = measured.numbers

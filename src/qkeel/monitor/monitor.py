@@ -310,7 +310,7 @@ class Monitor(Handle):
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)
-        # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
+        # Probe-batch statistics come after all other hooks of the step, too late for remedies that need maxima in it.
         early = optimizer is not None and probe is None and dist.world() > 1
         gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
         self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", gather)
@@ -388,7 +388,7 @@ class Monitor(Handle):
     @steps.setter
     def steps(self, done: int) -> None:
         if done != self.steps and self._steps.step_due and self._models.has("train"):
-            self._steps.besides.add(done)  # of a step that was skipped: what was measured counts for this one
+            self._steps.besides.add(done)  # measured for a step that was skipped; it counts for this one
         self._steps.done = done
 
     def measure_next(self) -> None:

@@ -279,7 +279,7 @@ class Members:
     def _shares(
         self, stage: int, rank: int, shares: Mapping[NumberKey, PartialValue], first: bool
     ) -> dict[NumberKey, PartialValue]:
-        """Those that count, by the names and heads of the whole model."""
+        """The partial values that count, by the names and heads of the whole model."""
         found = {}
         for key, x in shares.items():
             if x.of == "data" or first:
