@@ -211,7 +211,7 @@ def _detached(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallGeometry:
-    """The heads of a call, as far as its arguments do not show them.
+    """The heads of a call that its arguments do not show.
 
     Args:
         layout: the dimensions of q and k before tokens and features, if these are not the two of [b h t d].

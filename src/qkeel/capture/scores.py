@@ -44,7 +44,7 @@ _LIMIT = 4000
 
 
 def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor, frame: ModuleCall) -> Scores:
-    """The tag of factors[0] · one + factors[1] · other, which is `out`, added up while `frame` was running."""
+    """The tag of `out` = factors[0] · one + factors[1] · other, a sum made while `frame` was running."""
     lost = list(dict.fromkeys((*one.lost, *other.lost)))
     for tag in (one, other):
         if tag.uncapped is not None or tag.before_tanh is not None:
@@ -81,7 +81,7 @@ def _nearest(one: Scores, other: Scores, frame: ModuleCall) -> ModuleCall:
 
 
 def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
-    """The factors of the tagged tensor and of the other one in `name(a, b, alpha=…)`; `first`: the tagged one is a."""
+    """The factors of the tagged and the other tensor in `name(a, b, alpha=…)`; `first`: the tagged one is a."""
     alpha = kwargs.get("alpha", 1.0)
     a, b = SUMS[name]
     pair = (a * (alpha if name == "rsub" else 1.0), b * (1.0 if name == "rsub" else alpha))
@@ -134,10 +134,10 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 
 
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
-    """True if what is added to scores was made of the same activations as these, as far as the graph shows.
+    """True if what is added to scores depends on the same activations as they do, as far as the graph shows.
 
-    A bias or a mask was not. Where the module's input itself has no graph, a tensor that holds different numbers for
-    each sequence counts as made of them. If the scores were added in place (`x` is `out`), only the graph decides.
+    A bias or a mask is not. Where the module's input itself has no graph, a tensor that holds different numbers for
+    each sequence counts as dependent on them. If the scores were added in place (`x` is `out`), only the graph decides.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -172,7 +172,7 @@ def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
 
 
 def hidden_by_sum(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
-    """The tag of scores after `sign` times a mask was added: some of its numbers hide pairs."""
+    """The tag of scores after `sign` times a mask was added, some of whose numbers hide pairs."""
     if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
         return tag
     low = hides(sign * mask.detach())
@@ -248,7 +248,7 @@ def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Sc
 
 
 def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
-    """Pairs that were hidden in place in a view x of scores are hidden in these scores too."""
+    """Hides pairs in these scores that were hidden in place in a view x of them."""
     for y, tag in tags.of_scores():
         if y is x or base_of(x) is not (y if base_of(y) is None else base_of(y)):
             continue
@@ -347,7 +347,7 @@ CATS = ("cat", "concat")
 
 
 def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor) -> Scores | None:
-    """The tag of what cat makes of scores and untagged columns; None where it attaches anything but columns.
+    """The tag of the result of cat on scores and untagged columns; None if it attaches anything other than columns.
 
     Untagged columns are sinks, which take weight and give no value. Several parts that are scores are one row of keys
     (global ones and those of a block).

@@ -38,7 +38,7 @@ def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleSets:
-    """What the visible sets of one call show.
+    """The properties of one call's visible sets.
 
     `blocks`: they are full within groups of neighbouring tokens and empty between them. Packed sequences and attention
     in chunks both look like this; `told_apart` distinguishes them. `queries` is how many there were.
@@ -68,17 +68,17 @@ def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
 
 @torch.no_grad()
 def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
-    """What the visible sets of a call show.
+    """Returns the properties of a call's visible sets.
 
-    Keys that every query sees, such as sinks and memory, say nothing and are left out, as are keys that no query sees.
-    In the others, in their order, the keys that a row sees either form a span or do not. All rows have spans: a
-    *window* if the beginning of the span advances by one key from one query to the next, else *full*. Some row has
+    Keys that every query sees, such as sinks and memory, and keys that no query sees are ignored. In the others, in
+    their order, the keys that a row sees either form a span or do not. All rows have spans: a *window* if the beginning
+    of the span advances by one key from one query to the next, else *full*. Some row has
     none: *sparse*, unless tokens are grouped and see exactly their group (*full*, in blocks that need not be
     neighbours). If keys and queries differ in number, the keys are *compressed* if they are fewer, or if the last
     visible key does not advance by one with each query; keys of another source are never compressed. Keys that were
     gathered for each query are *sparse*.
 
-    It waits for the device once or twice, and keeps no number per pair.
+    It waits for the device once or twice, and stores nothing per pair.
     """
     t, s = (call.logits if isinstance(call, ScoresCall) else call.q).shape[2], _keys(call)
     if isinstance(call, ScoresCall) and call.gathered and t > 1:

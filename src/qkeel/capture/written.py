@@ -73,7 +73,7 @@ Given = tuple[Args, Kwargs]
 
 
 class EagerAttentionTracer:
-    """A reader of every torch function of a forward pass that reports the softmaxes that are attention.
+    """Reads every torch function of a forward pass and reports the softmaxes that are attention.
 
     Args:
         report: gets every call, and whether a function mode alone does not see all of it; returns the site's name.

@@ -287,7 +287,7 @@ class HowFlags:
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Train runs that differ in seed, steps and rates only as one model: auto, for small models, off, or how many."""
+    """Train runs that differ only in seed, steps and rates as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Annotated[bool, _SWITCH] = False
@@ -525,7 +525,7 @@ def merge(
 ) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
-    If a run appears more than once, the finished, else the most advanced copy is used; two finished copies with
+    If a run appears more than once, the finished copy is used, otherwise the most advanced; two finished copies with
     different results are an error. The study's own command with this directory as --out runs what is left.
 
     Args:

@@ -218,13 +218,12 @@ LOOKS = 3  # steps of an optimizer after which its model is looked for, if there
 
 @final
 class ModelFinder(Handle):
-    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made.
-
-    The models are those that hold its parameters, found among all living objects; so a copy that averages weights is
-    not among them. If none does yet, they are looked for again after the optimizer's first step. A module whose passes
-    are not seen until the first step, such as a container whose forward nobody calls, gives way to the part of it that
-    holds the same parameters. Two optimizers of one model make one Monitor, whose steps the first one counts; one made
-    after that has stepped is a new phase of training, with a Monitor of its own.
+    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made. The models
+    are those that hold its parameters, found among all living objects, so a copy that averages weights is excluded. If
+    none does yet, they are looked for again after the optimizer's first step. A module whose passes are not seen until
+    the first step, such as a container whose forward is never called, gives way to the part of it that holds the same
+    parameters. Two optimizers of one model share a Monitor, whose steps the first one counts; an optimizer made after
+    the first has stepped begins a new phase of training, with a new Monitor.
 
     Optimizers and models are held weakly. Processes that the program starts are not searched.
     """
@@ -321,7 +320,7 @@ class _Watch:
 
     @property
     def mistaken(self) -> bool:
-        """Returns whether its passes are not seen, and there is a part of it that may be called instead."""
+        """Returns whether its passes are not seen although a part of it may be called instead."""
         monitor = self.monitor()
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 
@@ -339,8 +338,8 @@ class _Watch:
 def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """The models that hold an optimizer's parameters, the one with most of them first.
 
-    Each is a list of modules that hold the same of them: the outermost one, then its part that holds them all, and so
-    on. Wrappers that only pass their call on to a module are left out, because that module's passes show theirs.
+    Each is a list of modules that hold the same parameters: the outermost one, then the part of it that holds them all,
+    and so on. Wrappers that only pass their call on to a module are left out, because that module's passes show theirs.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
@@ -444,7 +443,8 @@ class _Remedied:
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
-        """Takes the optimizer of the next phase; `write` gets a line about parameters of remedies that it lacks."""
+        """Takes the optimizer of the next phase; `write` gets a line about parameters of remedies that this optimizer
+        lacks."""
         if self._steps is not None:
             self._steps.remove()
             self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
@@ -611,7 +611,7 @@ class Program:
 
     @property
     def title(self) -> str:
-        """A name for people and directories: train for train.py, package.train for -m package.train."""
+        """A readable name, also for directories: train for train.py, package.train for -m package.train."""
         return self.name if self.module else Path(self.name).stem
 
     @property
@@ -694,7 +694,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
 
 def prepare(program: Program) -> bytes | None:
-    """Make this process what the program expects to find, and read it; a module is read when it is run.
+    """Makes this process what the program expects, and reads the program; a module is read when it is run.
 
     Raises: DataError if there is no such file or module.
     """
@@ -713,7 +713,8 @@ def prepare(program: Program) -> bytes | None:
 
 
 def execute(program: Program, source: bytes | None) -> int:
-    """Run it as __main__; returns the exit code that python would have ended with (130 for an interruption)."""
+    """Runs the program as __main__ and returns the exit code that python would have ended with (130 for an
+    interruption)."""
     try:
         if source is None:
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)

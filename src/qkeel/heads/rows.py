@@ -1,10 +1,10 @@
 """The rows of the weights that make head h, and the dimensions of q and k that are heads.
 
 A probe is the gradient of a random combination of numbers of q or k with respect to the features of a projection. It
-stops there, so that it costs next to nothing however large the weights are. Norms on the path let gradients through as
-if their size were a constant: a norm over all heads together then does not mix them. Powers of two distinguish
-the heads: a backward pass is linear, so what head h adds to the second of two gradients is exactly 2ʰ times what it
-adds to the first.
+stops there, so it costs next to nothing however large the weights are. Norms on the path let gradients through as if
+their size were a constant: a norm over all heads together then does not mix them. Powers of two distinguish the heads:
+a backward pass is linear, so head h contributes to the second of two gradients exactly 2ʰ times what it contributes to
+the first.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from qkeel.patching.modes import no_operators_seen
 
 
 class UnknownRowsError(QkeelError, LookupError):
-    """The weights of a site are unknown; the message says why. Statistics work all the same."""
+    """The weights of a site are unknown; the message says why. Statistics still work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitPath:
-    """Projections from the module's input to q or k, input first, and the places in a head that they make."""
+    """Projections from the module's input to q or k, input first, and the positions in a head that they make."""
 
     projections: tuple[Projection, ...]
     dims: frozenset[int]
@@ -55,7 +55,7 @@ class Side:
     found: Walk
 
     def slices(self, path: LogitPath, dims: frozenset[int]) -> tuple[HeadSlice, ...]:
-        """The rows of each projection on a path that make these places of each head."""
+        """The rows of each projection on a path that make these positions of each head."""
         part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
         last = len(path.projections) - 1
         with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
@@ -73,7 +73,7 @@ class Side:
 def logit_terms(
     q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
-    """The terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
+    """Returns the terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
 
     Raises:
         UnknownRowsError: with the reason.
@@ -349,7 +349,7 @@ Split = tuple[int, int, int]  # of a dimension: the slowest part, heads, the fas
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The factors of a product of scores that are queries and keys."""
+    """The factors of a product of scores that serve as queries and keys."""
 
     query: ProductOperand
     key: ProductOperand
@@ -445,7 +445,7 @@ def _are_features(side: ProductOperand, found: Walk | None, keys: int) -> bool:
 
 
 def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None:
-    """The parts that a dimension of x consists of, with its heads; (m, 1, 1) if all slices use the same features.
+    """The parts of a dimension of x, with its heads; (m, 1, 1) if all slices use the same features.
 
     None if this is undecided: no feature is reached, or features are shared by some slices and not by others.
     """

@@ -34,12 +34,12 @@ class HeadSlice:
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
     parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share the
-    whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those of the same
+    whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those with the same
     numbers, or `bias_shift` further on.
 
-    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
-    block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
-    step reads the index again.
+    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
+    after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no step needs
+    the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
@@ -129,7 +129,7 @@ class HeadSlice:
 
 
 def across(lines: Tensor, axis: int, weight: Tensor) -> Tensor:
-    """One value per row (axis 0) or column (axis 1) so that it broadcasts against the weight."""
+    """Reshapes one value per row (axis 0) or column (axis 1) to broadcast against the weight."""
     return lines.view(-1, *[1] * (weight.ndim - 1)) if axis == 0 else lines.view(1, *weight.shape[1:])
 
 
@@ -298,7 +298,8 @@ class AttentionSite:
         return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
-        """The head of each query head in a weight with rows for n heads: query heads, key heads, or 1 that all share.
+        """Returns, for each query head, its head in a weight with rows for n heads: query heads, key heads, or one that
+        all share.
 
         >>> site = AttentionSite(
         ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8
@@ -311,7 +312,7 @@ class AttentionSite:
         return torch.arange(self.n_heads) // (self.n_heads // n)
 
     def users(self, n: int) -> Int64[Tensor, "n r"]:
-        """The query heads that use each of n heads, the opposite of `used`."""
+        """The query heads that use each of n heads: the inverse of `used`."""
         return self.used(n).argsort(stable=True).view(n, -1)
 
     def per_query_head(self, x: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "h ..."]:

@@ -1,13 +1,13 @@
 """Verifies, by changing weights, that those known for a site make its logits, head by head.
 
 The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
-the model is changed or run again, and what else depends on the same weights (later layers, other calls of the module)
-stays as it was.
+the model is changed or run again, and whatever else depends on the same weights (later layers, other calls of the
+module) does not change.
 
-Layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided by
-these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site of
-each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what it
-hides; wherever anything differs, it gets an experiment of its own.
+The layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided
+by these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site
+of each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what
+it hides; wherever anything differs, it gets an experiment of its own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Experiment:
         self.unscaled = ""  # once `doubts` found none: how the logits do not grow with the rows
 
     def unfit(self) -> Iterator[str]:
-        """The reasons why no experiment can be made."""
+        """The reasons why no experiment is possible."""
         site = self._site
         if not self._calls:
             yield "the recorded pass did not show it again"
@@ -113,7 +113,7 @@ class _Experiment:
             yield "every key is hidden from its queries in this example"
 
     def is_known(self) -> bool:
-        """True if the experiment would show what it showed at another site."""
+        """True if the experiment would give the same result as at another site."""
         chains = [side for term in self._site.terms for side in (term.query, term.key)]
         self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key], chains)
         parameters = self._weights.parameters
@@ -411,11 +411,10 @@ class Path:
 
 
 class ChangedWeights:
-    """Copies of the weights of a site with the rows of some heads changed.
-
-    Heads whose rows are all zero, as in an adapter before its first step, get small random ones first: what zero is
-    multiplied by changes no logit. So do those whose product with the weight before them is zero, as where an adapter
-    starts from two orthogonal matrices: `chains` are the weights of each path, input first.
+    """Copies of a site's weights in which the rows of some heads are changed. Heads whose rows are all zero, as in an
+    adapter before its first step, get small random ones first: what zero is multiplied by changes no logit. So do those
+    whose product with the weight before them is zero, as where an adapter starts from two orthogonal matrices: `chains`
+    are the weights of each path, input first.
     """
 
     def __init__(
@@ -599,7 +598,7 @@ def _signature(call: Seen) -> Hashable:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself: nothing was repeated."""
+    """Returns the tensor itself, because nothing was repeated."""
     return x
 
 

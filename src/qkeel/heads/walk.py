@@ -68,9 +68,9 @@ def memory(x: Tensor) -> int:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # not frozen: there are a hundred of a layer
 class Operation:
-    """One operator that ran: what it was given, what came out, and the memory whose numbers it read and wrote.
+    """One operator that ran: its inputs, its output, and the memory that it read and wrote.
 
-    `changed` are the arguments that it wrote into.
+    `changed` are the arguments that it modified.
     """
 
     function: Function
@@ -89,7 +89,7 @@ class Operation:
 
 @final
 class Record:
-    """The operators of a pass, which hold every tensor of it, with an index of which operator reads and writes which
+    """The operators of a pass, which keep all its tensors alive, with an index of which operator reads and writes which
     memory."""
 
     def __init__(self, operators: Sequence[TorchOperator]) -> None:
@@ -171,7 +171,7 @@ class Record:
         given: Mapping[int, int] | None = None,
         since: int = 0,
     ) -> list[Operation]:
-        """The operators that the numbers in this memory come from, in their order.
+        """The operators that the numbers in this memory come from, in order.
 
         Args:
             wanted: the memory.

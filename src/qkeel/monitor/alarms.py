@@ -168,8 +168,8 @@ class VanishingGradient(Rule):
     """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1) in two records in a
     row.
 
-    Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of what is meant, below that by ever less, so the
-    head hardly trains while the rest does. A single time may be chance, or a first step through a projection that
+    Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of the intended step, below that by ever less, so
+    the head hardly trains while the rest does. A single time may be chance, or a first step through a projection that
     starts at zero.
     """
 

@@ -53,7 +53,8 @@ class Every(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSpaced(Cadence):
-    """`per_decade` steps for each tenfold of steps, from step 0 on: a drift is a power law, and its start is fast.
+    """`per_decade` steps for each factor of ten in steps, from step 0 on: a drift is a power law, and its start is
+    fast.
 
     >>> [step for step in range(101) if LogSpaced(per_decade=4).due(step, None, 1.0)]
     [0, 1, 2, 3, 6, 10, 18, 32, 56, 100]

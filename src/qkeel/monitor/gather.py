@@ -36,7 +36,7 @@ class PartialValue:
     A process with weight 0 contributes nothing.
 
     Args:
-        value, weight: of one shape.
+        value, weight: of the same shape.
         of: "data" combines all processes, "weights" those that hold different parts of the weights.
         own: the values are of the heads that this process computes, not of all heads.
     """
@@ -319,7 +319,7 @@ class AsyncGather:
 
     @classmethod
     def alone(cls, measured: Measurement) -> AsyncGather:
-        """The transfer of what this process measured, to its host."""
+        """Sends what this process measured to its host, without the other processes."""
         given = measured.parts()
         device = _device(measured)
         dtype = widest(device)  # exact for counts under 2^53
@@ -472,7 +472,7 @@ def merged(parts: Iterable[Stats]) -> SiteStats:
 
 
 def on_host(stats: Stats) -> SiteStats:
-    """The statistics on the CPU, in float64."""
+    """Returns the statistics on the CPU, in float64."""
     if not stats:
         return SiteStats()
     return SiteStats.of(AsyncGather.alone(Measurement(stats=stats, numbers={})).result().stats)

@@ -68,7 +68,7 @@ _SLACK_PER_DISTANCE = (0.45, 0.55)
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """`value` grows like clock^exponent and passes `threshold` at `step`, with 90 % between `low` and `high`.
+    """`value` grows like clock^exponent and passes `threshold` at `step`, with a 90 % interval from `low` to `high`.
 
     Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
     is not, `end` is None and all three hold if the learning rate stays the same.
@@ -116,7 +116,7 @@ def _round(x: float) -> int:
 
 
 def clock(steps: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
-    """The learning rate summed over steps [n], which Adam's weights move with; without rates, the steps.
+    """The learning rate summed over steps [n], which Adam's weights follow; without rates, the steps.
 
     A warm-up or decay bends the power law in steps, not in this clock. `rates[i]` is the rate at `steps[i]`; between
     two records the rate of the later one applies.
@@ -449,7 +449,7 @@ class History:
         return dataclasses.replace(self, values=values, heads=heads, tops={})
 
     def series(self, name: str) -> np.ndarray | None:
-        """[n layers heads] of a name: per head if recorded so, else the whole run as one layer of one head."""
+        """Returns [n layers heads] for a name: per head if recorded so, else the whole run as one layer of one head."""
         if name in self.heads:
             return self.heads[name]
         return self.values[name][:, None, None] if name in self.values else None
@@ -466,7 +466,7 @@ class History:
         return None if heads is None else fold_heads(name, heads)
 
     def top(self, name: str) -> np.ndarray | None:
-        """[n]: the largest of all heads at each record; NaN where none was measured."""
+        """Returns [n], the largest of all heads at each record; NaN where none was measured."""
         if name in self.tops:
             return self.tops[name]
         layers = self.by_layer(name) if name not in self.heads and name not in self.values else None

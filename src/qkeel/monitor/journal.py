@@ -367,8 +367,8 @@ _UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
 
 @final
 class PendingResults:
-    """Puts the numbers of each step on record when they have arrived, in the order of the steps. The statistics are
-    also kept, merged, until they are read.
+    """Records the numbers of each step when they have arrived, in the order of the steps. The statistics are also kept,
+    merged, until they are read.
     """
 
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
@@ -391,7 +391,7 @@ class PendingResults:
         return any(one.transfer.flagged(Flag.OFF) for one in self._coming)
 
     def settle(self, *, wait: bool, before: int = 0) -> None:
-        """Puts on record what has arrived, and waits for the steps before `before`; with `wait` for everything.
+        """Records what has arrived, and waits for the steps before `before`, or with `wait` for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """

@@ -1,4 +1,4 @@
-"""What is measured in a step, over the models and sites that are watched."""
+"""The measurements of a step, over the watched models and sites."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ class WatchedSites:
         self.types = unknown | known
 
     def pass_failed(self) -> bool:
-        """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
+        """Returns whether the search failed too: then the pass was at fault, and the next one must be searched."""
         failed, self._error = self._error is not None, None
         return failed
 
@@ -454,7 +454,7 @@ class WatchedSites:
 
 @final
 class StepNumbers(Visitor):
-    """Collects the numbers of a step by (site, name): means over its passes, and what is read around its update.
+    """Collects the numbers of a step by (site, name): means over its passes, and readings around its update.
 
     Each training pass adds the norms of hidden states and the loss. Before a pass it reads which of its tokens count,
     and before the first which sites there are.

@@ -76,7 +76,7 @@ class StepEnd:
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
-        """The statistics of the step under way so far, on the CPU, for a reader; they count for the step as well."""
+        """Returns the statistics of the step under way so far, on the CPU; they still count for the step."""
         recent = on_host(self._models.read(phase))
         if recent:
             self._taken[phase].append(recent)

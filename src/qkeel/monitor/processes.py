@@ -65,7 +65,7 @@ class RankInfo:
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def words(self) -> tuple[str, str]:
-        """Its place, and what is the same for many processes, as texts."""
+        """Returns its place, and what many processes share, as texts."""
         own = dataclasses.asdict(self)
         return json.dumps(own.pop("layout")), json.dumps([*own.values()])
 
@@ -354,8 +354,8 @@ def put_in_place(value: Tensor, at: HeadSpan, nothing: float, *, blank: bool = F
 class Handshake:
     """Makes a process's Member from its model: the place is read from the weights, unless it was given.
 
-    `stages` gets, by the name of each of several models, "" of one, of which stage of a pipeline the first pass shows
-    the model to be.
+    `stages` gets, by the name of each of several models, "" for one, the pipeline stage that the first pass shows the
+    model to be.
     """
 
     def __init__(self, model: nn.Module, sites: Callable[[], Sequence[AttentionSite]], layout: Layout | None) -> None:
@@ -471,7 +471,7 @@ class ProcessGroup:
 
     @property
     def records_jointly(self) -> bool:
-        """Returns whether what is recorded is of several processes."""
+        """Returns whether the records cover several processes."""
         return self.several and not self.records_alone
 
     def begin(self, model: str, *, gathers: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What is put on record: a step's sample, its table, and the description of a run."""
+"""What is recorded: a step's sample, its table, and the description of a run."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Sample:
 
 
 def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
-    """[kv heads] -> [heads]: a key head's value stands at each query head of its group.
+    """[kv heads] -> [heads]: a key head's value is repeated for each query head of its group.
 
     Raises:
         ShapeError: the number of key heads does not divide `n_heads`.
@@ -158,7 +158,8 @@ def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
 
 
 def pad_layers(rows: Sequence[np.ndarray | None], n_heads: int) -> np.ndarray:
-    """Layers of unlike head counts, or None where nothing was measured, as [layers n_heads] padded with NaN.
+    """Returns layers with different head counts, or None where nothing was measured, as [layers n_heads] padded with
+    NaN.
 
     >>> pad_layers([np.ones(2), None, np.ones(1)], 2).tolist()
     [[1.0, 1.0], [nan, nan], [1.0, nan]]

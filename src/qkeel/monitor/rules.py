@@ -97,7 +97,7 @@ class Rule(abc.ABC):
         """The alarm, if the last record is a reason for one."""
 
     def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
-        """The alarm of the first type of layers that gives this rule, with the threshold of that type, a reason."""
+        """The alarm for the first type of layers on which this rule fires with the threshold of that type."""
         for layer_type, threshold in thresholds.items():
             one = dataclasses.replace(self, threshold=threshold)  # type: ignore[call-arg]
             alarm = one.check(history.of_type(layer_type)) if layer_type in history.types.values() else None
@@ -241,7 +241,7 @@ class Ceiling(Rule):
 
     @property
     def name(self) -> str:
-        """The name with the threshold: each threshold is a rule of its own."""
+        """The name with the threshold: each threshold is a separate rule."""
         return f"ceiling {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
@@ -300,7 +300,7 @@ class Approach(Rule):
 
     @property
     def name(self) -> str:
-        """The name with the threshold: each threshold is a rule of its own."""
+        """The name with the threshold: each threshold is a separate rule."""
         return f"forecast {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
@@ -488,7 +488,8 @@ class GateShut(Rule):
     """The gate of a learned sink is shut: its head leaves its keys under `factor` times what the median head does.
 
     It needs runs that are watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
-    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is no harm as such.
+    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is not harmful in
+    itself.
     """
 
     factor: float = 0.01

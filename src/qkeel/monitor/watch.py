@@ -58,19 +58,20 @@ def watch(
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
         stats: True for everything in LogitStats, by a pass over the logits of each measured call. "entropy" for the
             largest logit and the entropy of each head (and entropy_min, n_queries), which the compiled attention of
-            qkeel's own modules finds while it attends, so that every step can be measured; n_pairs is 0 then, and what
-            counts pairs, products or keys is not measured. A call that another kernel computes is measured in full.
-            "entropy:sample=16" or 32 is for GPUs: the entropy from one of so many query rows, in strata of positions,
-            with half the width of a 95 % interval as entropy_error, and no entropy_min; the largest logit stays exact,
-            from all rows. Where no kernel samples, and in sequences of under 4 · 16 or 4 · 32 tokens, all rows count
-            and there is no entropy_error. "max" for the exact largest logit of each head and nothing else, which costs
-            less than half of everything, and nothing where the compiled attention of qkeel's own modules finds it while
-            it attends. Alarms of entropy and norms are silent then. More is measured if it is named after one of these,
-            or after "all", as in "all+gates": `gates` are the mean and spread of each row's logsumexp and, of learned
-            sinks, the sink's logit and the gate σ(logsumexp - sink logit), by a further pass over the logits of each
-            measured training call. `updates` are the spectra of what each measured step adds to W_QᵀW_K, and the ratio
-            of step to weight, by a copy of the q and k weights and small QR and singular value decompositions in
-            float64. `residual` are the numbers of records.BLOCK_FIELDS of each measured training
+            qkeel's own modules finds while it attends, so that every step can be measured; n_pairs is 0 then, and
+            statistics that count pairs, products or keys are not measured. A call that another kernel computes is
+            measured in full. "entropy:sample=16" or 32 is for GPUs: the entropy from one of so many query rows, in
+            strata of positions, with half the width of a 95 % interval as entropy_error, and no entropy_min; the
+            largest logit stays exact, from all rows. Where no kernel samples, and in sequences of under 4 · 16 or 4 ·
+            32 tokens, all rows count and there is no entropy_error. "max" for the exact largest logit of each head and
+            nothing else, which costs less than half of everything, and nothing where the compiled attention of qkeel's
+            own modules finds it while it attends. Alarms of entropy and norms are silent then. More is measured if it
+            is named after one of these, or after "all", as in "all+gates": `gates` are the mean and spread of each
+            row's logsumexp and, of learned sinks, the sink's logit and the gate σ(logsumexp - sink logit), by a further
+            pass over the logits of each measured training call. `updates` are the spectra of what each measured step
+            adds to W_QᵀW_K, and the ratio of step to weight, by a copy of the q and k weights and small QR and singular
+            value decompositions in float64. `residual` are the numbers of records.BLOCK_FIELDS of each measured
+            training
             pass: size and largest channel of what enters and leaves each block, and the share that attention and MLP
             add; the first measured pass is preceded by one more, which shows what modules add to the stream.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
@@ -82,7 +83,7 @@ def watch(
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         classes: which token is of which class, such as text and image: a dict of token ids by class name, the name of
             an argument of the forward that holds class numbers or is true at class 1, a function of its arguments or a
-            tensor [b t]; see `monitor.Classes`, which gives names too. Statistics are also given split by them:
+            tensor [b t]; see `monitor.Classes`, which gives names too. Statistics are then also split by class:
             `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
             change of its logits by each measured step is measured, by two extra passes without gradients. Not for

@@ -181,7 +181,7 @@ class Places:
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
     def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
-        """The numbers, from the tensor as it is now; `made` of both of a pair, all pairs at once."""
+        """The numbers in the current tensor; for a pair what `made` computes from both, all pairs at once."""
         if len(self._index) == 1:
             found = x[self._index[0]]
         else:
@@ -313,7 +313,7 @@ class SplitWeights:
         self._whole = self._whole_heads(sides["query"] + sides["key"])
 
     def shares(self) -> dict[str, PartialValue]:
-        """All numbers of the site as they are now."""
+        """All current numbers of the site."""
         found: dict[str, PartialValue] = {}
         grads = {}
         for side, rows in self._rows.items():

@@ -27,7 +27,7 @@ TensorVersion = tuple[int, int]  # a tensor's count of changes, and where its nu
 class AdamPass:
     """Steps the weights of heads in one pass that scales each head's step and sums the squares it leaves.
 
-    Inside `optimizer.step()` torch asks `_init_group` for what there is to step. Between `begin` and `end` the answer
+    Inside `optimizer.step()` torch asks `_init_group` for the tensors to step. Between `begin` and `end` the answer
     leaves out the weights of heads, which have already made their step: torch's own state tensors are advanced, and the
     weights change as in torch's fused step, scaled. Gradients and parameter groups are never touched, except that
     gradients are unscaled where torch's step would do so. The pass is compiled C++ on a CPU and a Triton kernel on a

@@ -123,8 +123,8 @@ def frobenius_norm(heads: Tensor) -> Tensor:
 class HeadGroup(abc.ABC):
     """Views [n r m] of weights of one device and dtype, with a factor for each of their n heads or rows.
 
-    A factor is the smallest of those at its places in a row of numbers; `tables` [n places] of every view are these
-    places. What a step needs is in tensors that keep their memory, so a CUDA graph can hold it.
+    A factor is the smallest of the numbers at its places in a row; `tables` [n places] hold the places of each view.
+    What a step needs is in tensors that keep their memory, so a CUDA graph can hold it.
     """
 
     def __init__(self, views: Sequence[Tensor], tables: Sequence[Tensor]) -> None:

@@ -53,10 +53,10 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
 
 
 def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
+    """Raises if the optimizer would undo a change of the weights between steps, from its own copy.
 
-    Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
-    passes, except LBFGS, whose curvature is read from how weights and gradients changed from step to step.
+    It tries a small matrix: halved between steps at a rate of almost 0, it must stay halved. An optimizer that cannot
+    be tried passes, except LBFGS, whose curvature is read from how weights and gradients changed from step to step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
@@ -175,8 +175,8 @@ class _TrialOptimizer:
 def probe_optimizer(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
     """A new optimizer of the same class and options as the group's, holding one parameter.
 
-    Made by the class itself, since some (Adagrad) set state up there; nothing of the original is shared. A class
-    whose constructor takes something else is replaced by the base class that its step comes from.
+    The class itself makes it, since some (Adagrad) set up state there; nothing of the original is shared. A class whose
+    constructor takes something else is replaced by the base class that its step comes from.
     """
     options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
     first: Exception | None = None
@@ -262,7 +262,7 @@ _LOG = logging.getLogger("qkeel")
 def head_steps(
     target: Target, remedy: str, weights: HeadWeights, *, measure: WeightNorm | None = None, decay: bool = True
 ) -> HeadSteps:
-    """Returns what scales the optimizer's steps of these weights per head.
+    """Returns the object that scales the optimizer's steps of these weights per head.
 
     Args:
         remedy: its name, for errors.

@@ -122,8 +122,8 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
 def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
     """The tensor in the optimizer's groups that becomes the weight: itself, or its one float32 copy.
 
-    Training in low precision the way of apex and Megatron gives the optimizer float32 copies, and copies them back
-    after each step. Such a copy is recognised by its values: of one shape and device, rounding to the weight's bits.
+    Low-precision training as in apex and Megatron gives the optimizer float32 copies, and copies them back after each
+    step. Such a copy is recognised by its values: of one shape and device, rounding to the weight's bits.
     """
     held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p is weight for p in held):

@@ -150,7 +150,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
 @final
 class SharedMaxima:
     """The maxima of a model's heads as one row, the same on all processes that run them, by one collective per step:
-    the one in which a monitor of the same optimizer gathers, where it measures the step, else their own.
+    the gather of a monitor of the same optimizer if that measures the step, else a separate one.
 
     Replicas of a model see other sequences, and tensor parallel processes other heads of the same layer. Pipeline
     stages run different layers, whatever their names, and each has its own place in what is reduced.

@@ -237,10 +237,10 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     list are attentions that were seen but not understood. The model, its buffers and caches, gradients and random
     streams are left as they were.
 
-    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
-    sites of a larger model before that, and of one whose heads are to be split, whose weights are unknown afterwards;
-    then give `sites=` to watch and apply. For a model on the meta device, a copy with random weights is searched on the
-    CPU, with an example there, which takes the memory of the whole model; the sites are those of the given model.
+    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. If the
+    model is larger, or its heads are to be split, which hides its weights, find the sites before that; then give
+    `sites=` to watch and apply. For a model on the meta device, a copy with random weights is searched on the CPU, with
+    an example there, which takes the memory of the whole model; the sites are those of the given model.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.

@@ -73,8 +73,8 @@ class BracketMode(CallObserver):
     cap.
 
     F.scaled_dot_product_attention: torch's fused kernels compute row logsumexps anyway, so the kernel that it would
-    choose is called itself, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n
-    keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
+    choose is called directly and returns them; output and gradients are bit for bit the same. lse - ln n <= max <= lse
+    over n keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
     chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
     scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
     compute anyway; with dropout, and where these are padded, the same bound. flex_attention: the logsumexps or maxima
@@ -136,7 +136,7 @@ class BracketMode(CallObserver):
         return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
 
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
-        """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
+        """Returns the kernel that a call of SDPA would use, if it returns bounds on the logits."""
         if any(isinstance(x, Tensor) and not x.numel() for x in args):
             return False  # no rows, as of an expert that got no tokens
         if in_function_transform():
@@ -274,7 +274,7 @@ class Visitor:
         """Takes a measured attention call of a site."""
 
     def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
-        """An indexer has scored the keys of this layer, of which it chooses some."""
+        """Takes the scores by which an indexer chooses keys of this layer."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         """Called after the model's own pass; seen: whether attention was seen in it."""
@@ -384,8 +384,8 @@ class Tap(Handle):
         return None if others or searched else self._places[phase]
 
     def searched(self, phase: Phase, places: Places | None) -> None:
-        """Notes where the pass that was searched as a whole had attention, besides where earlier ones had some; None
-        where the next one must be searched too."""
+        """Notes where the pass that was searched as a whole had attention, in addition to earlier ones; None if the
+        next one must be searched too."""
         if places is not None:
             same = self._searched.get(phase) is self.tree.named()
             for name, (module, only) in (self._places[phase] or {}).items() if same else ():
@@ -439,8 +439,8 @@ class Tap(Handle):
         return kept
 
     def look_again(self) -> bool:
-        """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
-        False if there is none. What the model raises is raised."""
+        """Measures the current model by a separate pass on the batch that was kept, and changes nothing. Returns False
+        if there is none. Exceptions of the model are raised."""
         last, look = self.latest, _ForwardPass(self, "train")
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False

@@ -1,4 +1,4 @@
-"""One recorded pass of a model: its attention calls and sites, and all that is asked of them later.
+"""One recorded pass of a model: its attention calls and sites, and what later questions need.
 
 `traced` runs a model once on a short part of an example, with a graph and with every operator recorded, reads the sites
 from it and verifies them. It then runs the whole example once, observed as little as possible, to see that it makes the
@@ -143,7 +143,7 @@ class ModelTrace:
         return Record(self.operators)
 
     def repeated(self, name: str, values: Values, frame: ModuleCall, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What a module was given behind a site's attention: as it was, and as it would be with other weights there.
+        """The input of a module behind a site's attention: as it was, and as it would be with other weights there.
 
         Args:
             name: the site's.
@@ -183,8 +183,8 @@ class ModelTrace:
 
 
 def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
-    """The trace of the shortest part of an example of which all sites are verified, and of which a pass on the whole
-    one makes the same calls; nothing of that pass is kept. With several processes all must make the same passes, so the
+    """The trace of the shortest part of an example that verifies all sites and makes the same calls as the whole
+    example; nothing of the pass on the whole is kept. With several processes all must make the same passes, so the
     example is not shortened.
 
     Raises:
@@ -219,7 +219,7 @@ def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) ->
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """One pass that nobody observes and of which nothing is kept, for what the model itself notes in it.
+    """Runs one unobserved pass of which nothing is kept, for what hooks of the model note in it.
 
     Raises:
         InvalidValueError: the pass fails; its cause is the error.
@@ -233,7 +233,7 @@ def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
 
 
 def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
+    """Names of sites written out by hand whose logits are not just a scale times q·k, but have a bias, for instance."""
     found: set[str] = set()
 
     def note(sighting: CapturedCall) -> None:
@@ -751,7 +751,7 @@ def _form(sighting: CapturedCall) -> object:
 
 
 def scored(sighting: CapturedCall) -> Tensor:
-    """A tensor of a call whose second dimension are its heads: its logits, or q."""
+    """A tensor of a call whose second dimension is the heads: its logits, or q."""
     call = sighting.call
     return call.logits if isinstance(call, ScoresCall) else call.q
 

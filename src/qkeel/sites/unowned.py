@@ -4,7 +4,7 @@ The readers of `qkeel.capture` know the paths from a product of queries and keys
 a sum over features, a distance, a network, a table or an edge list, and weights from a sigmoid or a root. This module
 asks the reverse question, about the recorded operators of a pass. An operator makes weights if it normalises numbers (a
 softmax, a quotient by their own sum), or bends them (a sigmoid, a ReLU). Its output is attention if two of its entries
-reach one number of the output, each times a value of a position of its own.
+reach one number of the output, each times a value of a different position.
 
 An experiment decides. The weights are held fixed; the module's input is changed at one position, then at another. The
 entries whose derivative moves are those that multiply a value of that position. Three more facts distinguish attention
