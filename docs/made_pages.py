@@ -78,7 +78,7 @@ def pruned(tree: str) -> str:
 
 
 def breakable(body: str) -> str:
-    """A page's text, in which names in tables may be broken behind their signs: a phone is too narrow for some."""
+    """A page's text, in which names in tables may be broken behind their signs, and options of commands never."""
 
     def broken(name: re.Match[str]) -> str:
         return re.sub(r"(?<=[_:+=,(/.])(?=[^<])", "<wbr>", name[0])
@@ -86,7 +86,12 @@ def breakable(body: str) -> str:
     def in_table(table: re.Match[str]) -> str:
         return re.sub(r'(?<=<span class="pre">)[^<]+', broken, table[0])
 
-    return re.sub(r"<table.*?</table>", in_table, body, flags=re.S)
+    def whole(command: re.Match[str]) -> str:
+        return re.sub(r"(?<=[\s>])(--?[a-z][\w-]*)", r'<span class="option">\1</span>', command[0])
+
+    body = re.sub(r"<table.*?</table>", in_table, body, flags=re.S)
+    body = re.sub(r'<span class="pre">--', '<span class="pre option">--', body)
+    return re.sub(r'<div class="highlight-sh .*?</div>', whole, body, flags=re.S)
 
 
 def field_tables() -> dict[str, str]:
