@@ -367,7 +367,7 @@ class EntropyCollapse(Rule):
     """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
 
     It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of what counts
-    as collapsed for a whole model: single layers reach 0.1 in runs that end hardly behind (research/alarms.md).
+    as collapsed for a whole model: single layers reach 0.1 in runs that end only slightly worse (research/alarms.md).
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types

@@ -156,7 +156,7 @@ OptimizerState = dict[str, Any]
 
 @final
 class ReplacementCheck:
-    """Notices, at almost no cost per step, that a weight was replaced; one that only got another name is followed."""
+    """Notices, at almost no cost per step, that a weight was replaced; one that was only renamed is followed."""
 
     def __init__(self, model: nn.Module, remedy: str, names: Iterable[str]) -> None:
         self._model, self._remedy = model, remedy
