@@ -7,7 +7,7 @@ module) does not change.
 The layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided
 by these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site
 of each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what
-it hides; wherever anything differs, it gets an experiment of its own.
+it hides; wherever anything differs, it gets a separate experiment.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class Recording:
     """The records of a run so far. All of them up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
     two.
 
-    Thinning leaves the learning-rate clock exact: what a dropped record says of the rate goes into the next one kept.
+    Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
 
     layers: their names, in the order of the first axis of `heads`. planned: the learning rates of the run, if known.
     most: records kept, at least 4.

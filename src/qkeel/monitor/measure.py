@@ -748,7 +748,8 @@ class WatchedModels:
         }
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
-        """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""
+        """Reads weights and gradients before a step; gradients are divided by the loss scale if they are still
+        scaled."""
         for numbers in self._numbers.values():
             numbers.before_step(gradient_scale)
 

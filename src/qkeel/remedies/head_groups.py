@@ -138,7 +138,7 @@ class HeadGroup(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, measure: WeightNorm | None) -> list[Tensor]:
-        """Keep a copy until `interpolate` or `forget`; returns what was measured per n, in one tensor or none."""
+        """Keep a copy until `interpolate` or `forget`; returns the measurements per n in one tensor, or none."""
 
     @abc.abstractmethod
     def decay(self, row: Tensor) -> None:

@@ -731,7 +731,7 @@ class _ForwardPass:
 
 
 class Connection:
-    """An own module's standing connection to a tap; copies and pickles of the module leave it behind."""
+    """The connection of one of qkeel's own modules to a tap; copies and pickles of the module do not contain it."""
 
     def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
         self.tap, self.name, self.module = tap, name, module
