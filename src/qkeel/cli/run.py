@@ -282,7 +282,7 @@ class HowFlags:
     """The options of a study's execution; nothing here changes a number."""
 
     jobs: Annotated[int | None, Parameter(show_default=False)] = None
-    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; of a cluster all
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; on a cluster all
     it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
