@@ -572,7 +572,7 @@ _BETWEEN_TWO = re.compile("send|recv")
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keeps weights that fully_shard has split whole and named as usual inside this context.
+    """A context in which weights that fully_shard has split are whole and named as usual.
 
     All processes enter it together. A pass inside waits for no other process because of the weights, and may fail on
     one process alone."""

@@ -399,10 +399,10 @@ class Tap(Handle):
         return bool(self._stats[phase])
 
     def read(self, phase: Phase | None = None) -> SiteStats:
-        """Per site name, the statistics since the last read; sites that saw no call are absent.
+        """Returns, by site name, the statistics since the last read; sites without a call are absent.
 
-        Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there were
-        none, the eval passes'. Where a module computes its heads one by one, they are joined to one site.
+        Passes in training and in eval mode are kept apart. Without a phase: those of training passes or, if there were
+        none, of eval passes. Where a module computes its heads one by one, they are joined to one site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"
