@@ -215,7 +215,7 @@ class CallGeometry:
 
     Args:
         layout: the dimensions of q and k before tokens and features, if these are not the two of [b h t d].
-        keys: [b g s d] of keys [b h s d] that may be repeated for grouped queries.
+        keys: the distinct keys [b g s d] among keys [b h s d], which may be repeated for grouped queries.
     """
 
     layout: Callable[[Tensor, Tensor], HeadLayout]

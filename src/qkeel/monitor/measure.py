@@ -624,7 +624,7 @@ class StepNumbers(Visitor):
 class Means:
     """Means on their device, each over a number of values, and their combined means.
 
-    A mean is one number, or a row of one number of each of some sites.
+    A mean is one number, or a row with one number for each of some sites.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,8 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
 
 
 def refuse_heads(reason: str) -> Refusal:
-    """Refuses q or k that no module outputs as whole heads, as in foreign MLA, which makes the rotated keys apart."""
+    """Refuses q or k that no module outputs as whole heads, as in foreign MLA, which makes the rotated keys
+    separately."""
     return Refusal(reason, _OTHER_REMEDIES)
 
 

@@ -55,7 +55,7 @@ class AdamPass:
     def of(
         cls, optimizer: Optimizer, owners: Sequence[Owner], slices: Sequence[HeadSlice], *, plain: bool
     ) -> Self | None:
-        """The pass, or None where torch's step is not known or its weights are of another kind."""
+        """The pass, or None if torch's step is unknown or its weights are of another kind."""
         known = optimizers.is_known(optimizer) and owners and all(_is_plain(weight) for weight, _, _ in owners)
         return cls(optimizer, owners, slices, plain) if known else None
 
