@@ -35,6 +35,7 @@ PLAIN = {"alarm", "form", "gain", "kept", "record", "role", "run", "sample", "bo
 PLAIN |= {"threshold", "missed"}
 TERMS = {term: text for term, text in made_pages.terms().items() if term not in PLAIN}
 
+smartquotes_action = "qe"  # -- is the beginning of an option, not a dash
 default_role = "code"  # one backtick in docstrings, as in Markdown
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

@@ -33,11 +33,11 @@ COMMANDS = {
     ),
     "study precision": (
         "run:study_precision",
-        "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
+        "Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
     ),
     "merge": (
         "run:merge",
-        "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
+        "Merge directories of one study that ran on several machines into a new one; the sources do not change.",
     ),
     "report": ("report:report", "Write one self-contained HTML page about studies, runs or watched models."),
     "watch": (
@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "recommend": (
         "run:recommend",
-        "Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.",
+        "Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.",
     ),
     "replay": (
         "inspect:replay",
