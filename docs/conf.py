@@ -35,6 +35,7 @@ PLAIN = {"alarm", "form", "gain", "kept", "record", "role", "run", "sample", "bo
 PLAIN |= {"threshold", "missed"}
 TERMS = {term: text for term, text in made_pages.terms().items() if term not in PLAIN}
 
+smartquotes_action = "qe"  # -- is the beginning of an option, not a dash
 default_role = "code"  # one backtick in docstrings, as in Markdown
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -51,6 +52,7 @@ napoleon_attr_annotations = False  # shapes in annotations are markup to Sphinx
 def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
     """Called with each page after the theme: in the sidebar, groups are closed but the reader's own."""
     context["furo_navigation_tree"] = made_pages.pruned(context.get("furo_navigation_tree", ""))
+    context["body"] = made_pages.breakable(context.get("body", ""))
 
 
 def untyped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

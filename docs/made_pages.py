@@ -77,6 +77,24 @@ def pruned(tree: str) -> str:
     return first
 
 
+def breakable(body: str) -> str:
+    """A page's text. Names in tables and headings may be broken behind their signs, options of commands never."""
+
+    def broken(name: re.Match[str]) -> str:
+        return re.sub(r"(?<=[_:+=,(/.])(?=[^<])", "<wbr>", name[0])
+
+    def in_table(table: re.Match[str]) -> str:
+        return re.sub(r'(?<=<span class="pre">)[^<]+', broken, table[0])
+
+    def whole(command: re.Match[str]) -> str:
+        return re.sub(r"(?<=[\s>])(--?[a-z][\w-]*|--)(?=[\s<])", r'<span class="option">\1</span>', command[0])
+
+    body = re.sub(r"<h[1-3]>qkeel[\w.]+", lambda module: module[0].replace(".", ".<wbr>"), body)
+    body = re.sub(r"<table.*?</table>", in_table, body, flags=re.S)
+    body = re.sub(r'<span class="pre">--', '<span class="pre option">--', body)
+    return re.sub(r'<div class="highlight-sh .*?</div>', whole, body, flags=re.S)
+
+
 def field_tables() -> dict[str, str]:
     """Tables of recorded numbers, for docs/file-formats.md."""
     from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS, LAYER_FIELDS, MONITOR_FIELDS, STEP_FIELDS, TABLE_COLUMNS

@@ -121,7 +121,7 @@ PAGES = (
 PLOT = Picture(
     "plot",
     "A figure of your own",
-    "The largest logit of each head at the last step of the watched script, by matplotlib.",
+    "The largest logit of each head at the last step of the watched script, drawn with matplotlib.",
     ('qkeel.load("runs/gpt").plot("heads")',),
 )
 
@@ -277,7 +277,7 @@ def section(made: Picture, language: str) -> str:
 def page() -> str:
     """The text of docs/gallery.md."""
     head = (
-        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` makes this page. "
+        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this page. "
         "Pictures are light or dark, like the page around them.\n\n"
     )
     end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-# Loaded when first asked for, as rooms are: importing qkeel costs nothing, and the report works without torch.
+# Loaded on first access, as packages are: importing qkeel costs nothing, and the report works without torch.
 _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",
@@ -77,7 +77,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in __all__:  # a room
+    if name in __all__:  # a package
         return importlib.import_module(f"qkeel.{name}")
     raise AttributeError(f"module 'qkeel' has no attribute {name!r}; it has {', '.join(__all__)}")
 

@@ -71,15 +71,15 @@ class MissingLibraryError(QkeelError, ImportError):
 
 @contextlib.contextmanager
 def needed(what: str, pip: str) -> Iterator[None]:
-    """A context of imports from an outside library, without which `what` does not go.
+    """A context for importing an outside library that `what` needs.
 
     >>> with needed("the notebook sink", "ipython"):
     ...     import not_installed
     Traceback (most recent call last):
     qkeel.errors.MissingLibraryError: the notebook sink needs a library that is not installed: pip install ipython
 
-    Raises: MissingLibraryError where one fails. Where a library is there and lacks one that it imports itself, that
-        one is named.
+    Raises: MissingLibraryError where one fails. If a library is installed but lacks one that it imports itself, the
+        error names the latter.
     """
     try:
         yield
@@ -102,9 +102,9 @@ def _importer(error: ImportError) -> str:
 
 @contextlib.contextmanager
 def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectoryError) -> Iterator[None]:
-    """A context in which an error of the operating system becomes one of qkeel's: what was tried, the reason, advice.
+    """A context that turns an error of the operating system into one of qkeel's: what was tried, the reason, advice.
 
-    An error that is one of qkeel's already, as RunDirectoryError is both, passes.
+    An error that is qkeel's already (RunDirectoryError is both) passes unchanged.
 
     >>> with reported("cannot read notes.txt"):
     ...     raise OSError(13, "Permission denied")
@@ -123,7 +123,7 @@ _FEW, _MOST = 10, 40  # names of a table that a message lists beside near ones, 
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in a table: with the nearest names, and with all of them where they are few.
+    """The error for a name that is not in a table: with the nearest names, and with all of them if they are few.
 
     >>> print(unknown("remedy", "qknorm", ["qk_norm", "softcap"]))
     unknown remedy 'qknorm'. Did you mean 'qk_norm'? Known: qk_norm, softcap
@@ -161,7 +161,7 @@ _NOT_THE_USERS = ("qkeel", "torch", "functools", "contextlib", "transformers", "
 
 
 class QkeelWarning(UserWarning):
-    """A warning of qkeel, such as a fault of its own after which it steps aside."""
+    """A warning from qkeel, such as one about an internal fault after which it switches itself off."""
 
 
 class AlarmWarning(QkeelWarning):

@@ -104,16 +104,15 @@ def attention(
         causal: a query sees keys at its position or before.
         mask: boolean (True = may attend) or additive, broadcast to [b h t s], or a padding mask [b s].
         pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
-        cu_seqlens: where the sequences that are packed into q, k, v of b = 1 begin, and last where the last one ends:
-            int [n + 1], or those of queries and those of keys. Each attends to itself, with positions of its own.
+        cu_seqlens: where the sequences that are packed into q, k, v of b = 1 begin, and finally where the last one
+            ends: int [n + 1], or those of queries and those of keys. Each attends to itself, with positions of its own.
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
-        stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on
-            the largest logit (LogitBracket), free where the kernel returns the logsumexp; "max" adds, for most
-            heads with logits over 12 to 20, the certified maximum, "entropy" that and the entropy;
-            "entropy:sample=16" or 32, on a GPU, exact maxima and the entropy of one of so many rows, with its error.
-            Where no logsumexp is to be had, all are exact, by a pass of their own; LogitBracket.note then says which,
-            and why.
+        stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on the
+            largest logit (LogitBracket), free where the kernel returns the logsumexp; "max" adds, for most heads with
+            logits over 12 to 20, the certified maximum, "entropy" that and the entropy; "entropy:sample=16" or 32, on a
+            GPU, exact maxima and the entropy of one of so many rows, with its error. If no logsumexp is available, all
+            are exact, by a separate pass; LogitBracket.note then says which, and why.
 
     Returns:
         out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
@@ -144,18 +143,20 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
 
 
 def run(call: AttentionCall, impl: str = "auto") -> Outputs:
-    """A checked call through the kernel of that name."""
+    """Runs a checked call by the kernel of that name."""
     return choose(call, impl)(call)
 
 
 def run_with_rows(call: AttentionCall, impl: str = "auto") -> tuple[Outputs, KernelRows] | None:
-    """As `run`, with what the kernel finds of each row on its way; None, and nothing run, where it finds nothing."""
+    """Like `run`, and returns the row statistics that the kernel computes in its pass; None, without running, if there
+    are none."""
     kernel = choose(call, impl)
     return kernel.with_rows(call) if isinstance(kernel, Native) else None
 
 
 def run_with_weights(call: AttentionCall) -> tuple[Outputs, Logits]:
-    """A checked call written out, T×T: out [b h t d'] and the weights [b h t s], after dropout, in q's dtype."""
+    """Computes a checked call written out, T×T: out [b h t d'] and the weights [b h t s], after dropout, in q's
+    dtype."""
     rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     logits = call.spec.cap.apply(call.scores(*call.encoded(), rows, keys))
     weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)

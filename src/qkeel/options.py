@@ -143,7 +143,7 @@ def annotations(of: Callable[..., object]) -> Json:
 
 
 def checked(value: Any, kind: Any, name: str) -> Any:
-    """Returns a value as its annotation has it: a whole number becomes a float where one is due.
+    """Returns a value converted to its annotation: a whole number becomes a float if that is expected.
 
     >>> checked(3, float, "lr")
     3.0
@@ -157,8 +157,8 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         name: what errors call it.
 
     Raises:
-        InvalidTypeError: a value of another type. UnknownNameError: none of a Literal's.
-        InvalidValueError: a number out of bounds, or text that is no Unicode.
+        InvalidTypeError: a value of another type. UnknownNameError: a word that the Literal lacks.
+        InvalidValueError: a number out of bounds, or text that is not Unicode.
     """
     kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
     if isinstance(kind, types.UnionType):
@@ -190,11 +190,11 @@ def check_bound(value: float, bound: Bound, name: str) -> None:
 
 
 def settle(config: object, of: str = "") -> None:
-    """Checks the plain fields of a frozen dataclass against their annotations, and makes them what these say.
+    """Checks the plain fields of a frozen dataclass against their annotations, and converts them accordingly.
 
     Args:
         config: the dataclass, from its `__post_init__`.
-        of: whose fields they are, in errors.
+        of: the owner of the fields, for errors.
     """
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, kind = getattr(config, field.name), annotations(type(config))[field.name]
@@ -204,17 +204,18 @@ def settle(config: object, of: str = "") -> None:
 def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *given: object) -> OptionsT:
     """Calls a function, a dataclass or another class with options by name.
 
-    Those of a function are checked here, those of a class by itself. A number for text is text: in `slurm:partition=3`
+    Options of a function are checked here; a class checks its own. A number for text is text: in `slurm:partition=3`
     the partition is called "3".
 
     Args:
-        of: whose options they are, in errors.
-        make: what to call; parameters that are positional only are none of its options.
+        of: the owner of the options, for errors.
+        make: what to call; positional-only parameters are not options.
         options: by name.
         *given: the arguments in front, for parameters that are positional only.
 
     Raises:
-        UnknownNameError: an option that there is not, with the nearest one. InvalidTypeError: a value of another type.
+        UnknownNameError: an option that does not exist, with the nearest one. InvalidTypeError: a value of another
+            type.
     """
     parameters = inspect.signature(make).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}

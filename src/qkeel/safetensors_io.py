@@ -165,7 +165,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 @final
 class MappedFile:
-    """One file in memory only as far as it is being looked at: `release` gives the pages back."""
+    """A memory-mapped file, of which only the pages in use are in memory: `release` gives the pages back."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -1,3 +1,3 @@
-"""The version of qkeel, for whatever records it: also of a checkout that nobody has installed."""
+"""The version of qkeel, also in a checkout that is not installed."""
 
 VERSION = "0.1.0"

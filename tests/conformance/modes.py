@@ -117,7 +117,7 @@ def mode_refusal(name: str, mode: str) -> str:
         found, expected = _ran(name, make(), run), _ran(name, make(), plain)
         off = max(float((a - b).abs().max()) for a, b in zip(found, expected))
         if off > ROUNDING * max(1.0, max(float(x.abs().max()) for x in expected)):
-            raise Differs(f"{name} gives other numbers than eager execution")
+            raise Differs(f"{name} does not give the numbers of eager execution")
     except QkeelError as error:
         return str(error)
     return ""
@@ -139,9 +139,9 @@ def ways() -> str:
         "gradient checkpointing, in micro-batches of one), logits of the last token (decoded with a cache, of a\n"
         "`deepcopy`), and flex_attention in evaluation, which is all it does on a CPU.\n"
         "`sigma_reparam` takes one power iteration per forward pass, so micro-batches and recomputed passes give it\n"
-        "another σ;\n"
-        "`dropout` draws other masks for them.\n"
-        "`pytest -m slow tests/conformance` asks again.\n",
+        "a different σ;\n"
+        "`dropout` draws different masks for them.\n"
+        "`pytest -m slow tests/conformance` repeats these checks.\n",
         table("remedy", list(MODES), rows()) + "\n",
         *why,
     ]

@@ -60,7 +60,7 @@ SETUPS: dict[str, Setup] = {
     "tp_fsdp2": Setup(
         title="tensor parallel × fully_shard",
         processes=4,
-        statistics="equal, but qk_spectral_norm is not measured of heads whose rows no process holds whole, and said",
+        statistics="equal, but qk_spectral_norm is skipped, and reported, where no process holds a whole head",
         remedies=BY_HEADS,
     ),
     "pipeline": Setup(title="pipeline, GPipe", processes=2, quick=True, remedies=STAGES),

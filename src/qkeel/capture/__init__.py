@@ -1,1 +1,1 @@
-"""One recorded pass of a model: its attention calls, and what was asked of them."""
+"""One recorded pass of a model: its attention calls, and what is known about them."""

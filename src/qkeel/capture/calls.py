@@ -57,13 +57,13 @@ APART = 60.0  # nats from the lower level of a mask of smaller numbers up to the
 def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     """Returns True where a number that one call adds to its logits hides the pair.
 
-    a <= -9000, or a lies on the lower of two levels. There are two where the numbers above -9000 fall into two groups
-    with a gap of at least 60 nats between them that is wider than either group, the lower one at -60 or less. At equal
-    q·k a pair of the lower level then weighs at most e⁻⁶⁰ of one of the upper level, which no sum in float64 shows. A
-    bias that falls with the distance (ALiBi, T5) has a ramp of numbers and no such gap: it hides nothing.
+    a <= -9000, or a lies on the lower of two levels. There are two levels if the numbers above -9000 fall into two
+    groups with a gap of at least 60 nats between them that is wider than either group, the lower one at -60 or less. At
+    equal q·k a pair of the lower level then weighs at most e⁻⁶⁰ of one of the upper level, which no sum in float64
+    shows. A bias that falls with the distance (ALiBi, T5) has a ramp of numbers and no such gap: it hides nothing.
 
     Args:
-        added: of all rows and heads of the call, since one row may hold one level only.
+        added: the added numbers of all rows and heads of the call, since one row may hold one level only.
 
     >>> hides(torch.tensor([0.3, -0.2, -99.8, -1e4])).tolist()
     [False, False, True, True]
@@ -84,7 +84,8 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
 
 
 def is_low(value: object) -> bool:
-    """True if a constant that replaces logits hides: no q·k is left in them, so the lower level alone decides."""
+    """True if a constant that replaces logits hides the pair: no q·k is left in them, so the lower level alone
+    decides."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and float(value.detach()) <= -APART
     return isinstance(value, (int, float)) and value <= -APART
@@ -95,10 +96,11 @@ def is_low(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLayout:
-    """The dimensions of scores in letters: b batch, h heads, t queries, s keys; "bh" is one of both, merged.
+    """The dimensions of scores in letters: b batch, h heads, t queries, s keys; "bh" is batch and heads merged.
 
-    `sizes` are those of the dimensions h, in order; any number of dimensions may be b. `headless`: the scores of one
-    head of several. `guess` says why the layout is a guess from the shape of the scores, "" where it is none.
+    `sizes` are those of the dimensions h, in order; any number of dimensions may be b. `headless`: these are the scores
+    of a single head out of several. `guess` says why the layout is a guess from the shape of the scores, or "" if it is
+    not a guess.
     """
 
     groups: tuple[str, ...]
@@ -115,9 +117,9 @@ class HeadLayout:
         return next(i for i, group in enumerate(self.groups) if "s" in group)
 
     def fitted(self, shape: torch.Size) -> HeadLayout | None:
-        """The layout of other scores of the same site, of this shape; None if they have another one.
+        """The layout of other scores of the same site, with this shape; None if it does not fit them.
 
-        Heads that were a dimension of their own on one sequence may be merged with the batch in fact.
+        Heads that looked like a separate dimension on one sequence may in fact be merged with the batch.
         """
         if len(shape) != len(self.groups):
             return None
@@ -131,7 +133,7 @@ class HeadLayout:
         return self if groups == list(self.groups) else dataclasses.replace(self, groups=tuple(groups))
 
     def apply(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, "b h t s"]:
-        """[b h t s] of a tensor with the scores' dimensions."""
+        """Returns a tensor with the scores' dimensions as [b h t s]."""
         if self.groups == ("b", "h", "t", "s"):
             return x
         sizes, order = self._single(x.shape)
@@ -140,7 +142,7 @@ class HeadLayout:
         return x.reshape(sizes).permute(order).reshape(shape)
 
     def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
-        """A tensor of this shape with the scores' dimensions, of one [b h t s]: the opposite of `apply`."""
+        """Returns a tensor [b h t s] in the scores' own dimensions and this shape: the inverse of `apply`."""
         if self.groups == ("b", "h", "t", "s"):
             return x
         sizes, order = self._single(shape)
@@ -159,7 +161,7 @@ class HeadLayout:
 
 
 def head_counts(module: nn.Module) -> frozenset[int]:
-    """Numbers that the module, or its configuration, calls heads: a hint where a shape alone is ambiguous."""
+    """Numbers that the module, or its configuration, calls head counts: a hint where a shape alone is ambiguous."""
     holders = [vars(module)]
     config = vars(module).get("config")
     if config is not None and not isinstance(config, (dict, str, int, float)):
@@ -182,7 +184,7 @@ def layout(
         hints: see `head_counts`.
         batch: first size of the module's input, 0 if unknown.
         keys: the dimension of the softmax, by default the last.
-        rows: the dimension of the queries, by default the last but that.
+        rows: the dimension of the queries, by default the last one other than `keys`.
     """
     n = len(shape)
     keys = n - 1 if keys is None else keys
@@ -233,7 +235,8 @@ def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tu
 
 
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
-    """[b g s d] of keys [b h s d] repeated for grouped queries in blocks: g heads that differ."""
+    """Returns keys [b g s d] without repetition, from keys [b h s d] that are repeated in blocks for grouped
+    queries."""
     h = k.shape[1]
     if not bool(k.any()):
         return k
@@ -251,7 +254,7 @@ def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Ten
 
 
 def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
-    """The key head of each query head where keys are repeated for them in another order than blocks; else None.
+    """The key head of each query head if keys are repeated in an order other than blocks; else None.
 
     Key heads are numbered in the order in which the query heads use them; each must serve equally many.
     """
@@ -275,9 +278,9 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class FlexCall(AttentionCall):
     """A call of flex_attention: score_mod and block_mask as they were given.
 
-    The logit is what comes out of score_mod. A tanh cap in there is one operation of many in a function and can't be
-    separated from the rest, so the cap counts as part of the logit. A pair is hidden by the block mask, by a score of
-    -inf, or by one that score_mod lowered by 9000 or more to a negative number, as additive masks do.
+    The logit is what comes out of score_mod. A tanh cap in score_mod is one operation of many in a function and can't
+    be separated from the rest, so the cap counts as part of the logit. A pair is hidden by the block mask, by a score
+    of -inf, or by one that score_mod lowered by 9000 or more to a negative number, as additive masks do.
 
     largest: each row's largest logit, where flex_attention's own kernel returned it; -inf of rows that see no key.
     """
@@ -347,14 +350,13 @@ def flex_call(
 class ScoresCall:
     """Logits [b h t s] before the cap, `capped` ones as the softmax took them, and which pairs are hidden.
 
-    Where no cap was seen both are one tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key.
-    q [b h t d] and k [b g s d] are those that were multiplied, or None where these are unknown: they carry
-    norms, angles and weights, the logits are never computed from them; of a logit that is a sum of products neither
-    is there. `layout` is that of the scores in the module. In a probe `products` are q and k of every product of the
-    sum, and `lost` says what else is in it. `query_mask` [b t]: False leaves a query row out of the statistics;
-    `classes` splits them. `gathered`: the keys were picked for each query, so that a column is of no one key, and the
-    first key of a row is not known: sink_share is NaN. `sink` is the logsumexp of the columns that are no keys, where
-    some were attached.
+    Without a cap both are the same tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key. q [b h t
+    d] and k [b g s d] are those that were multiplied, or None if unknown: norms, angles and weights are read from them,
+    the logits never. Both are None for a logit that is a sum of products. `layout` is that of the scores in the module.
+    In a probe `products` are q and k of every product of the sum, and `lost` says what else is in it. `query_mask` [b
+    t]: False leaves a query row out of the statistics; `classes` splits them. `gathered`: the keys were picked for each
+    query, so a column belongs to no single key, and the first key of a row is unknown: sink_share is NaN. `sink` is the
+    logsumexp of the attached columns that are not keys, if there are any.
     """
 
     spec: AttentionSpec
@@ -373,7 +375,7 @@ class ScoresCall:
 
     @property
     def headless(self) -> bool:
-        """True if these are the scores of one head of several."""
+        """True if these are the scores of a single head out of several."""
         return self.layout is not None and self.layout.headless
 
     @property
@@ -425,8 +427,8 @@ def find_score_rows(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> Fou
 
 @torch.no_grad()
 def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
-    """The change of the logits before the cap between two calls of the same batch; see logit_change of the kernels. A
-    difference of logits: their rounding is in it."""
+    """The change of the logits before the cap between two calls of the same batch; see logit_change of the kernels. It
+    is a difference of logits and contains their rounding."""
     if before.logits.shape != after.logits.shape:
         raise ShapeError(
             f"expected two calls of the same batch, got scores {tuple(before.logits.shape)} and then "
@@ -452,7 +454,7 @@ def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, 
 
 @torch.no_grad()
 def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
-    """The logsumexp of each row of a seen call over its keys, see `kernels.statistics.row_logsumexp`."""
+    """The logsumexp of each row of a captured call over its keys, see `kernels.statistics.row_logsumexp`."""
     with torch.autocast(_device(call), enabled=False):
         if not isinstance(call, ScoresCall):
             return row_logsumexp(call)
@@ -495,7 +497,7 @@ def _keys_seen(call: ScoresCall) -> Tensor:
 
 
 def cat_heads(parts: list[LogitStats]) -> LogitStats:
-    """The statistics of calls of one head each as those of one site."""
+    """Joins the statistics of one-head calls into those of one site."""
     whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
     return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))
 
@@ -508,7 +510,7 @@ WAITING = 1 << 22  # numbers of calls that wait to be reduced together: 16 MB in
 
 
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """Exact statistics of a seen call, in its own precision even under autocast."""
+    """Exact statistics of a captured call, in its own precision even under autocast."""
     with torch.no_grad():
         return find(call, threshold).with_others(())
 
@@ -520,8 +522,8 @@ def find(call: Seen, threshold: float = ALARM_THRESHOLD) -> Found:
 
 
 def maxima(call: Seen) -> LogitStats:
-    """The max_logit and min_logit of `statistics`, the rest as if nothing was seen: for less than half its cost. Where
-    flex_attention returned the largest logits, they are all that is found, for one operation."""
+    """Like `statistics` with max_logit and min_logit only, for less than half its cost; other fields are neutral. If
+    flex_attention returned the largest logits, only these are read, by one operation."""
     with torch.no_grad():
         return find_maxima(call).with_others(())
 
@@ -546,7 +548,7 @@ class ScoreBlock(NamedTuple):
     Args:
         names: of the sites.
         heads, kv_heads: how many each has.
-        joint: of all of their heads.
+        joint: the statistics of all their heads.
     """
 
     names: tuple[str, ...]
@@ -574,8 +576,7 @@ class ScoreBlock(NamedTuple):
 
 @final
 class SiteStats(Mapping[str, LogitStats]):
-    """Statistics by site. They are kept in blocks of sites, each as one; a site's own are taken out when it is asked
-    for."""
+    """Statistics by site. Statistics are kept in blocks of sites; those of a single site are extracted on request."""
 
     def __init__(self, blocks: Iterable[ScoreBlock] = (), order: Iterable[str] | None = None) -> None:
         """Takes the blocks, and the order of the sites where it is another than theirs."""
@@ -656,7 +657,7 @@ class SiteStatistics:
         self._size = 0
 
     def add(self, name: str, new: Found | LogitStats, part_of: str | None) -> None:
-        """Adds what was found of a call; `part_of` names the site of which it is a single head."""
+        """Adds the findings of a call; `part_of` names the site of which it is a single head."""
         found = new if isinstance(new, Found) else FoundStats(new)
         group = self._waiting.setdefault(found.alike or (name,), {})
         if name in group:  # a layer that is called again

@@ -43,7 +43,7 @@ from qkeel.spec.call import make_call
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ModuleCall:
-    """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
+    """One running call of a module. `inputs` are its tensor arguments, kept on request only.
 
     `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
     how often it has chosen keys, `since` and `until` the numbers of operators that had run when it began and when it
@@ -68,7 +68,7 @@ class ModuleCall:
         return frames
 
     def shared_with(self, other: ModuleCall) -> ModuleCall:
-        """The innermost frame that holds both: that of an attention whose softmax is a module of its own."""
+        """The innermost frame around both, such as that of an attention whose softmax is a separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
 
@@ -104,7 +104,7 @@ class ModuleStack:
         self.top = self.root
 
     def attach(self, undo: ExitStack) -> None:
-        """Hooks onto the modules until `undo` is closed."""
+        """Installs hooks on the modules until `undo` is closed."""
         if any(isinstance(m, torch.jit.ScriptModule) for m in self._modules):
             scripted = self._push_scripted, self._pop_scripted
             push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in scripted)
@@ -117,7 +117,7 @@ class ModuleStack:
             tables += put_hooks(module, self, push, pop)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
-        """Before `attach`: the model's own call has begun already, and its end is of no interest."""
+        """Call this before `attach` if the model's own call has already begun; its end is then ignored."""
         self._modules = [m for m in self._modules if m is not self.root.module]
         self.push(self.root.module, args, kwargs)
 
@@ -169,7 +169,7 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nested tuples, lists and dicts, none of a class of its own, with all else in them changed."""
+    """Returns the same nested plain tuples, lists and dicts, with every other value in them changed."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([mapped(x, change) for x in value])
@@ -207,7 +207,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortExample:
-    """Arguments with so many `rows`; `cut` says that their sequences are shorter too."""
+    """Arguments with this number of `rows`; `cut` says whether their sequences are shortened too."""
 
     args: Args
     kwargs: Kwargs
@@ -216,13 +216,13 @@ class ShortExample:
 
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
-    """Shorter examples, the shortest first: one row where that may do, else two, which show heads and batch apart. None
-    where it is not clear what a batch is.
+    """Shorter examples, the shortest first: one row if that may suffice, else two, which distinguish heads from the
+    batch. It yields none if it is unclear what a batch is.
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
-    the sequence, unless the tensor has that size twice. An index beyond the end is an exception on the CPU, elsewhere
-    the end of the process: there whole numbers are of one shape [b t], as those of tokens are, and a sequence is cut
-    where they are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
+    the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but ends
+    the process elsewhere. There, integers must have one shape [b t], as tokens have, and a sequence is cut only if they
+    are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
     if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
@@ -239,7 +239,7 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
 
 
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
-    """The first sequence of a batch, whole; all of them where it is not clear what a batch is."""
+    """The first sequence of a batch, whole; all sequences if it is unclear what a batch is."""
     return _example(args, kwargs, _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0], None)
 
 
@@ -279,19 +279,19 @@ def _is_plain(value: object) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Arguments that a forward pass may change (caches) copied, tensors as they are."""
+    """Returns the arguments with copies of what a forward pass may change (caches), and the same tensors."""
     return mapped(value, _copy)
 
 
 def _copy(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_inference() else value  # a graph can't be built on such a one
+        return value.clone() if value.is_inference() else value  # no graph can be built on an inference tensor
     return value if value is None or isinstance(value, (bool, int, float, str)) else copy.deepcopy(value)
 
 
 @contextmanager
 def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
-    """The random streams of Python, NumPy and torch, on the CPU and these GPUs, are put back."""
+    """A context that restores the random streams of Python, NumPy and torch, on the CPU and these GPUs."""
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())
@@ -303,9 +303,9 @@ Undo = Callable[[], None]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
-    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient.
+    """A context that restores what a forward pass changes: random streams, buffers, attributes, required gradients.
 
-    Between two passes the function that is given puts back what the first one changed.
+    The function that it yields restores this state between two passes.
     """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with ExitStack() as undo:
@@ -424,7 +424,7 @@ class LastPass:
 
     @contextmanager
     def setting(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts the model is in training mode, under the autocast of the pass."""
+        """A context with the model in training mode, under the autocast of the pass."""
         modes = [(module, module.training) for module in model.modules()]
         enabled, dtype = self._cast
         if not model.training:
@@ -455,7 +455,7 @@ def describe(
     causal: bool = True,
     mask: Callable[..., Tensor | None] | None = None,
 ) -> AttentionSite:
-    """A site for an attention that can't be seen, from where its q and k are and what is computed of them.
+    """Describes a site whose attention cannot be observed: where its q and k are, and what is computed from them.
 
     Its statistics are those of the attention that is described: every query against every key that `causal` and
     `mask` let it see, even where the module itself skips some of them.
@@ -472,7 +472,7 @@ def describe(
         mask: called like a function for q; returns a mask as `qkeel.attention` takes it, or None.
 
     Returns:
-        The site. Its rows per head are known where q and k are read from an nn.Linear.
+        The site. The rows of each head are known if q and k are read from an nn.Linear.
 
     >>> model = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
     >>> q, k = (Reading(module="qkv", layout="b t (n h d)", part=part, parts=3) for part in (0, 1))
@@ -536,10 +536,10 @@ def _slice(name: str, module: nn.Module, part: Reading | Callable[..., Tensor], 
 
 
 def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Tensor, "b h t d"]:
-    """[b h t d] of a module's output that is laid out as the reading says.
+    """Returns a module's output, laid out as the reading says, as [b h t d].
 
     Raises:
-        ShapeError: it is not.
+        ShapeError: the output has another layout.
     """
     sizes = {"h": heads, "n": reading.parts}
     names: list[str] = []
@@ -568,8 +568,8 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
 
 
 class DescribedSiteHooks:
-    """Hooks on a described site's modules, from `attach` on. After each call of the site's module
-    they give the site, and a function that returns the call, to `report`."""
+    """Hooks on a described site's modules, from `attach` on. After each call of the site's module they pass the site,
+    and a function that returns the call, to `report`."""
 
     def __init__(
         self,
@@ -582,7 +582,7 @@ class DescribedSiteHooks:
         self._outputs: dict[str, Tensor] = {}
 
     def attach(self, undo: ExitStack) -> None:
-        """Hooks onto the modules until `undo` is closed."""
+        """Installs hooks on the modules until `undo` is closed."""
         undo.callback(self._outputs.clear)
         for part in (self.description.query, self.description.key):
             if isinstance(part, Reading):

@@ -1,10 +1,11 @@
-"""The interceptor of attention calls: it sees every attention that a forward pass computes, of any model.
+"""Intercepts the attention calls of a forward pass, of any model.
 
 The CaptureMode is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
 active: torch turns it off under any function mode. The results then are those of
 `torch.backends.mha.set_fastpath_enabled(False)`, which differ from the fast path's by rounding; training never takes
-the fast path. Of visibility and the last bit in evaluation, visibility was chosen here: inside the fast path one opaque
-operator would have to be read apart. A Tap observes such models in an extra pass, so that theirs keep both.
+the fast path. Visibility was preferred here to the last bit in evaluation: the fast path is one opaque operator that
+would have to be taken apart. A Tap observes such models in an extra pass, so that the model's own passes keep the fast
+path.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class CapturedCall:
 
     Args:
         frame: the call of the module that made it.
-        ordinal: which one it is of those that its module made in this call.
+        ordinal: its number among the attention calls of that module call.
         how: the function it was seen in, "softmax" for a hand-written one.
-        call: what was seen.
-        below: whether only an CaptureMode with dispatch=True sees it, or what happened to its scores.
-        layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
+        call: the call as it was read.
+        below: whether only a CaptureMode with dispatch=True sees it, or what happened to its scores.
+        layout: the dimensions of its scores in the module, if these are not [b h t s] by contract.
         added: in a probe the products that a fused function's additive mask is the sum of.
-        rows: what its kernel found of each row, where that was asked for.
+        rows: the row statistics of its kernel, if requested.
         named: whether it is a call of F.scaled_dot_product_attention that was made by that name.
     """
 
@@ -123,7 +124,7 @@ def name_of(frame: ModuleCall, ordinal: int) -> str:
 class CaptureMode(CallObserver):
     """Reports every attention call of `model` between `__enter__` and `__exit__`.
 
-    Seen are torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn and
+    It sees torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn and
     flash-attn's functions. Calls inside qkeel's own modules are left to their observers.
 
     Args:
@@ -135,7 +136,7 @@ class CaptureMode(CallObserver):
         record: with `dispatch`, keep every operator of the pass in `operations`, those by which calls are read too.
         rows: have functional_attention report what its kernel finds of each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
-        layouts: what the dimensions of scores are at sites that are known, by name.
+        layouts: the dimensions of scores at known sites, by name.
         guard: calls everything in here and `report` while the model runs.
         only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
             there, None for all. None to look at the whole pass.
@@ -243,7 +244,7 @@ class CaptureMode(CallObserver):
         return self._only_in is None
 
     def look(self, around: ExitStack) -> None:
-        """Sees the calls of the pass that begins, until `around` is closed."""
+        """Observes the calls of the pass that begins, until `around` is closed."""
         if self._only_in is None:
             if take_named_calls(around):
                 begin_taking(self._take_named)
@@ -276,7 +277,8 @@ class CaptureMode(CallObserver):
     def wanted(
         self, function: Function, args: Args, kwargs: Kwargs
     ) -> bool | str | Callable[[], tuple[object, object]]:
-        """False for what no attention is made of. A probe has torch compute functional_attention: it asks for paths."""
+        """False for functions that play no part in attention. In a probe torch computes functional_attention, because a
+        probe follows gradient paths."""
         if torch.compiler.is_compiling() or _READING.get():
             return False
         name = function_name(function)
@@ -305,7 +307,7 @@ class CaptureMode(CallObserver):
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
-        """The attentions of this pass that were seen and not understood."""
+        """The attentions of this pass that were seen but not understood."""
         return [*self.handwritten.lost.missed, *self.unread]
 
     @contextmanager
@@ -336,13 +338,13 @@ class CaptureMode(CallObserver):
 
     @property
     def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
-        """The scores of a probe by which keys were chosen, but for those that a softmax took as well."""
+        """The scores of a probe by which keys were chosen, except those that a softmax also took."""
         weighed = self.handwritten.lost.weighed
         return [(frame, call) for frame, call, of, _ in self._chosen.values() if of.isdisjoint(weighed)]
 
     @property
     def operations(self) -> Sequence[TorchOperator]:
-        """The operators that ran so far, where they are kept."""
+        """The operators that ran so far, if they are kept."""
         return () if self._below is None else self._below.operations
 
     def _operators(self) -> int:
@@ -359,7 +361,7 @@ class CaptureMode(CallObserver):
         self.hidden[f"{name}, which can't be watched ({error})"] = None
 
     def apart(self, read: Callable[[], None]) -> None:
-        """Calls `read` so that nothing of it is seen here, with gradients where a probe's pass has them."""
+        """Calls `read` unobserved by this mode, with gradients if a probe's pass has them."""
         # With gradients only where someone will walk from q and k back to the weights.
         with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
             read()
@@ -473,7 +475,8 @@ class CaptureMode(CallObserver):
         self.apart(report)
 
     def accounts_for(self, module: str) -> bool:
-        """True for the name of a module whose attention is reported otherwise: qkeel's own, or described by hand."""
+        """True for the name of a module whose attention is reported in another way: qkeel's own, or described by
+        hand."""
         frames = (frame for frame in self.stack.frames if frame.name == module)
         return any(self._elsewhere(frame) for frame in frames)
 

@@ -23,9 +23,9 @@ class ProductOperand:
     """A factor of a product: `x`, whose dimensions `summed` the product sums over.
 
     `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
-    dimensions of x, -1 in columns that are no keys. It is an expanded view as far as the vector does not change, and
-    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None where what was
-    done to the scores has lost it.
+    dimensions of x, -1 in columns that are not keys. It is an expanded view as far as the vector does not change, and
+    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None if an operation
+    on the scores has lost it.
     """
 
     x: Tensor
@@ -65,7 +65,7 @@ class ProductOperand:
 
 
 def narrowed(index: Tensor) -> Tensor:
-    """An expanded tensor with one number along each dimension that it was expanded over."""
+    """Returns an expanded tensor with size 1 along each dimension that it was expanded over."""
     for dim, step in enumerate(index.stride()):
         if step == 0 and index.shape[dim] > 1:
             index = index.narrow(dim, 0, 1)
@@ -76,9 +76,9 @@ def narrowed(index: Tensor) -> Tensor:
 class Product:
     """A product of two factors, each None where the product could not be read.
 
-    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has
-    two dimensions, as a weight has: these are scores only where they are added to others. `factor` is what it is
-    multiplied by in the sum that it is a part of.
+    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has two
+    dimensions, as a weight has; the product counts as scores only if it is added to other scores. `factor` multiplies
+    it in the sum that it is part of.
     """
 
     left: ProductOperand | None
@@ -97,7 +97,7 @@ class Product:
 
 
 def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None = None) -> bool:
-    """True if there is a dimension of queries and one of keys, besides that of number `but`: along each, one factor
+    """True if there is a dimension of queries and one of keys, other than dimension `but`: along each, one factor
     changes and the other does not."""
     if sides is None or (index := sides[0].index) is None:
         return False
@@ -106,7 +106,8 @@ def apart(sides: tuple[ProductOperand, ProductOperand] | None, but: int | None =
 
 
 def along_keys(sides: tuple[ProductOperand, ProductOperand] | None, dim: int) -> bool:
-    """True if a dimension may be one of keys: one factor changes along it and the other does not, or it is one key."""
+    """True if a dimension may be one of keys: one factor changes along it and the other does not, or there is only one
+    key."""
     if sides is None or (index := sides[0].index) is None:
         return False
     return index.shape[dim] == 1 or sides[0].varies(dim) != sides[1].varies(dim)
@@ -136,7 +137,7 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
 
 
 def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> ProductOperand:
-    """The factor x of `out`, whose dimensions that are not summed over are these dimensions of `out`."""
+    """The factor x of `out`; the dimensions of x that are not summed over are these dimensions of `out`."""
     index = torch.zeros((1,) * out.ndim, dtype=torch.int64)
     kept = [i for i in range(x.ndim) if i not in summed]
     step = 1
@@ -150,7 +151,7 @@ def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tens
 
 
 def is_weight(x: object) -> bool:
-    """True of a parameter or a view of one, as in a product with every expert's matrix."""
+    """True for a parameter or a view of one, as in a product with every expert's matrix."""
     return isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and isinstance(base_of(x), nn.Parameter))
 
 
@@ -218,10 +219,10 @@ def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | N
 class Scores:
     """A tag on a tensor of scores: its origin, hidden pairs, the logits before a cap, which columns are keys.
 
-    `parts` are the products that they are the sum of, `lost` says what else is in them and could not be followed.
-    `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
-    others (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
-    (`normalised`), was subtracted. `below`: a function mode alone does not see all that happened to them.
+    `parts` are the products whose sum they are, `lost` says what else is in them and could not be followed.
+    `before_tanh` is the input of a tanh whose factor has not been applied yet. `keys` are the columns that are keys, if
+    other columns (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
+    (`normalised`), was subtracted. `below`: a function mode alone does not see everything that happened to them.
     """
 
     parts: tuple[Product, ...]
@@ -239,7 +240,7 @@ class Scores:
 
     @property
     def table(self) -> bool:
-        """True if they are no scores by themselves: products with what may be a weight."""
+        """True if they are not scores by themselves, but products with a possible weight."""
         return all(part.table for part in self.parts)
 
     def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
@@ -250,7 +251,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """Tag of a softmax output that is on its way to the values; None for the site of one that is missed."""
+    """Tag of a softmax output that is on its way to the values; its site is None if the attention is missed."""
 
     site: str | None = None
 
@@ -272,12 +273,12 @@ class Powers:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lost:
-    """Tag of what an operation made of scores that is not understood: a softmax over it is an attention all the same.
+    """Tag of the result of an operation on scores that is not understood; a softmax over it is still an attention.
 
     `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
-    something else. `others` are more numbers of which one may be that of queries: where all heads share their keys, a
-    product does not tell heads and queries apart. `doubtful`: only one of these is left, so that a softmax over it is
-    not known to be attention. `frame` is where the product was made, `products` says of what.
+    something else. `others` are further possible numbers of queries: if all heads share their keys, a product does not
+    distinguish heads from queries. `doubtful`: only one of these is left, so that a softmax over it is not known to be
+    attention. `frame` is where the product was made, `products` what it was made of.
     """
 
     operation: str
@@ -289,7 +290,7 @@ class Lost:
     doubtful: bool = False
 
     def passes_to(self, out: Tensor) -> bool:
-        """True if a tensor may be one number per query and key still."""
+        """True if a tensor may still be one number per query and key."""
         return self._has(out, self.rows)
 
     def may_pass_to(self, out: Tensor) -> bool:

@@ -60,9 +60,9 @@ _WITH_MAXIMA = ("AUTO", "TRITON")
 class CallObserver(FunctionMode, abc.ABC):
     """A function mode that also gets the calls of foreign functions.
 
-    probing: it walks gradients from q and k. logsumexps: all that it wants to see is what flash-attn's functions
-    return, and they are to return the logsumexps of rows as well. maxima: flex_attention is to return the largest logit
-    of each row as well, where its kernel can.
+    probing: it walks gradients from q and k. logsumexps: it reads only what flash-attn's functions return, which must
+    include the logsumexps of rows. maxima: flex_attention must also return the largest logit of each row, if its kernel
+    can.
     """
 
     probing = False
@@ -79,7 +79,7 @@ class CallObserver(FunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
-        """While it lasts the observer's modes see nothing."""
+        """A context in which the observer's modes see nothing."""
 
 
 # Per thread. Empty while an observed function runs: what it calls in turn is part of it.
@@ -88,7 +88,7 @@ _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.Conte
 
 @contextmanager
 def observed_by(observer: CallObserver) -> Iterator[None]:
-    """While it lasts `observer` gets this thread's calls. Functions of modules not yet imported are missed."""
+    """A context in which `observer` gets this thread's calls. Functions of modules not yet imported are missed."""
     with ExitStack() as undo:
         for function in list(_functions(() if observer.logsumexps else _ONE_HOME)):
             try:
@@ -211,11 +211,11 @@ def _detached(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallGeometry:
-    """The heads of a call, as far as its arguments do not show them.
+    """The heads of a call that its arguments do not show.
 
     Args:
-        layout: the dimensions of q and k before tokens and features, where there are not the two of [b h t d].
-        keys: [b g s d] of keys [b h s d] that may be repeated for grouped queries.
+        layout: the dimensions of q and k before tokens and features, if these are not the two of [b h t d].
+        keys: the distinct keys [b g s d] among keys [b h s d], which may be repeated for grouped queries.
     """
 
     layout: Callable[[Tensor, Tensor], HeadLayout]
@@ -392,7 +392,7 @@ class UnreadError(QkeelError, NotImplementedError):
 
 
 def qkeel_call(given: Kwargs) -> AttentionCall:
-    """Reads qkeel.ops.run(call, impl) and its like: the call as it is, its keys as few as differ."""
+    """Reads qkeel.ops.run(call, impl) and similar functions: the call as it is, without repeated keys."""
     call = given["call"]
     return dataclasses.replace(call, k=fewest_keys(call.k))
 
@@ -413,7 +413,7 @@ def flex(given: Kwargs) -> AttentionCall:
 
 
 def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
-    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned; None where it was not asked.
+    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned; None if it was not asked to.
 
     Both are of the scores that come out of score_mod, over the keys that the block mask shows; -inf of rows
     that see none.

@@ -1,5 +1,5 @@
 """What written-out attention does to its scores before their softmax: sums, masks, changes of shape, a softmax that is
-written as exponentials over their sum; and what ends the way of those that cannot be followed."""
+written as exponentials over their sum; and operations through which scores cannot be followed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from qkeel.heads.walk import nodes_of
 from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
-# Names of sums, with the sign of what is added, and of what it is added to.
+# Add and subtract operators, with the signs of both operands.
 SUMS = {
     **dict.fromkeys(("add", "radd", "iadd"), (1.0, 1.0)),
     **dict.fromkeys(("sub", "subtract", "isub"), (1.0, -1.0)),
@@ -44,7 +44,7 @@ _LIMIT = 4000
 
 
 def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor, frame: ModuleCall) -> Scores:
-    """The tag of factors[0] · one + factors[1] · other, which is `out`, added up while `frame` was running."""
+    """The tag of `out` = factors[0] · one + factors[1] · other, a sum made while `frame` was running."""
     lost = list(dict.fromkeys((*one.lost, *other.lost)))
     for tag in (one, other):
         if tag.uncapped is not None or tag.before_tanh is not None:
@@ -81,7 +81,7 @@ def _nearest(one: Scores, other: Scores, frame: ModuleCall) -> ModuleCall:
 
 
 def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
-    """The factors of the tagged tensor and of the other one in `name(a, b, alpha=…)`; `first`: the tagged one is a."""
+    """The factors of the tagged and the other tensor in `name(a, b, alpha=…)`; `first`: the tagged one is a."""
     alpha = kwargs.get("alpha", 1.0)
     a, b = SUMS[name]
     pair = (a * (alpha if name == "rsub" else 1.0), b * (1.0 if name == "rsub" else alpha))
@@ -91,8 +91,8 @@ def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
 def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
     """The tag of scores whose heads a weight has mixed; None if `name` does something else.
 
-    Both factors of the product change along heads; along queries or keys one of them does, and what a weight mixes
-    there, or where heads are concatenated, are no scores any more, but features.
+    Both factors of the product change along heads, but only one of them along queries or keys: what a weight mixes
+    there, or across concatenated heads, is no longer scores but features.
     """
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
     if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):
@@ -134,7 +134,7 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 
 
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
-    """True if what is added to scores was made of the same activations as these, as far as the graph shows.
+    """True if what is added to scores depends on the same activations as they do, as far as the graph shows.
 
     A bias or a mask was not. If the module's input itself has no graph, that is a tensor made by the parameters that
     made the factors, or one that holds different numbers for each sequence. If the scores were added to in place, so
@@ -169,7 +169,7 @@ def leaves(starts: Sequence[Node]) -> set[Node]:
 
 
 def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
-    """Those of the nodes `stops` that are met first on the way back from `starts`, in a graph of moderate size."""
+    """The nodes of `stops` that a walk back from `starts` reaches first, in a graph of moderate size."""
     seen: set[Node] = set()
     found: set[Node] = set()
     queue = list(starts) if stops else []
@@ -187,7 +187,7 @@ def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
 
 
 def hidden_by_sum(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
-    """The tag of scores after `sign` times a mask was added: some of its numbers hide pairs."""
+    """The tag of scores after `sign` times a mask was added, some of whose numbers hide pairs."""
     if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
         return tag
     low = hides(sign * mask.detach())
@@ -238,14 +238,13 @@ MASKS: Mapping[str, _Rule] = {
 
 
 def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Scores | None) -> Scores | None:
-    """The tag of scores x after x[index] = value; None if x are no scores, or become something else.
+    """The tag of scores x after x[index] = value; None if x is not scores, or becomes something else.
 
     Args:
-        tag: that of x, None if it has none that is one of scores.
-        x: the tensor after it.
+        tag: the tag of x, None unless it is one of scores. x: the tensor after the write.
         index: where it was written to.
         value: a number that hides, or scores.
-        new: the tag of the value, None if it is none of scores.
+        new: the tag of the value, None unless it is one of scores.
     """
     if tag is None or not (is_low(value) or (new is not None and _same_kind(tag, new))):
         return None
@@ -264,7 +263,7 @@ def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Sc
 
 
 def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
-    """Pairs that were hidden in place in a view x of scores are hidden in these scores too."""
+    """Hides pairs in these scores that were hidden in place in a view x of them."""
     for y, tag in tags.of_scores():
         if y is x or base_of(x) is not (y if base_of(y) is None else base_of(y)):
             continue
@@ -363,7 +362,7 @@ CATS = ("cat", "concat")
 
 
 def joined(parts: Sequence[tuple[Tensor, Scores | None]], dim: int, out: Tensor) -> Scores | None:
-    """The tag of what cat makes of scores and untagged columns; None where it attaches anything but columns.
+    """The tag of the result of cat on scores and untagged columns; None if it attaches anything other than columns.
 
     Untagged columns are sinks, which take weight and give no value. Several parts that are scores are one row of keys
     (global ones and those of a block).
@@ -443,7 +442,7 @@ OUTER = frozenset({"mul", "multiply"})
 
 
 def row_top(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> RowTop | None:
-    """The tag of what `name(x, …)` makes of scores, if that is one number per row, or for all."""
+    """The tag of what `name(x, …)` makes of scores, if that is one number per row, or one for all rows."""
     last = over_last(x, args, kwargs)
     if name in ("amax", "max") and (last or (len(args) == 1 and "dim" not in kwargs)):
         return RowTop(False)
@@ -451,7 +450,7 @@ def row_top(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> RowTop | None:
 
 
 def over_last(x: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """True if a reduction goes over the last dimension and no other."""
+    """True if a reduction goes over the last dimension only."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -459,7 +458,7 @@ def over_last(x: Tensor, args: Args, kwargs: Kwargs) -> bool:
 
 
 def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Powers | None:
-    """The tag of `name(…)` of exponentials x: masks set some to 0; None where no exponentials come out."""
+    """The tag of `name(…)` for exponentials x, some of which a mask may set to 0; None if no exponentials result."""
     other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
     if name == "masked_fill":
         value = kwargs.get("value", args[2] if len(args) > 2 else None)
@@ -519,7 +518,7 @@ _WORDS: Mapping[str, str] = {
 
 
 class LostScores:
-    """Follows what scores became where an operation ended them; `missed` are the softmaxes that took it."""
+    """Follows the results of operations that end scores; `missed` are the softmaxes over such results."""
 
     def __init__(self, tags: Tags) -> None:
         self.missed: list[UnrecognizedAttention] = []
@@ -528,7 +527,7 @@ class LostScores:
         self._tags = tags
 
     def begin(self, name: str, frame: ModuleCall, tag: Scores, x: Tensor, out: object) -> None:
-        """`name(…)` of tagged scores x made `out`, which are no scores any more."""
+        """Records that `name(…)` of tagged scores x made `out`, which is no longer scores."""
         self.ends[name] = None
         if x.ndim < 4 and not any(apart(part.sides) for part in tag.parts):
             return  # heads are concatenated: these are features
@@ -548,7 +547,7 @@ class LostScores:
             self._put(part, lost)
 
     def product(self, name: str, given: Args, out: object) -> None:
-        """`name(…)` multiplied tensors; where one is of scores and the others are weights, scores are lost."""
+        """Records that `name(…)` multiplied tensors; scores that are multiplied by weights are lost."""
         operands = list(tensors(given))
         for x in operands:
             tag = self._tags.get(x)
@@ -560,7 +559,8 @@ class LostScores:
                     self.go_on(name, tag.frame, tag, out)
 
     def go_on(self, name: str, frame: ModuleCall, tag: Lost, out: object) -> None:
-        """`name(…)` of something lost made `out`: a softmax, or exponentials, are an attention that is missed."""
+        """Records that `name(…)` of a lost tensor made `out`; a softmax, or exponentials, is then a missed
+        attention."""
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
             self.weighed |= tag.products
@@ -576,7 +576,7 @@ class LostScores:
                 self._put(part, tag)
 
     def miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
-        """An attention that is not understood."""
+        """Records an attention that is not understood."""
         self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 
     def _put(self, out: Tensor, tag: Lost) -> None:
@@ -612,5 +612,5 @@ def _is_weight(x: Tensor) -> bool:
 
 
 def is_lost(tag: object) -> bool:
-    """True if a tensor with this tag counts as one without a tag, but for what is made of it."""
+    """True if a tensor with this tag counts as untagged, except for what is computed from it."""
     return tag is None or isinstance(tag, Lost)

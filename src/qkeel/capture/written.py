@@ -1,9 +1,10 @@
 """Hand-written attention, followed from q kᵀ to its softmax.
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
-other one ends it. What such a one made is followed as lost, and a softmax of that is an attention that is missed. The
-softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the product with the
-values is no score. A softmax that is written out, as exponentials over their sum, is treated alike.
+other one ends it. The output of any other operation is tagged as lost, and a softmax over it is reported as a missed
+attention. The softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the
+product with the values does not count as scores. A softmax that is written out, as exponentials over their sum, is
+treated alike.
 
 Statistics come from what the softmax received and from the masks met on the path, never from q·k·scale computed again:
 a scale or a bias may be anywhere.
@@ -72,15 +73,15 @@ Given = tuple[Args, Kwargs]
 
 
 class EagerAttentionTracer:
-    """A reader of every torch function of a forward pass that reports the softmaxes that are attention.
+    """Reads every torch function of a forward pass and reports the softmaxes that are attention.
 
     Args:
         report: gets every call, and whether a function mode alone does not see all of it; returns the site's name.
-        known: the layout of the scores whose softmax a module takes, where it is known.
-        names: parameters by identity, in a probe: walks to them show which dimensions are heads. None where there is no
+        known: the layout of the scores whose softmax a module takes, if it is known.
+        names: parameters by identity, in a probe: walks to them show which dimensions are heads. None if there is no
             graph to walk.
         valued: gets the name of a site and what its weights are multiplied by.
-        chose: gets scores of which the largest are chosen, and what they are known to be.
+        chose: gets scores of which the largest are chosen, and their tag.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class EagerAttentionTracer:
         return bool(self.tags) or name in PRODUCTS or (name in OUTER and may_be_outer(args))
 
     def follow(self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Take one call of a torch function into account; its name without underscores around it."""
+        """Processes one call of a torch function, given its name without outer underscores."""
         found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs, out)
         if found is not None and not any(self._is_made(x) for x in found.operands):
             assert isinstance(out, torch.Tensor)
@@ -351,11 +352,11 @@ def seen_call(
     """The call whose softmax takes x.
 
     Args:
-        tag: what x is known to be.
+        tag: the tag of x.
         x: the scores, with whatever was done to them.
         keys: the dimension that the softmax runs over.
         frame: the module's call that made it.
-        known: the layout of the scores, where it is known.
+        known: the layout of the scores, if it is known.
         names: parameters by identity in a probe, else None.
         alone: that nothing else will be added to x.
     """
@@ -393,9 +394,9 @@ def seen_call(
 def index_call(
     tag: Scores | Lost, x: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
 ) -> ScoresCall:
-    """The scores x by which keys are chosen as a call: what a softmax over them would take, and no values.
+    """Returns the scores x by which keys are chosen as a call: what a softmax over them would take, without values.
 
-    Hidden are pairs at or below what hides in a mask, and those that are chosen whatever the others are (+inf).
+    A pair is hidden if a mask with its score would hide it, or if it is always chosen (+inf).
     """
     tag = tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
     keys, x = x.ndim - 1, x.detach()
@@ -495,7 +496,7 @@ def _layout(
 
 
 def hints(frame: ModuleCall) -> frozenset[int]:
-    """The numbers that the innermost module which has any calls heads."""
+    """The head counts of the innermost module that states any."""
     return next((found for f in frame.line() if (found := head_counts(f.module))), frozenset())
 
 

@@ -52,8 +52,8 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the script that completes commands and options in bash, zsh or fish.
 
     For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`; for zsh a file `_qkeel` in a
-    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. A new shell knows it. After an upgrade of qkeel
-    write it again. Takes seconds: to ask every command for its options imports all of them.
+    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. New shells then complete commands. Write the
+    script again after an upgrade of qkeel. This takes seconds, because it imports every command to list its options.
 
     Args:
         shell: The shell.

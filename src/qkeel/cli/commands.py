@@ -33,11 +33,11 @@ COMMANDS = {
     ),
     "study precision": (
         "run:study_precision",
-        "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
+        "Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
     ),
     "merge": (
         "run:merge",
-        "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
+        "Merge directories of one study that ran on several machines into a new one; the sources do not change.",
     ),
     "report": ("report:report", "Write one self-contained HTML page about studies, runs or watched models."),
     "watch": (
@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "recommend": (
         "run:recommend",
-        "Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.",
+        "Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.",
     ),
     "replay": (
         "inspect:replay",
@@ -124,17 +124,17 @@ def commands() -> dict[str, tuple[str, str]]:
 
 
 def example(command: str) -> str:
-    """Returns a line to type; a study without one of its own in EXAMPLES says what it would run."""
+    """Returns an example of a command; a study that has none in EXAMPLES gets one that only prints its plan."""
     return EXAMPLES.get(command, f"qkeel {command} --dry-run")
 
 
 def group(command: str) -> str:
-    """Returns the group of `qkeel --help` that a command stands in."""
+    """Returns the group of `qkeel --help` that lists a command."""
     return next((name for name, members in GROUPS.items() if command in members), "Compare")
 
 
 def overview() -> str:
-    """Returns the text of `qkeel --help`: commands by what they are for, each with its line, and what to type first."""
+    """Returns the text of `qkeel --help`: commands by purpose, each with one line, and what to type first."""
     lines = {command: line for command, (_, line) in commands().items()}
     width = max(map(len, lines)) + 4
     parts = []

@@ -33,7 +33,7 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Prints one line as it is, however long: paths stay whole, and brackets are no markup."""
+    """Prints one line as it is, however long: paths stay whole, and brackets are not markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -103,7 +103,7 @@ class StudyView:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A context with the bar on a terminal; without anything elsewhere."""
+        """A context that shows the bar on a terminal, and nothing elsewhere."""
         if not self.console.is_terminal:
             yield
             return

@@ -67,7 +67,7 @@ def made() -> dict[str, dict[str, str]]:
 def explain(text: str) -> str:
     """Returns the line, the source and the formula of a preset, or of remedies on the baseline.
 
-    A remedy of steps, the loss or a block has a rule; attention's formula is printed where one of them changes it.
+    A remedy on steps, the loss or a block has a rule; the attention formula is printed if a remedy changes it.
     """
     terms = parse(text)
     names = [term.name for term in terms]
@@ -116,12 +116,12 @@ def scan(
 
     Args:
         checkpoint: A .safetensors file, a folder of shards, or a Hugging Face folder.
-        n_heads: Query heads per layer, where config.json does not say.
-        n_kv_heads: Key heads per layer, where config.json does not say.
+        n_heads: Query heads per layer, if config.json does not give them.
+        n_kv_heads: Key heads per layer, if config.json does not give them.
         layout: Order in a fused qkv weight: blocks is [q | k | v], groups is queries, key, value per key head.
         every_head: One line per head instead of the largest of each layer.
-        tensors: Also a table of all tensors.
-        tensors_only: Only the table of all tensors; attention need not be known.
+        tensors: Also print a table of all tensors.
+        tensors_only: Print only the table of all tensors; attention need not be recognised.
         json_: Print everything as JSON.
     """
     flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, layout=layout)
@@ -174,15 +174,16 @@ def check(
     """Say in one sentence whether the attention of a run or a checkpoint is healthy.
 
     Exit code 0 if it is, 1 if not, 2 for wrong usage. The weights of a checkpoint give an upper bound on its logits; a
-    bound over the threshold is "not known", which is 0, or 1 with --strict. In Python: qkeel.check(model, batch).
+    bound over the threshold gives "not known", with exit code 0, or 1 with --strict. In Python: qkeel.check(model,
+    batch).
 
     Args:
         path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
-        threshold: Largest attention logit that is let pass, in nats.
-        table: Also the numbers of each layer.
-        strict: Exit code 1 also where the weights alone do not decide.
-        n_heads: Query heads per layer of a checkpoint, where config.json does not say.
-        n_kv_heads: Key heads per layer of a checkpoint, where config.json does not say.
+        threshold: Largest accepted attention logit, in nats.
+        table: Also print the numbers of each layer.
+        strict: Exit with code 1 also if the weights alone do not decide.
+        n_heads: Query heads per layer of a checkpoint, if config.json does not give them.
+        n_kv_heads: Key heads per layer of a checkpoint, if config.json does not give them.
         json_: Print status, sentence, largest logit and threshold as JSON.
     """
     if not threshold > 0:
@@ -215,7 +216,7 @@ def replay(
 ) -> int:
     """Print what a policy of the autopilot would have done on a recorded run, when and why.
 
-    The records stay what they are: what comes after its first action is what happened without it.
+    The records do not change: after the policy's first action, they show what happened without it.
 
     Args:
         run: The directory of a watched or trained run.
@@ -250,7 +251,7 @@ def export(
     """Write the records of a run as tables, CSV or Parquet.
 
     The files are steps, with one row per record, heads, with one row per record, layer and head, and eval_steps and
-    eval_heads of passes in evaluation mode. The run stays as it is.
+    eval_heads of passes in evaluation mode. The run is not changed.
 
     Args:
         run: Directory of a run or of a watched model.
@@ -610,14 +611,14 @@ def convert(
 ) -> int:
     """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
 
-    The norms come from qkeel.retrofit(model, "qk_norm", batches) and saved by save_pretrained. Nothing is run or
-    unpickled; what the architecture cannot compute is refused with the reason.
+    The norms come from qkeel.retrofit(model, "qk_norm", batches); save the model with save_pretrained first. Nothing is
+    run or unpickled; what the architecture cannot compute is refused with the reason.
 
     Args:
         checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
         to: The architecture to write.
         out: The folder to write; it must not exist, or be empty.
-        norm_eps: The eps of the q/k norms, where it is not rms_norm_eps of config.json.
+        norm_eps: The eps of the q/k norms, if it differs from rms_norm_eps in config.json.
     """
     print(write_converted(checkpoint, to, out, norm_eps=norm_eps))
     return OK

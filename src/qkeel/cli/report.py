@@ -78,7 +78,7 @@ def report(
     Args:
         runs: Directories of studies, of runs, or of watched models.
         output: The file to write.
-        baseline: Of a study, the remedy that the others are compared with, like qk_norm.
+        baseline: For a study, the remedy to compare the others with, like qk_norm.
     """
     write(runs, output, baseline=baseline)
     print(output)
@@ -109,7 +109,7 @@ def figures(
         out: The folder to write to [default: NAME-figures].
         formats: pdf, svg, png, or several of them.
         width: Width of a figure in inches; a column of a two-column page is 3.3.
-        baseline: Of a study, the remedy that gains are over, like qk_norm.
+        baseline: For a study, the remedy to compute gains over, like qk_norm.
     """
     for path in draw(
         run, out or Path(f"{run.resolve().name}-figures"), formats=formats, width=width, baseline=baseline

@@ -161,7 +161,8 @@ def _optional(kind: object) -> object:
 
 
 def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, Settings]:
-    """Returns the configuration of a recipe with flags over it and `base` under it, and the recipe's [study] table."""
+    """Returns the configuration of a recipe, overridden by flags and completed by `base`, and the recipe's [study]
+    table."""
     values = _over(base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe))
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
@@ -191,7 +192,7 @@ def _over(values: Settings, more: Settings) -> Settings:
 
 
 def as_toml(config: RunConfig) -> str:
-    """Returns the configuration as a recipe, without what is not set."""
+    """Returns the configuration as a recipe, without unset values."""
     values = config.to_dict()
     lines = [toml_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
     for section, table in values.items():
@@ -281,12 +282,12 @@ class HowFlags:
     """The options of a study's execution; nothing here changes a number."""
 
     jobs: Annotated[int | None, Parameter(show_default=False)] = None
-    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; of a cluster all
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; on a cluster all
     it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Train runs that differ in seed, steps and rates only as one model: auto, for small models, off, or how many."""
+    """Train runs that differ only in seed, steps and rates as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Annotated[bool, _SWITCH] = False
@@ -370,13 +371,14 @@ def study_precision(
     head_dim: int = 64,
     seed: int = 0,
 ) -> int:
-    """The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
+    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
 
-    Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and seen).
+    Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and
+    measured).
 
     Args:
         out: Directory of the study.
-        remedies: Of none, qk_norm, cosine and softcap:cap=50 [default: all].
+        remedies: Some of none, qk_norm, cosine and softcap:cap=50 [default: all].
         head_dim: Dimensions of a head.
         seed: Seed for the random q, k and v.
     """
@@ -521,10 +523,10 @@ def merge(
     *,
     out: Path,
 ) -> int:
-    """Merge directories of one study, made apart on several machines, into a new one; they stay as they are.
+    """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
-    If a run appears more than once, the finished, else the most advanced copy is used; two finished copies with
-    different results are an error. The study's own command with this directory as --out does what is left.
+    If a run appears more than once, the finished copy is used, otherwise the most advanced; two finished copies with
+    different results are an error. The study's own command with this directory as --out runs what is left.
 
     Args:
         parts: Directories of the study.
@@ -550,10 +552,10 @@ def recommend(
     json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
     flags: Annotated[RecommendFlags, Parameter(name="*")] = RecommendFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
-    """Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.
+    """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
 
-    Every number has an interval and the measurements behind it. Outside of what was measured the answer is "not known",
-    and which setting is outside.
+    Every number has an interval and the measurements behind it. Outside the measured range the answer is "not known",
+    with the settings that lie outside.
 
     Args:
         source: A recipe, a config.json of transformers or its folder, or the directory of a run; flags override it.

@@ -80,18 +80,18 @@ def watch(
     """Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.
 
     Everything before -- is for qkeel, everything after it is the command: python with a script or -m and a module, or
-    torchrun with its options. What is trained in processes that the script starts itself is not seen.
+    torchrun with its options. Training in processes that the script itself starts is not seen.
 
     Args:
         command: The command that trains, after --.
         when: The steps to measure.
-        out: Directory of the run; where it holds something, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
+        out: Directory of the run; if it is not empty, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
         live: Serve the page of the run while it trains, on this port of this machine or on a free one.
         query_mask: Keyword argument of the model's forward that says which rows count, like attention_mask.
         apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script stays as it is.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
-        policy: What the autopilot does when, like ladder:threshold=50 [default: ladder].
+        policy: The autopilot's policy, like ladder:threshold=50 [default: ladder].
     """
     cadence = when.cadence()
     others = [part for text in sink for part in sinks(text)]

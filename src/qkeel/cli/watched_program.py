@@ -62,7 +62,7 @@ class Fix:
         return shlex.join(["qkeel", *self.own, *self.command])
 
     def lines(self, remedy: str) -> list[str]:
-        """What to do, where the alarm advises `remedy`; nothing where an autopilot sees to it."""
+        """What to do about an alarm that advises `remedy`; nothing if an autopilot takes care of it."""
         found = _APPLY.search(remedy)
         if self.piloted:
             return []
@@ -86,8 +86,8 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 class MessageSink(Sink):
     """Prints the directory of the run, what alarms say, and at the end the last numbers.
 
-    Alarms of one cause are one story: the first grave one says what to do, those after it only how it continues; of
-    several at one step the gravest speaks.
+    Alarms of one cause are one story: the first severe one says what to do, later ones only how it continues; of
+    several at one step only the most severe is printed.
     """
 
     def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:
@@ -105,11 +105,11 @@ class MessageSink(Sink):
 
     @property
     def place(self) -> str:
-        """The directory, in the words in which it was asked for."""
+        """The directory, as the user wrote it."""
         return str(self._shown.with_name((self.run.path or self.run.asked).name))
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """One line: what is watched, and where it is written."""
+        """Prints what is watched, and where it is written."""
         self._model = str(about["model"])
         sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
         number = f"{sites} of {sites + missed}" if missed else f"{sites}"
@@ -123,7 +123,7 @@ class MessageSink(Sink):
             self._sample = sample
 
     def alarm(self, alarm: Alarm) -> None:
-        """One line, and the first time that something is to be done about it, what."""
+        """Prints one line, and at the first alarm that needs action also what to do."""
         before = [other for other in self._alarms if other.cause == alarm.cause]
         self._alarms.append(alarm)
         if any(other.step == alarm.step for other in before):
@@ -135,7 +135,7 @@ class MessageSink(Sink):
                 self.writer(line)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """One line, of an event that says something."""
+        """Prints the text of an event, if it has one."""
         if "text" in event:
             self.writer(str(event["text"]))
 
@@ -168,8 +168,8 @@ class MessageSink(Sink):
 
 @final
 class MessageWriter(Handle):
-    """Writes lines to stderr as it was at the start; qkeel's own warnings too, each as one line. Of several
-    processes only rank 0 speaks, but all warn; those that the script forks do neither.
+    """Writes lines to stderr as it was at the start; qkeel's own warnings too, each as one line. With several processes
+    only rank 0 prints messages, but all print warnings; forked processes print neither.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -218,15 +218,14 @@ LOOKS = 3  # steps of an optimizer after which its model is looked for, if there
 
 @final
 class ModelFinder(Handle):
-    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made.
+    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made. The models
+    are those that hold its parameters, found among all living objects, so a copy that averages weights is excluded. If
+    none does yet, they are looked for again after the optimizer's first step. A module whose passes are not seen until
+    the first step, such as a container whose forward is never called, gives way to the part of it that holds the same
+    parameters. Two optimizers of one model share a Monitor, whose steps the first one counts; an optimizer made after
+    the first has stepped begins a new phase of training, with a new Monitor.
 
-    The models are those that hold its parameters, found among all living objects; so a copy that averages weights is
-    not among them. Where none does yet, they are looked for again after the optimizer's first step. A module whose
-    passes are not seen until the first step, such as a container whose forward nobody calls, gives way to the part of
-    it that holds the same parameters. Two optimizers of one model make one Monitor, whose steps the first one counts;
-    one made after that has stepped is a new phase of training, with a Monitor of its own.
-
-    Optimizers and models are held weakly. In processes that the program starts nothing is looked for.
+    Optimizers and models are held weakly. Processes that the program starts are not searched.
     """
 
     def __init__(
@@ -316,17 +315,17 @@ class _Watch:
         self._chain = [weakref.ref(module) for module in chain]
 
     def model(self) -> nn.Module | None:
-        """The module that is watched, if it still lives."""
+        """The module that is watched, if it still exists."""
         return self._chain[0]()
 
     @property
     def mistaken(self) -> bool:
-        """Returns whether its passes are not seen, and there is a part of it that may be called instead."""
+        """Returns whether its passes are not seen although a part of it may be called instead."""
         monitor = self.monitor()
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 
     def inwards(self) -> list[nn.Module]:
-        """The modules that are left when the outermost is not the one."""
+        """The modules that remain if the outermost is not the one that is called."""
         return [module for ref in self._chain[1:] if (module := ref()) is not None]
 
     def end(self) -> None:
@@ -339,8 +338,8 @@ class _Watch:
 def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """The models that hold an optimizer's parameters, the one with most of them first.
 
-    Each is a list of modules that hold the same of them: the outermost one, then its part that holds them all, and so
-    on. Wrappers that hand their call on to a module are left out: to see that module's passes is to see theirs.
+    Each is a list of modules that hold the same parameters: the outermost one, then the part of it that holds them all,
+    and so on. Wrappers that only pass their call on to a module are left out, because that module's passes show theirs.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
@@ -436,7 +435,7 @@ class _Remedied:
         self._pass = self._at_next_pass(on_pass, optimizer, refused)
 
     def or_with(self, optimizer: Optimizer) -> None:
-        """Another optimizer of the model, of the same phase; see `AtNextPass.or_with`."""
+        """Adds another optimizer of the model in the same phase; see `AtNextPass.or_with`."""
         for waiting in (self._pass, self._steps):
             if waiting is not None:
                 waiting.or_with(optimizer)
@@ -444,7 +443,8 @@ class _Remedied:
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
-        """Takes the optimizer of the next phase; `write` gets a line about parameters of remedies that it lacks."""
+        """Takes the optimizer of the next phase; `write` gets a line about parameters of remedies that this optimizer
+        lacks."""
         if self._steps is not None:
             self._steps.remove()
             self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
@@ -611,17 +611,18 @@ class Program:
 
     @property
     def title(self) -> str:
-        """A name for people and directories: train for train.py, package.train for -m package.train."""
+        """A readable name, also for directories: train for train.py, package.train for -m package.train."""
         return self.name if self.module else Path(self.name).stem
 
     @property
     def words(self) -> list[str]:
-        """The words that parse() reads again as this program."""
+        """The words from which parse() restores this program."""
         return ["python", *["-u"] * self.unbuffered, *["-m"] * self.module, self.name, *self.arguments]
 
 
 def parse(words: Sequence[str]) -> Program | list[str]:
-    """The program that a command starts; for torchrun its words, since that starts the program, several times.
+    """The program that a command starts; for torchrun the words of the command, since torchrun itself starts the
+    program, several times.
 
     Raises: InvalidValueError if it is not a command that runs Python here.
     """
@@ -693,7 +694,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
 
 def prepare(program: Program) -> bytes | None:
-    """Make this process what the program expects to find, and read it; a module is read when it is run.
+    """Makes this process what the program expects, and reads the program; a module is read when it is run.
 
     Raises: DataError if there is no such file or module.
     """
@@ -712,7 +713,8 @@ def prepare(program: Program) -> bytes | None:
 
 
 def execute(program: Program, source: bytes | None) -> int:
-    """Run it as __main__; returns the exit code that python would have ended with (130 for an interruption)."""
+    """Runs the program as __main__ and returns the exit code that python would have ended with (130 for an
+    interruption)."""
     try:
         if source is None:
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)

@@ -88,7 +88,7 @@ class Frame:
         return len(next(iter(self.columns.values()), ()))
 
     def without(self, name: str) -> Frame:
-        """The same without a column."""
+        """Returns the same frame without a column."""
         return Frame({column: values for column, values in self.columns.items() if column != name})
 
     def to_pandas(self) -> Foreign:

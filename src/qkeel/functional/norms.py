@@ -163,10 +163,10 @@ MASSIVE = 100.0  # a channel whose peak is over this multiple of the median chan
 
 @final
 class StreamValues:
-    """Hidden states [... m] at one place of a model; computed once, in float32 or wider, without waiting for a device.
+    """Hidden states at one place of a model; computed once, in float32 or wider, without waiting for a device.
 
     Args:
-        x: the states.
+        x: the states [... m].
         before: the stream that enters the block, where x is compared with it.
         factor: what the block multiplies x by when it adds it.
     """

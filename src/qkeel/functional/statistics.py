@@ -49,8 +49,8 @@ class LogitStats:
     Tensors are detached, float32 or wider. `merge` combines key blocks, micro-batches and ranks.
 
     Attributes:
-        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; of
-            H_i / ln (n_i + 1) with a sink column.
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; with a sink
+            column, of H_i / ln (n_i + 1).
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
             dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
@@ -228,7 +228,7 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
 def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
     """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
 
-    Of weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
+    Given weights p over the keys alone, with entropy H and logsumexp ℓ, a sink β leaves the share g = σ(ℓ - β) to the
     keys: the entropy is g·H - g ln g - (1-g) ln(1-g), the weight g·p. Source: derived, the chain rule of entropy.
 
     Args:

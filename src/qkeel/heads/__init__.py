@@ -1,1 +1,1 @@
-"""The weights that make each head of an attention: found, verified, and the norms on their way."""
+"""Finds and verifies the weights that make each head of an attention, and the norms between them and the logits."""

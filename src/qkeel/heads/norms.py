@@ -53,7 +53,8 @@ class _At:
 
 
 def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
-    """The norms that everything behind a node came through last; None if something did not, or not plainly."""
+    """The last norms that everything behind a node passed through; None if something passed none, or this is
+    unclear."""
     found: dict[Node, GraphNorm] = {}
     seen: set[Node] = set()
     queue = [_At(node=start)]
@@ -251,11 +252,11 @@ def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int,
 
 
 def seen_gains(x: Float[Tensor, "b h t d"], names: dict[int, str]) -> tuple[NormGain, ...]:
-    """The norms that x [b h t d] came through last; empty unless every number of it came through a known one.
+    """The last norms that x [b h t d] passed through; empty unless every number passed through a known one.
 
-    A walk back through its graph: what moves numbers about, adds, or multiplies by constants is passed, up to the
-    norm; anything else ends it. One gradient per head shows which heads a norm serves and by what part of its gain,
-    and how much what follows stretches them.
+    It walks back through the graph, past what moves numbers, adds, or multiplies by constants, up to the norm; anything
+    else ends the walk. One gradient per head shows which heads a norm serves and by what part of its gain, and how much
+    later operations stretch them.
     """
     found = None if x.grad_fn is None else norms(x.grad_fn, names)
     if not found:

@@ -1,10 +1,10 @@
 """The rows of the weights that make head h, and the dimensions of q and k that are heads.
 
 A probe is the gradient of a random combination of numbers of q or k with respect to the features of a projection. It
-stops there, so that it costs next to nothing however large the weights are. Norms on the path let gradients through as
-if their size were a constant: a norm over all heads together then does not mix them. Powers of two distinguish
-the heads: a backward pass is linear, so what head h adds to the second of two gradients is exactly 2ʰ times what it
-adds to the first.
+stops there, so it costs next to nothing however large the weights are. Norms on the path let gradients through as if
+their size were a constant: a norm over all heads together then does not mix them. Powers of two distinguish the heads:
+a backward pass is linear, so head h contributes to the second of two gradients exactly 2ʰ times what it contributes to
+the first.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from qkeel.patching.modes import no_operators_seen
 
 
 class UnknownRowsError(QkeelError, LookupError):
-    """The weights of a site are unknown; the message says why. Statistics work all the same."""
+    """The weights of a site are unknown; the message says why. Statistics still work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitPath:
-    """Projections from the module's input to q or k, input first, and the places in a head that they make."""
+    """Projections from the module's input to q or k, input first, and the positions in a head that they make."""
 
     projections: tuple[Projection, ...]
     dims: frozenset[int]
@@ -55,7 +55,7 @@ class Side:
     found: Walk
 
     def slices(self, path: LogitPath, dims: frozenset[int]) -> tuple[HeadSlice, ...]:
-        """The rows of each projection on a path that make these places of each head."""
+        """The rows of each projection on a path that make these positions of each head."""
         part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
         last = len(path.projections) - 1
         with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
@@ -73,7 +73,7 @@ class Side:
 def logit_terms(
     q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
-    """The terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
+    """Returns the terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
 
     Raises:
         UnknownRowsError: with the reason.
@@ -93,10 +93,10 @@ def logit_terms(
 def sum_terms(
     products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool]:
-    """The terms of a sum of products, each q [b h t d] · k [b g s d], as `logit_terms` of one.
+    """The terms of a sum of products, each q [b h t d] · k [b g s d], like `logit_terms` for one.
 
     Raises:
-        UnknownRowsError: those of one of them are unknown; with its number.
+        UnknownRowsError: the rows of one product are unknown; the message gives its number.
     """
     terms, normed = [], False
     for i, (q, k) in enumerate(products):
@@ -307,7 +307,8 @@ _AT_ONCE = 64  # slices whose powers of two a float holds; in half precision the
 
 def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool = True) -> np.ndarray | None:
     """The features [m features] of a projection that each of the m slices of x along a dimension uses, by two gradients
-    for up to 64 slices. None where several slices use a feature, `by_token` at one token, or no gradient arrives.
+    for up to 64 slices. None if several slices use the same feature (with `by_token`, at the same token), or no
+    gradient arrives.
 
     Both gradients are of a random combination of the numbers of x. In the second one slice i counts 2ⁱ times as much: a
     backward pass is linear, and multiplying by a power of two rounds nothing, so where slice i alone uses a feature the
@@ -348,7 +349,7 @@ Split = tuple[int, int, int]  # of a dimension: the slowest part, heads, the fas
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The factors of a product of scores that are queries and keys."""
+    """The factors of a product of scores that serve as queries and keys."""
 
     query: ProductOperand
     key: ProductOperand
@@ -359,8 +360,8 @@ def layout_of(
 ) -> HeadLayout | None:
     """The layout of scores of this shape, softmax over dimension `keys`; None if the experiment does not show it.
 
-    Heads are the dimensions along which q changes its features, or k where q does not change at all. Of the others
-    the queries are the last along which k does not change; without such a one, the last but one of all.
+    Heads are the dimensions along which q changes its features, or k where q does not change at all. Among the others,
+    the queries are the last along which k does not change or, without one, the last but one of all.
     """
     walks = [_walk(side, frame, names) for side in (sides.query, sides.key)]
     splits: dict[int, Split] = {}
@@ -444,9 +445,9 @@ def _are_features(side: ProductOperand, found: Walk | None, keys: int) -> bool:
 
 
 def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None:
-    """The parts that a dimension of x consists of, with its heads; (m, 1, 1) if all slices use the same features.
+    """The parts of a dimension of x, with its heads; (m, 1, 1) if all slices use the same features.
 
-    None where that cannot be said: no feature is reached, or features are shared by some slices and not by others.
+    None if this is undecided: no feature is reached, or features are shared by some slices and not by others.
     """
     size = x.shape[dim]
     splits: set[Split] = set()

@@ -31,15 +31,15 @@ _LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in 
 class HeadSlice:
     """The part of a weight that belongs to each head.
 
-    `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); of a
-    parameter with more than two dimensions those of `weight.flatten(1)`, such as an output channel of a convolution.
-    `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads
-    share the whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those of the
-    same numbers, or `bias_shift` further on.
+    `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
+    parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
+    `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share the
+    whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those with the same
+    numbers, or `bias_shift` further on.
 
-    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
-    block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
-    step reads the index again.
+    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
+    after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no step needs
+    the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
@@ -83,7 +83,7 @@ class HeadSlice:
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
 
     def rows_of(self, weight: Tensor) -> Tensor:
-        """A view of the weight whose rows are what the index numbers; one column of a vector."""
+        """A view of the weight whose rows are those that the index numbers; a vector gives one column."""
         if weight.ndim == 1:
             return weight[:, None]
         if weight.ndim > 2:
@@ -93,7 +93,7 @@ class HeadSlice:
         return weight if self.axis == 0 else weight.mT
 
     def lines(self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0) -> Shaped[Tensor, " rows"]:
-        """A value per head as one per row, `nobody` where no head owns the row."""
+        """Expands a value per head to one per row, with `nobody` for rows that no head owns."""
         n, r = self.index.shape
         if self.grid == (0, r, 1) and rows == n * r:
             return per_head.expand(rows) if n == 1 else per_head.repeat_interleave(r)
@@ -129,7 +129,7 @@ class HeadSlice:
 
 
 def across(lines: Tensor, axis: int, weight: Tensor) -> Tensor:
-    """One value per row (axis 0) or column (axis 1) so that it broadcasts against the weight."""
+    """Reshapes one value per row (axis 0) or column (axis 1) to broadcast against the weight."""
     return lines.view(-1, *[1] * (weight.ndim - 1)) if axis == 0 else lines.view(1, *weight.shape[1:])
 
 
@@ -145,14 +145,14 @@ def _grid(index: Tensor) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QKProduct:
-    """A product that the logit is a sum of: the matrices on the query's logit path and on the key's, input first.
+    """One of the products whose sum is the logit: the matrices on the query's logit path and on the key's, input first.
 
     Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
     (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
 
     Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
     shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
-    adapter is part of W_base and no path of its own. DoRA divides by a norm of the weights that it keeps out of the
+    adapter is part of W_base and not a separate path. DoRA divides by a norm of the weights that it keeps out of the
     graph, so `normed` does not show it.
     """
 
@@ -164,10 +164,10 @@ class QKProduct:
 class Reading:
     """A rule to read q or k from the output of a submodule of the site's module.
 
-    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those of one dimension are in brackets,
-    slowest first. n are parts next to each other, as in a fused projection, of which there are `parts` and this is
+    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those that share a dimension are in brackets,
+    slowest first. n counts adjacent parts, as in a fused projection; there are `parts` of them, and this is number
     `part`: "b t (n h d)" for q, k, v one after the other, "b t (h n d)" for interleaved ones. `then` is what the module
-    does with [b h t d] before the scores; `normed` says that a norm is in it.
+    does with [b h t d] before the scores; `normed` says whether that includes a norm.
     """
 
     module: str
@@ -218,7 +218,7 @@ class NormGain:
         parameter: the name of the gain g in the model, None without one.
         offset: 1 where the gain is 1 + w.
         index: [n r], the places of each head's numbers in the flattened gain, n = 1 where all heads share them.
-        bias, bias_index: the same of the bias b.
+        bias, bias_index: the same for the bias b.
         factor: what comes after the norm, such as a stretched rotation, on the example that the site was found with.
     """
 
@@ -251,9 +251,9 @@ class AttentionSite:
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
     `below`: only an CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
 
-    `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
-    `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
-    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
+    `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
+    gives the dimensions of written-out scores; `layout.guess` says why they are a guess, if they are. `head_dim` counts
+    the numbers of all products that the logit is a sum of, each query once.
 
     `visible` says which keys its queries were seen to reach, and `origin` what the keys are made of; see
     `capture.visible_sets`.
@@ -282,7 +282,7 @@ class AttentionSite:
 
     @property
     def layer_type(self) -> LayerType:
-        """The type of the layer, by what was seen of it; see `capture.visible_sets.layer_type`."""
+        """The type of the layer, as observed; see `capture.visible_sets.layer_type`."""
         return "indexer" if self.chooses else layer_type(self.visible, self.origin)
 
     def __repr__(self) -> str:
@@ -298,7 +298,8 @@ class AttentionSite:
         return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
-        """The head of each query head in a weight with rows for n heads: query heads, key heads, or 1 that all share.
+        """Returns, for each query head, its head in a weight with rows for n heads: query heads, key heads, or one that
+        all share.
 
         >>> site = AttentionSite(
         ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8
@@ -311,11 +312,11 @@ class AttentionSite:
         return torch.arange(self.n_heads) // (self.n_heads // n)
 
     def users(self, n: int) -> Int64[Tensor, "n r"]:
-        """The query heads that use each of n heads, the opposite of `used`."""
+        """The query heads that use each of n heads: the inverse of `used`."""
         return self.used(n).argsort(stable=True).view(n, -1)
 
     def per_query_head(self, x: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "h ..."]:
-        """Numbers of the heads of a weight as those of the query heads that use them."""
+        """Expands numbers per head of a weight to the query heads that use them."""
         if self.key_heads is not None and len(x) == self.n_kv_heads:
             return x[self.used(len(x)).to(x.device)]
         return x if len(x) == self.n_heads else repeat_groups(x, self.n_heads)

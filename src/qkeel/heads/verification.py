@@ -1,13 +1,13 @@
 """Checks by experiment that the known weights of a site make its logits, head by head.
 
 The operators of a recorded pass between a site's projections and its logits are repeated with other weights. Nothing of
-the model is changed or run again, and what else depends on the same weights (later layers, other calls of the module)
-stays as it was.
+the model is changed or run again, and whatever else depends on the same weights (later layers, other calls of the
+module) does not change.
 
-Layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided by
-these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site of
-each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what it
-hides; wherever anything differs, it gets an experiment of its own.
+The layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided
+by these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site
+of each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what
+it hides; wherever anything differs, it gets a separate experiment.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Experiment:
         self.unscaled = ""  # once `doubts` found none: how the logits do not grow with the rows
 
     def unfit(self) -> Iterator[str]:
-        """The reasons why no experiment can be made."""
+        """The reasons why no experiment is possible."""
         site = self._site
         if not self._calls:
             yield "the recorded pass did not show it again"
@@ -113,7 +113,7 @@ class _Experiment:
             yield "every key is hidden from its queries in this example"
 
     def is_known(self) -> bool:
-        """True if the experiment would show what it showed at another site."""
+        """True if the experiment would give the same result as at another site."""
         chains = [side for term in self._site.terms for side in (term.query, term.key)]
         self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key], chains)
         parameters = self._weights.parameters
@@ -237,7 +237,7 @@ class _Experiment:
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
     def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
-        """A part of the logits that comes from weights that are not known."""
+        """An additive part of the logits whose weights are unknown."""
         site, w = self._site, self._weights
         one, other = path.inputs()
         both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
@@ -283,8 +283,8 @@ def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tupl
     """Rows to change and the heads whose logits must move then, and each weight as a whole; whether it is one of
     several weights of this side.
 
-    Each head is in half of the changes, no two in the same half: whichever heads a row makes besides its own, some
-    change of that row is without a change of theirs.
+    Group testing: every head is changed in half of the changes, no two heads in the same half. So if a row also makes
+    another head, some change of the row comes without a change of that head.
     """
     per_head = [s for s in slices if s.n > 1]
     for n in sorted({s.n for s in per_head}):
@@ -334,8 +334,8 @@ def _heads(numbers: Sequence[int]) -> str:
 
 @final
 class Path:
-    """The way to the logits of one site: `own`, operators from the products with its weights on, and `wide`, those
-    from the input of its module, `boundary`, on. `changed` is the memory of the weights and of that input.
+    """The path to the logits of one site: `own` are the operators from the products with its weights onwards, `wide`
+    those from the input of its module, `boundary`, onwards. `changed` is the memory of the weights and of that input.
 
     What a weight is multiplied by counts as fixed in `own`, whatever else depends on the weight.
     """
@@ -411,11 +411,10 @@ class Path:
 
 
 class ChangedWeights:
-    """Copies of the weights of a site with the rows of some heads changed.
-
-    Heads whose rows are all zero, as in an adapter before its first step, get small random ones first: what zero is
-    multiplied by changes no logit. So do those whose product with the weight before them is zero, as where an adapter
-    starts from two orthogonal matrices: `chains` are the weights of each path, input first.
+    """Copies of a site's weights in which the rows of some heads are changed. Heads whose rows are all zero, as in an
+    adapter before its first step, get small random ones first: what zero is multiplied by changes no logit. So do those
+    whose product with the weight before them is zero, as where an adapter starts from two orthogonal matrices: `chains`
+    are the weights of each path, input first.
     """
 
     def __init__(
@@ -441,11 +440,11 @@ class ChangedWeights:
         return {place(self.parameters[name]): value for name, value in self._base.items()}
 
     def rotated(self, chosen: Iterable[Chosen]) -> dict[Place, Tensor]:
-        """Each row of the chosen heads is in the place of the next of its head; one row alone has the other sign.
+        """Moves each row of the chosen heads to the place of the next row of its head; a single row changes its sign.
 
-        A norm over the head, or over all heads together, is what it was: no other head changes by it. Rows that make
-        queries and keys alike are stretched instead, since no rotation of both changes their product. What is returned
-        holds until the next change.
+        A norm over the head, or over all heads together, keeps its value, so no other head changes. Rows that make
+        queries and keys alike are stretched instead, since no rotation of both changes their product. The result is
+        valid until the next change.
         """
         return self._with(
             (rows, index, self._other(s, rows[index])) for s, heads in chosen for rows, index in self._rows(s, heads)
@@ -540,7 +539,7 @@ class _Kind:
     unscaled: str = ""
 
     def zeros_as_in(self, other: _Kind) -> bool:
-        """True if nothing is zero, hidden or an index here that is not there too."""
+        """True if whatever is zero, hidden or an index here is so there too."""
         if self.empty != other.empty or not all(map(torch.equal, self.visible, other.visible)):
             return False
         return all(map(self._alike, self.given, other.given))
@@ -566,11 +565,12 @@ class _Form:
         self._met: dict[int, tuple[Tensor, Hashable]] = {}  # by id: an operator's output is the argument of others
 
     def number(self, m: int) -> int:
-        """The number of some memory."""
+        """The number of a piece of memory."""
         return self._numbers.setdefault(m, len(self._numbers))
 
     def of(self, value: object, *, made: bool = False) -> Hashable:
-        """Arguments, or what an operator `made`, as something that is equal for all that differ in numbers alone."""
+        """Returns a value for arguments, or for what an operator `made`, that is equal if they differ only in
+        numbers."""
         if isinstance(value, Tensor):
             if (known := self._met.get(id(value))) is not None:
                 return known[1]
@@ -623,7 +623,7 @@ class RepeatedLogits:
 
     @torch.no_grad()
     def of_several(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The logits of each of n changes, from what `self.tensors` are then, [n ...] each."""
+        """The logits of each of n changes, from the values of `self.tensors` under each, [n ...]."""
         n, given = len(tensors[0]), iter(tensors)
         found = []
         for call, rows in zip(self._calls, self._rows):

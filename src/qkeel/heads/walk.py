@@ -51,7 +51,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "c
 
 
 def place(x: Tensor) -> Place:
-    """The place of a tensor; of one without memory of its own (a subclass), that of the object."""
+    """The place of a tensor in memory; for a tensor without memory of its own (a subclass), that of the object."""
     try:
         return memory(x), int(x.storage_offset()), x.shape, x.stride(), x.dtype
     except (RuntimeError, NotImplementedError):
@@ -59,7 +59,7 @@ def place(x: Tensor) -> Place:
 
 
 def memory(x: Tensor) -> int:
-    """The address of the memory in which a tensor lies, views of one tensor in the same."""
+    """The address of a tensor's memory, the same for all views of one tensor."""
     try:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -68,9 +68,9 @@ def memory(x: Tensor) -> int:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # not frozen: there are a hundred of a layer
 class Operation:
-    """One operator that ran: what it was given, what came out, and the memory whose numbers it read and wrote.
+    """One operator that ran: its inputs, its output, and the memory that it read and wrote.
 
-    `changed` are the arguments that it wrote into.
+    `changed` are the arguments that it modified.
     """
 
     function: Function
@@ -89,7 +89,8 @@ class Operation:
 
 @final
 class Record:
-    """The operators of a pass, which hold every tensor of it, with an index of who reads and writes which memory."""
+    """The operators of a pass, which keep all its tensors alive, with an index of which operator reads and writes which
+    memory."""
 
     def __init__(self, operators: Sequence[TorchOperator]) -> None:
         self._memory: dict[int, int] = {}  # of a tensor, by its id: all of them are alive
@@ -170,7 +171,7 @@ class Record:
         given: Mapping[int, int] | None = None,
         since: int = 0,
     ) -> list[Operation]:
-        """The operators that the numbers in this memory come from, in their order.
+        """The operators that the numbers in this memory come from, in order.
 
         Args:
             wanted: the memory.
@@ -205,13 +206,14 @@ class Record:
         return sorted({i for m in wanted for i in self._readers.get(m, ()) if i < until})
 
     def maker(self, wanted: int, until: int) -> int:
-        """The number of operators that had run when the tensor in this memory was there first."""
+        """The number of operators that had run when the tensor in this memory first existed."""
         numbers = (i for i in reversed(self._writers.get(wanted, [])) if i < until)
         return next((i for i in numbers if wanted in self.operations[i].makes), -1) + 1
 
 
 class Repetition:
-    """Operators that can be run again with other numbers in some places; those that would do the same are left out."""
+    """Operators that can be run again with other numbers in some places; those whose result would not change are left
+    out."""
 
     def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
         """Takes the operators in their order, and the memory whose numbers will be others."""
@@ -304,7 +306,7 @@ class _Now:
         return value.x if content is None else at_place(value.x, content)
 
     def copy(self, x: Tensor) -> None:
-        """From now on, what lies in this tensor's memory is a copy of it."""
+        """From now on, a copy stands in for what lies in this tensor's memory."""
         self._contents[memory(x)] = self._contents.get(memory(x), x.untyped_storage()).clone()
 
     def put(self, places: Sequence[Place], after: object) -> None:
@@ -314,7 +316,7 @@ class _Now:
 
 
 def at_place(x: Tensor, content: torch.UntypedStorage) -> Tensor:
-    """The tensor that lies in this memory where x lies in its own."""
+    """The tensor in this memory that corresponds to x in its own."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(content, x.storage_offset(), x.shape, x.stride())
 
 
@@ -384,8 +386,8 @@ _LIMIT = 4000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BiasPart:
-    """Entries of a parameter that are added to `size` features of a projection, from feature `first` on; `shift` is
-    the number of an entry less that of its feature."""
+    """Entries of a parameter that are added to `size` features of a projection, from feature `first` on; `shift` is the
+    number of an entry minus that of its feature."""
 
     parameter: str
     first: int
@@ -397,10 +399,10 @@ class BiasPart:
 class Projection:
     """A product activations · weight in the graph: the node whose output holds the features, and what made it.
 
-    `size` rows (`axis` 0) or columns (1) of the parameter make its features, which are dimension `features` of what
-    the node puts out; `order` says which of them makes each feature, where that is not the one of its number.
+    `size` rows (`axis` 0) or columns (1) of the parameter make its features, which are dimension `features` of the
+    node's output; `order` says which of them makes each feature, if they are not in order.
     `normed`: a norm lies between it and q or k. `above` are the projections that make its input. `shared`: all heads
-    use all of it, as of a table of positions with a row for each feature. Of a `table` the node is the parameter
+    use all of it, as with a table of positions with a row for each feature. For a `table` the node is the parameter
     itself, and its features are its entries.
     """
 
@@ -418,7 +420,7 @@ class Projection:
 
     @property
     def convolves(self) -> bool:
-        """True of a convolution."""
+        """True for a convolution."""
         return self.node.name() == _CONVOLUTION
 
     def by_feature(self, grad: Tensor) -> Tensor:
@@ -441,11 +443,11 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Walk:
-    """The result of a walk from q or k: the nearest projections, and norm nodes between.
+    """The result of a walk from q or k: the nearest projections, and the norm nodes in between.
 
-    `opaque` are the names of parameters that something was multiplied by on the way and of whose rows it is
-    not known which make which head: they are no matrices, or a part of one was used. `tables` are the nodes of
-    parameters that were put next to what the projections made, as learned keys before those of the tokens.
+    `opaque` are the names of parameters that something was multiplied by on the way, and whose rows cannot be assigned
+    to heads: they are not matrices, or only a part of one was used. `tables` are the nodes of parameters that were put
+    next to what the projections made, as learned keys before those of the tokens.
     """
 
     nearest: tuple[Projection, ...]
@@ -466,7 +468,7 @@ def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
 
 def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
     """The parameters' nodes behind one that was made of parameters alone by views, indices, sums and constant factors;
-    None of any other, or where `stops` are among them."""
+    None for any other, or if `stops` are among them."""
     seen: set[Node] = set()
     queue, found = [start], []
     while queue:

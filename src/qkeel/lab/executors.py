@@ -309,7 +309,7 @@ def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Local:
-    """Processes of this machine, through joblib; they end together with the process that started them."""
+    """Worker processes on this machine, through joblib; they end together with the process that started them."""
 
     def capacity(self) -> int:
         """Returns the number of cores of this process, at most 4, because each worker takes about 0.4 GB."""

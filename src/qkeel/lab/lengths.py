@@ -233,7 +233,7 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
 
 
 def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
-    """Returns the spec under a method; with continued training the factor is that of its length."""
+    """Returns the spec under a method; with continued training, the factor follows from its length."""
     factor = (method.trained_at or test_length) / train_length
     for term in method.terms:
         spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)

@@ -1,4 +1,5 @@
-"""Alarms of a run: rules of its set-up, the advice that an alarm gives, and rules asked record by record."""
+"""Alarms of a run: rules that depend on its set-up, the advice that an alarm gives, and the evaluation of rules record
+by record."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ class Resolution(Rule):
     """The rounding of a logit is as large as `tolerance` (nats, standard deviation), so attention ranks noise.
 
     kernel "fused": q and k are rounded, see metrics.fused_logit_error; "eager": stored scores are, see
-    metrics.stored_logit_error (code that rounds the product and again the scaled one is up to √2 worse). Both from
-    per-head records. scale: the factor that attention multiplies q·k with, where query_norm and key_norm are those of
-    this q and k; 1/√head_dim if not given. Eager needs none: max logits are recorded scaled.
+    metrics.stored_logit_error (code that rounds the product and again the scaled one is up to √2 worse). Both are
+    computed from per-head records. scale: the factor that attention multiplies q·k with, where query_norm and key_norm
+    are those of this q and k; 1/√head_dim if not given. Eager needs none: max logits are recorded scaled.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -117,10 +118,11 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but does not act: the norm of q or k is not what it makes it, or a logit is too large.
+    """A q/k norm is configured but does not act: q or k does not have the length that it gives, or a logit is too
+    large.
 
     With gains of 1, RMS and layer norm make every head √head_dim long, L2 norm 1 long. This is checked once, when the
-    norms are first recorded, and only if the gains are `fresh`, that is still 1: not of a model that was trained
+    norms are first recorded, and only if the gains are `fresh`, that is, still 1, and not in a model that was trained
     before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
     """
 
@@ -163,10 +165,11 @@ class IdleNorm(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VanishingGradient(Rule):
-    """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1), twice running.
+    """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1) in two records in a
+    row.
 
-    Adam changes a weight by lr · m / (√v + eps): with √v = eps by half of what is meant, below it by less and less, so
-    the head hardly trains while the rest does. Once may be chance, or a first step through a projection that
+    Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of the intended step, below that by ever less, so
+    the head hardly trains while the rest does. A single time may be chance, or a first step through a projection that
     starts at zero.
     """
 
@@ -194,7 +197,7 @@ class VanishingGradient(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The facts of a run besides its records; None is unknown.
+    """The facts of a run besides its records; None means unknown.
 
     dtype: what q, k and scores are held in; kernel: "fused" if they are not written to memory; head_dim and scale as
     in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights.
@@ -210,7 +213,7 @@ class Setting:
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
-    """The default rules, and those that `setting` says enough for.
+    """The default rules, and those for which `setting` has the facts.
 
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
@@ -254,10 +257,10 @@ def _replaced(text: str, lines: dict[str, str]) -> str:
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     """Returns the line that holds the logits of a model whose attention is `sites`.
 
-    Per-head rates and a clip where the weights of every head are known and no norm comes behind them; the clip alone
-    where weights are in half precision, which round small steps away; the rates alone where weights are frozen, as
-    below an adapter. Else a cap on the logits, where every site takes one. Else, and where remedies on the steps of
-    these weights are active already, a lower learning rate.
+    Per-head rates and a clip if the weights of every head are known and no norm follows them; the clip alone if weights
+    are in half precision, which round small steps away; the rates alone if weights are frozen, as below an adapter.
+    Else a cap on the logits, if every site accepts one. Else, and where remedies on the steps of these weights are
+    active already, a lower learning rate.
     """
     if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
         return LOWER_RATE
@@ -298,9 +301,10 @@ _TAIL = 2  # the newest records are always kept: rules compare the last with the
 
 @final
 class Recording:
-    """The records of a run so far. Up to `most` all of them; beyond, every 2nd, 4th, 8th …, the first and the last two.
+    """The records of a run so far. All of them up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
+    two.
 
-    Thinning leaves the learning-rate clock exact: what a dropped record says of the rate goes into the next one kept.
+    Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
 
     layers: their names, in the order of the first axis of `heads`. planned: the learning rates of the run, if known.
     most: records kept, at least 4.
@@ -355,7 +359,7 @@ class Recording:
 
     @property
     def history(self) -> History:
-        """The records so far, without copying: true until the next append."""
+        """The records so far, without copying: valid until the next append."""
         n = self._kept
         of: dict[str, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
         for (kind, name), column in self._columns.items():
@@ -452,7 +456,7 @@ class AlarmLog:
         self.alarms: list[Alarm] = []
 
     def update(self, history: History) -> list[Alarm]:
-        """The alarms that the last record raises for the first time, the gravest first."""
+        """The alarms that the last record raises for the first time, the most severe first."""
         said = {alarm.rule for alarm in self.alarms}
         fresh = [rule for rule, name in zip(self.rules, self._names) if name not in said] if len(history) else []
         new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
@@ -462,7 +466,7 @@ class AlarmLog:
 
 
 def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
-    """Every alarm of a run, in the order they would have been raised while it went on.
+    """Every alarm of a run, in the order in which the run would have raised them.
 
     >>> import numpy as np
     >>> [alarm.rule for alarm in replay(History(steps=np.arange(2), values={"train_loss": np.ones(2)}, heads={}))]

@@ -26,7 +26,7 @@ class Cadence(abc.ABC):
         """Returns whether step `step` is measured.
 
         last: the step measured last, None at the first. bound_ratio: by which factor the bound on the largest logit has
-        risen or fallen since (1 where it is not known).
+        risen or fallen since (1 if unknown).
         """
 
 
@@ -53,7 +53,8 @@ class Every(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSpaced(Cadence):
-    """`per_decade` steps for each tenfold of steps, from step 0 on: a drift is a power law, and its start is fast.
+    """`per_decade` steps for each factor of ten in steps, from step 0 on: a drift is a power law, and its start is
+    fast.
 
     >>> [step for step in range(101) if LogSpaced(per_decade=4).due(step, None, 1.0)]
     [0, 1, 2, 3, 6, 10, 18, 32, 56, 100]
@@ -78,10 +79,10 @@ class Adaptive(Cadence):
     """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has changed.
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
-    where there is none (dropout, a GPU) scale·max|q|·max|k|, and of hand-written attention the maximum itself. Changed
-    means by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models
-    are not read between measurements, and several processes must decide alike: there it is every `most` steps, and
-    every `least` of the first `start`, in which logits change most.
+    without one (dropout, a GPU) scale·max|q|·max|k|, and for hand-written attention the maximum itself. Changed means
+    by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models are not read
+    between measurements, and several processes must decide alike: there it is every `most` steps, and every `least` of
+    the first `start`, in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
     [0, 2, 4, 6, 9]
@@ -119,8 +120,8 @@ LEAST = 1.0  # nats; bounds under it are all the same: a softmax does not care
 
 @final
 class MeasuredSteps:
-    """Counts the passes and steps of a run and asks the cadence which of them are measured. Training passes belong
-    to an optimizer's step where there is an optimizer; each other pass is counted by itself, that of each model apart.
+    """Counts the passes and steps of a run and asks the cadence which of them are measured. Training passes belong to
+    an optimizer's step where there is an optimizer; every other pass counts by itself, separately for each model.
     """
 
     def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
@@ -192,7 +193,8 @@ class BoundChange:
     device.
 
     Bounds are compared with bounds: lse and the maximum are up to ln n apart. They are read one step late, when they
-    have come from the device by themselves. Where several processes train, `factor` stays 1: all must decide alike.
+    have arrived from the device without waiting. Where several processes train, `factor` stays 1: all must decide
+    alike.
     """
 
     def __init__(self) -> None:

@@ -30,11 +30,11 @@ class PartialValue:
     """What one process knows of a number: its value over some of the data, or over its part of a weight.
 
     mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root: √Σ value²; max: the largest.
-    A process whose weight is 0 knows nothing of it.
+    A process with weight 0 contributes nothing.
 
     Args:
-        value, weight: of one shape.
-        of: "data" of all processes, "weights" of those that hold unlike parts of the weights.
+        value, weight: of the same shape.
+        of: "data" combines all processes, "weights" those that hold different parts of the weights.
         own: the values are of the heads that this process computes, not of all heads.
     """
 

@@ -68,7 +68,7 @@ _SLACK_PER_DISTANCE = (0.45, 0.55)
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """`value` grows like clock^exponent and passes `threshold` at `step`, with 90 % between `low` and `high`.
+    """`value` grows like clock^exponent and passes `threshold` at `step`, with a 90 % interval from `low` to `high`.
 
     Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
     is not, `end` is None and all three hold if the learning rate stays the same.
@@ -116,10 +116,10 @@ def _round(x: float) -> int:
 
 
 def clock(steps: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
-    """The learning rate summed over steps [n], which Adam's weights move with; without rates, the steps.
+    """The learning rate summed over steps [n], which Adam's weights follow; without rates, the steps.
 
     A warm-up or decay bends the power law in steps, not in this clock. `rates[i]` is the rate at `steps[i]`; between
-    records it counts as what the later one says.
+    two records the rate of the later one applies.
     """
     steps = np.asarray(steps, dtype=np.float64)
     if rates is None:
@@ -153,8 +153,8 @@ def forecast(
         steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.
         rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
 
-    Source: EXPERIMENTS of this project (logits of small runs drift as a power of steps); the clock and the interval
-    are this project's, measured in research/alarms.md.
+    Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval are
+    this project's, measured in research/alarms.md.
     """
     followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
@@ -206,7 +206,7 @@ class PlannedRates:
 
     @classmethod
     def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
-        """From the rate of each step of the run, in the unit of the recorded "lr".
+        """Builds the plan from the rate of each step of the run, in the unit of the recorded "lr".
 
         rates: [steps], the first one that of step 1; or a function of the step, from 1 to `steps`.
 
@@ -236,7 +236,7 @@ class PlannedRates:
         return self.clock[np.asarray(steps, dtype=np.int64)]
 
     def when(self, tick: float) -> float:
-        """The step, interpolated, at which the clock first shows `tick`; infinity if it does not in this run."""
+        """The step, interpolated, at which the clock first reaches `tick`; infinity if it does not in this run."""
         if tick > self.clock[-1]:
             return math.inf
         after = int(np.searchsorted(self.clock, tick))
@@ -281,7 +281,7 @@ class History:
 
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
-    tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
+    tops: name -> [n], the largest of all heads, if it was kept; planned: the learning rates to come, if known.
     types: layer -> its type (capture.visible_sets), where it is known.
     phase: whether the records are of training, or, where a model was never seen training, of evaluation.
     """
@@ -309,7 +309,7 @@ class History:
         planned: PlannedRates | None = None,
         types: Mapping[str, str] | None = None,
     ) -> Self:
-        """From what RunDirectory.metrics() and .heads() give; steps that only one of both has are left out."""
+        """Builds the history from RunDirectory.metrics() and .heads(); steps that only one of them has are left out."""
         if heads is not None:
             place = {int(step): i for i, step in enumerate(heads.steps)}
             metrics = [record for record in metrics if int(record["step"]) in place]
@@ -369,15 +369,15 @@ class History:
         return whole.layers, found
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
-        """The same as a pandas.DataFrame."""
+        """The same table as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
     def to_polars(self, rows: Rows = "heads") -> Foreign:
-        """The same as a polars.DataFrame."""
+        """The same table as a polars.DataFrame."""
         return self.frame(rows).to_polars()
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
-        """Draws the records by matplotlib and returns the Axes.
+        """Draws the records with matplotlib and returns the Axes.
 
         what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
         "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 1e4. field: a
@@ -429,7 +429,7 @@ class History:
         return self.frame("steps")._repr_html_()
 
     def upto(self, n: int) -> History:
-        """The first n records: what was known then."""
+        """Returns the first n records: what was known then."""
         return dataclasses.replace(
             self,
             steps=self.steps[:n],
@@ -440,7 +440,7 @@ class History:
         )
 
     def of_type(self, layer_type: str) -> History:
-        """The same with nothing of the layers of other types: their numbers are NaN."""
+        """Returns a copy in which the numbers of layers of other types are NaN."""
         others = [i for i, layer in enumerate(self.layers) if self.types.get(layer) != layer_type]
         heads = {name: np.array(values) for name, values in self.heads.items()}
         for values in heads.values():
@@ -449,7 +449,7 @@ class History:
         return dataclasses.replace(self, values=values, heads=heads, tops={})
 
     def series(self, name: str) -> np.ndarray | None:
-        """[n layers heads] of a name: per head if recorded so, else the whole run as one layer of one head."""
+        """Returns [n layers heads] for a name: per head if recorded so, else the whole run as one layer of one head."""
         if name in self.heads:
             return self.heads[name]
         return self.values[name][:, None, None] if name in self.values else None
@@ -466,7 +466,7 @@ class History:
         return None if heads is None else fold_heads(name, heads)
 
     def top(self, name: str) -> np.ndarray | None:
-        """[n]: the largest of all heads at each record; NaN where none was measured."""
+        """Returns [n], the largest of all heads at each record; NaN where none was measured."""
         if name in self.tops:
             return self.tops[name]
         layers = self.by_layer(name) if name not in self.heads and name not in self.values else None
@@ -486,5 +486,5 @@ def envelope(series: np.ndarray) -> np.ndarray:
 
 
 def number(value: object) -> float:
-    """A recorded number; NaN for what is none, like the null of a loss that was not evaluated."""
+    """Returns a recorded number; NaN for anything else, like the null of a loss that was not evaluated."""
     return float(value) if isinstance(value, numbers.Real) else np.nan

@@ -37,7 +37,8 @@ _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entrop
 class Recorder:
     """Keeps the history of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
 
-    `rules` and `about` are asked once, when the first numbers come: some of them need to have seen the model run.
+    `rules` and `about` are called once, when the first numbers arrive, because some of them need to see the model run
+    first.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Recorder:
 
     @property
     def history(self) -> History:
-        """The history of training; of a model that was only seen in evaluation mode, that of its passes."""
+        """The history of training; for a model that was only seen in evaluation mode, that of its passes."""
         one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
         history = dataclasses.replace(one.history, types=self.types)
         return history if one is self.recording else dataclasses.replace(history, phase="eval")
@@ -138,7 +139,7 @@ class Recorder:
         return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
 
     def load(self, state: State) -> None:
-        """Continues after these, from the first numbers on."""
+        """Takes up these records and alarms before the first numbers are added."""
         self._carried = state
 
     def _take_up(self) -> None:
@@ -150,15 +151,15 @@ class Recorder:
             self.log.alarms = [Alarm(**row | {"severity": Severity(row["severity"])}) for row in rows]
 
     def before(self, step: int) -> Sample | None:
-        """The newest of the last two samples of training that was measured before this step."""
+        """The most recent training sample before this step; only the last two samples are kept."""
         return next((sample for sample in reversed(self._trained) if sample.step < step), None)
 
     def event(self, event: Mapping[str, object]) -> None:
-        """Something else that happened, for the sinks; after the first sample."""
+        """Passes another event to the sinks, after the first sample."""
         self._each(lambda sink: sink.event(event))
 
     def close(self, sound: bool) -> None:
-        """Nothing more comes; the run is complete if training was and watching was `sound`."""
+        """Ends the records; the run is complete if training was, and watching was `sound`."""
         if self._about is None:
             self._each(lambda sink: sink.close(self.complete and sound))
         self.sinks.clear()
@@ -279,7 +280,7 @@ class HeadRows:
             self.heads[name].reshape(-1)[to] = row
 
     def measured(self, name: str) -> bool:
-        """Returns whether some head's number was."""
+        """Returns whether the number of some head was measured."""
         return name in self._known
 
     def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -311,7 +312,7 @@ _SINGLE = {"class_query_norm": "n_normed", "class_key_norm": "n_keys"}
 
 
 def class_facts(stats: Mapping[str, LogitStats]) -> dict[str, object]:
-    """The names of the classes and of all that is recorded per head, for the sinks; nothing where there are none."""
+    """The names of the classes and of all that is recorded per head, for the sinks; nothing if there are no classes."""
     names = next((s.classes.names for s in stats.values() if s.classes is not None), None)
     return {} if names is None else {"classes": list(names), "fields": [*HEAD_FIELDS, *class_fields(names)]}
 
@@ -328,7 +329,8 @@ def class_fields(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def class_rows(stats: Sequence[LogitStats | None]) -> dict[str, list[np.ndarray | None]]:
-    """By recorded name one row [heads] per layer, NaN where nothing was measured; None for a layer without classes."""
+    """Returns, by recorded name, one row [heads] per layer, NaN where nothing was measured; None for a layer without
+    classes."""
     names = next((s.classes.names for s in stats if s is not None and s.classes is not None), None)
     if names is None:
         return {}
@@ -365,8 +367,8 @@ _UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
 
 @final
 class PendingResults:
-    """Puts the numbers of each step on record when they have arrived, in the order of the steps. The statistics are
-    also kept, merged, until they are read.
+    """Records the numbers of each step when they have arrived, in the order of the steps. The statistics are also kept,
+    merged, until they are read.
     """
 
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
@@ -378,8 +380,8 @@ class PendingResults:
     def add(
         self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None, monitor: Mapping[str, float]
     ) -> None:
-        """One more step; unread: what of its statistics nobody has read, None for all that arrive; monitor: what the
-        monitor of this process says of itself."""
+        """Adds a step. unread: its statistics that nobody has read, None for all that arrive; monitor: the numbers
+        about this process's monitor."""
         self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
 
     @property
@@ -388,7 +390,7 @@ class PendingResults:
         return any(one.transfer.stopped for one in self._coming)
 
     def settle(self, *, wait: bool, before: int = 0) -> None:
-        """Puts on record what has arrived, and waits for the steps before `before`; with `wait` for everything.
+        """Records what has arrived, and waits for the steps before `before`, or with `wait` for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
@@ -408,7 +410,7 @@ class PendingResults:
                 self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=one.monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
-        """Says once of which sites a number is not measured since no process holds all rows of a head."""
+        """Warns once about sites whose heads are split over processes, for which a number is not measured."""
         if not self._group.several or self._said:
             return
         numbers = measured.numbers

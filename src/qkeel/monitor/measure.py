@@ -1,4 +1,4 @@
-"""What is measured in a step, over the models and sites that are watched."""
+"""The measurements of a step, over the watched models and sites."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ Extra = Literal["gates", "updates", "residual"]
 
 
 def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
-    """The statistics that a text asks for, and what it asks for besides, joined by `+`: "all+gates", "max+gates".
+    """Returns the statistics that a text requests, and the further ones joined by `+`: "all+gates", "max+gates".
 
-    Raises: UnknownNameError for a name that there is not.
+    Raises: UnknownNameError for a name that does not exist.
 
     >>> wanted("all+gates")
     (True, frozenset({'gates'}))
@@ -113,7 +113,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
-        """The rows of one more call."""
+        """Adds the rows of one more call."""
         lse = call_logsumexp(call)
         over = lse != -torch.inf  # NaN is to be seen
         if call.query_mask is not None:
@@ -160,7 +160,7 @@ class IndexSums(Revertible[str, LogitStats]):
 
     @torch.no_grad()
     def add(self, layer: str, call: ScoresCall) -> None:
-        """The scores of one more call."""
+        """Adds the scores of one more call."""
         new, known = statistics(self._tokens.on(call)), self._found.get(layer)
         same = known is not None and known.max_logit.shape == new.max_logit.shape
         self._found[layer] = merge(known, new) if same and known is not None else new
@@ -184,7 +184,7 @@ class CallStatistics:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
     def call(self, call: Seen) -> Found:
-        """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
+        """Measures everything, by a separate pass; if less is requested, a GPU uses the pass that finds just that."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         if self._wanted == "max":
@@ -193,7 +193,7 @@ class CallStatistics:
         return find(counted) if found is None else found
 
     def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> Found | None:
-        """The same of a call of torch's own function without a mask; None where that does not do."""
+        """Like `call`, for a call of torch's own function without a mask; None if that is not supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
@@ -212,7 +212,7 @@ class CallStatistics:
             return None if rows is None else find_kernel_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
 
     def rows(self, call: AttentionCall, rows: KernelRows) -> Found:
-        """Largest logits and entropies, or the former alone, from the pass that attended."""
+        """Largest logits and entropies, or the former alone, from the attention pass itself."""
         self.setting.see(call)
         counted = self.tokens.on(call)
         assert isinstance(counted, AttentionCall)
@@ -232,7 +232,7 @@ _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 
 @final
 class SettingSeen:
-    """Collects what the calls have in common. Where they differ, rules that would need it stay off."""
+    """Collects what the calls have in common. If they differ, rules that need such a fact stay off."""
 
     def __init__(self) -> None:
         self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
@@ -251,7 +251,7 @@ class SettingSeen:
             self._formats.add((dtype, "eager" if written else "fused"))
 
     def see_plain(self, q: Tensor, scale: float) -> None:
-        """One call of torch's own function."""
+        """Notes one call of torch's own function."""
         self._dims.add(q.shape[-1])
         self._scales.add(scale)
         self._formats.add((q.dtype, "fused"))
@@ -282,11 +282,11 @@ def _both(site: AttentionSite) -> tuple[NormGain, ...]:
 
 @final
 class LogitChanges:
-    """Compares the logits of a probe batch before and after a step, by a pass of its own each, without gradients.
+    """Compares the logits of a probe batch before and after a step, by one extra pass each, without gradients.
 
-    Both passes draw the same random numbers, so that dropout hides no change; the model and its random streams are
-    left as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
-    pairs. Where nothing but the step has touched the weights the pass after one step is the pass before the next.
+    Both passes draw the same random numbers, so that dropout hides no change; the model and its random streams are left
+    as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
+    pairs. If nothing but the step has changed the weights, the pass after one step is the pass before the next.
     """
 
     def __init__(self, tap: Tap, probe: Arguments) -> None:
@@ -295,12 +295,12 @@ class LogitChanges:
         self._of: tuple[int, ...] = ()
 
     def before(self) -> None:
-        """The step is about to be done."""
+        """Called before the step."""
         if self._of != self._versions():
             self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
 
     def after(self) -> dict[tuple[str, str], Tensor]:
-        """The step is done: by how much the logits have changed, per site and head."""
+        """Called after the step; returns by how much the logits have changed, per site and head."""
         old, new = self._calls, self._tap.calls(*self._probe)
         self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
         found = {}
@@ -323,7 +323,7 @@ def frozen(call: Seen) -> Seen:
 
 
 def change_between(before: Seen, after: Seen) -> LogitChange | None:
-    """The change of the logits between two calls of one site with the same batch; None where they are not alike."""
+    """The change of the logits between two calls of one site with the same batch; None if they do not match."""
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
@@ -337,10 +337,10 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
 
 @final
 class WatchedSites:
-    """Finds the sites of a model by one more forward pass, and says why where it can't.
+    """Finds the sites of a model by one more forward pass, or says why it cannot.
 
     `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
-    those whose weights can be read. `all.missed` were seen but not understood.
+    those whose weights can be read. `all.missed` are attentions that were seen but not understood.
     """
 
     def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
@@ -363,7 +363,8 @@ class WatchedSites:
         self.errors = 0  # searches that failed
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        """Finds them from the arguments of a pass that is about to begin. Returns whether that pass can be measured.
+        """Finds the sites from the arguments of a pass that is about to begin. Returns whether that pass can be
+        measured.
 
         Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
         """
@@ -399,19 +400,19 @@ class WatchedSites:
 
     @property
     def unaccompanied(self) -> bool:
-        """True where a pass of the model is one of all processes, and not all of them watch."""
+        """True if a pass of the model involves all processes, and not all of them watch."""
         return spread(self.model) and not self._group.several
 
     def see(self, name: str, call: Seen) -> None:
-        """A call of a site. Its visible sets are looked at if it has more queries than any before: a window that is
-        longer than the sequence hides nothing."""
+        """Takes a call of a site. Its visible sets are examined if it has more queries than any before: a window that
+        is longer than the sequence hides nothing."""
         known = self._sets.get(name)
         if known is None or call.query_shape[1] > known.queries:
             origins: dict[str, KeyOrigin] = {site.name: site.origin for site in self.all}
             self._sets[name], self._fresh = visible_sets(call, origins.get(name, "tokens")), True
 
     def pass_over(self) -> None:
-        """Gives sites that showed other visible sets than so far another type."""
+        """Changes the type of sites that showed other visible sets than before."""
         if not self._fresh:
             return
         self._fresh, seen = False, told_apart(self._sets)
@@ -423,12 +424,12 @@ class WatchedSites:
         self.types = unknown | known
 
     def pass_failed(self) -> bool:
-        """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
+        """Returns whether the search failed too: then the pass was at fault, and the next one must be searched."""
         failed, self._error = self._error is not None, None
         return failed
 
     def report(self, seen: bool) -> None:
-        """After a pass that saw attention or not: warns once of sites whose weights are unknown, once if it saw none.
+        """Called after a pass: warns once about sites whose weights are unknown, and once if the pass saw no attention.
 
         Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found, in the only
         model.
@@ -459,10 +460,10 @@ class WatchedSites:
 
 @final
 class StepNumbers(Visitor):
-    """Collects the numbers of a step by (site, name): means over its passes, and what is read around its update.
+    """Collects the numbers of a step by (site, name): means over its passes, and readings around its update.
 
-    Of each training pass those are the norms of hidden states and the loss. Before a pass it reads which of its tokens
-    count, and before the first which sites there are.
+    Each training pass adds the norms of hidden states and the loss. Before a pass it reads which of its tokens count,
+    and before the first which sites there are.
     """
 
     def __init__(
@@ -558,7 +559,7 @@ class StepNumbers(Visitor):
 
     @property
     def types(self) -> Mapping[str, LayerType]:
-        """The types of the layers that were seen."""
+        """The types of the observed layers."""
         return self._sites.types
 
     def failed(self) -> None:
@@ -569,14 +570,15 @@ class StepNumbers(Visitor):
 
     @property
     def errors(self) -> int:
-        """Searches for sites that failed."""
+        """The number of searches for sites that failed."""
         return self._sites.errors
 
     def bracket(self, bound: Tensor) -> None:
         self._steps.bounded(bound)
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
-        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them."""
+        """Reads weights and gradients before the step; gradients are divided by the loss scale if they are still
+        scaled."""
         if self._changes is not None:
             self._changes.before()
         self.read_weights()
@@ -615,7 +617,7 @@ class StepNumbers(Visitor):
             self._read |= {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
 
     def take(self) -> SiteNumbers:
-        """All numbers of the step, once."""
+        """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, SiteNumbers()
         read = read | self._means.read() | self._indexes.read()
         return read if self._rows is None else read | self._rows.read()
@@ -625,7 +627,7 @@ class StepNumbers(Visitor):
 class Means(Revertible["_Of", tuple[Tensor, int]]):
     """Means on their device, each over so many values, and the means of all.
 
-    A mean is one number, or a row of one number of each of some sites.
+    A mean is one number, or a row with one number for each of some sites.
     """
 
     def __init__(self) -> None:
@@ -670,9 +672,9 @@ _Of = tuple[str | tuple[str, ...], str]  # the site, "" for the whole model, or 
 
 @final
 class WatchedModels:
-    """Takes what is measured of each model together, under names that begin with that of the model.
+    """Combines the measurements of several models, under names that begin with that of the model.
 
-    Numbers of the whole model, such as its loss, are those of the last model that has them.
+    If several models have a number of the whole model, such as the loss, that of the last one counts.
     """
 
     def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
@@ -685,7 +687,7 @@ class WatchedModels:
         self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
 
     def add(self, name: str, tap: Tap, numbers: StepNumbers, round_over: Callable[[Phase], None] | None) -> None:
-        """One more model; round_over ends a step that is one pass of each model, where there is no optimizer."""
+        """Adds a model; `round_over` ends a step, which without an optimizer is one pass of each model."""
         self._taps[name], self._numbers[name], tap.visitor = tap, numbers, numbers
         if round_over is not None:
             numbers.pass_over = functools.partial(self._pass_over, name, round_over)
@@ -726,13 +728,14 @@ class WatchedModels:
 
     @property
     def types(self) -> Mapping[str, LayerType]:
-        """The types of the layers of all models that were seen."""
+        """The types of the observed layers of all models."""
         if len(self._numbers) == 1 and "" in self._numbers:
             return self._numbers[""].types
         return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
-        """How much of the models these statistics show, by records.MONITOR_FIELDS; calls are counted from the start."""
+        """How much of the models these statistics cover, by records.MONITOR_FIELDS; calls are counted from the
+        start."""
         known = [
             site.name if not name else within(name, site.name) for name, tap in self._taps.items() for site in tap.sites
         ]
@@ -745,13 +748,14 @@ class WatchedModels:
         }
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
-        """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""
+        """Reads weights and gradients before a step; gradients are divided by the loss scale if they are still
+        scaled."""
         for numbers in self._numbers.values():
             numbers.before_step(gradient_scale)
 
     def look_again(self) -> bool:
-        """Measures all models as they are, each on the batch of its last training pass; False where one has none.
-        Passes of a step that never came are measured already."""
+        """Measures all models as they are, each on the batch of its last training pass; False if one has none. Passes
+        of a step that was never taken have been measured already."""
         if any(tap.latest is None for tap in self.taps):
             return False
         try:

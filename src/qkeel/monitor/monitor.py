@@ -180,7 +180,7 @@ class TrainingEnd:
     """Measures the weights that the last step left, unless that step was measured or the record could be wrong.
 
     To tell these weights from others that took their place, such as a checkpoint or an average, the norm of one of them
-    is taken after each step and after the optimizer's other hooks, which waits for no device.
+    is computed after each step and after the optimizer's other hooks, without waiting for the device.
     """
 
     def __init__(
@@ -276,8 +276,8 @@ class Monitor(Handle):
     """Measures the attention of a model; made by `qkeel.watch`, undone by `remove()` or at the end of `with`.
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
-    the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a
-    step. Passes in eval mode are kept apart. A fault in here warns once and switches the monitor off.
+    the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a step.
+    Passes in eval mode are kept apart. An internal fault causes one warning and switches the monitor off.
 
     Numbers flow one way: the tap measures calls, the end of the step collects them, the group of processes merges
     them, the journal records what arrives, and the rules and sinks read the record.
@@ -310,7 +310,7 @@ class Monitor(Handle):
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)
-        # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
+        # Probe-batch statistics come after all other hooks of the step, too late for remedies that need maxima in it.
         early = optimizer is not None and probe is None and dist.world() > 1
         exchange = dist.StepExchange.of(optimizer) if early and optimizer is not None else dist.StepExchange()
         self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", exchange)
@@ -388,24 +388,24 @@ class Monitor(Handle):
     @steps.setter
     def steps(self, done: int) -> None:
         if done != self.steps and self._steps.step_due and self._models.has("train"):
-            self._steps.besides.add(done)  # of a step that was skipped: what was measured counts for this one
+            self._steps.besides.add(done)  # measured for a step that was skipped; it counts for this one
         self._steps.done = done
 
     def measure_next(self) -> None:
         """Measures the current step whatever the cadence says; call it before the step's first forward pass.
 
-        For the last step of a training, or any that matters; where several processes train, all of them must.
+        Use it for the last step of a training, or any that matters; if several processes train, all must call it.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     def measure_end(self) -> None:
         """Measures the final weights where the last step was not known beforehand, as `close()` and `with` do.
 
-        To be called where the weights were changed since the last step, or for the numbers before watching ends.
+        Call this if the weights were changed since the last step, or to get the numbers before watching ends.
 
         The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
         pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
-        backward pass. Nothing is done where the last step was measured.
+        backward pass. It does nothing if the last step was measured.
 
         Raises:
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
@@ -435,7 +435,7 @@ class Monitor(Handle):
 
     @property
     def passes(self) -> int:
-        """The number of forward passes that were seen, measured or not."""
+        """The number of forward passes so far, measured or not."""
         return self._steps.passed("train") + self._steps.passed("eval")
 
     @property
@@ -446,8 +446,8 @@ class Monitor(Handle):
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
 
-        Training and eval passes are kept apart. Without a phase: the training passes', and where there were none, the
-        eval passes'. Where several processes train, those of finished steps are over all of them.
+        Training and eval passes are kept apart. Without a phase: those of training passes or, if there were none, of
+        eval passes. If several processes train, statistics of finished steps cover all of them.
         """
         self._settle()
         if phase is None:
@@ -474,8 +474,8 @@ class Monitor(Handle):
         return self._journal.sample
 
     def sample_before(self, step: int) -> Sample | None:
-        """The numbers of the training step measured last of those before `step`, which it waits for, but for no later
-        one: what every process knows then, whatever has arrived besides. For steps from the one before the last on.
+        """The numbers of the last training step that was measured before `step`. It waits for that one and for no later
+        one, so every process gets the same answer. `step` may be no earlier than the one before the last.
         """
         if self.active:
             self._guard(lambda: self._arrivals.settle(wait=False, before=step))

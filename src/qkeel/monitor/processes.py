@@ -859,7 +859,7 @@ class ProcessGroup:
 
     @property
     def records_jointly(self) -> bool:
-        """Returns whether what is recorded is of several processes."""
+        """Returns whether the records cover several processes."""
         return self.several and not self.records_alone
 
     def begin(self, model: str, *, gathers: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What is put on record: a step's sample, its table, and the description of a run."""
+"""What is recorded: a step's sample, its table, and the description of a run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Sample:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values and, as monitor_NAME, what the monitor says of itself: a line of metrics.
+        """The values and, as monitor_NAME, the monitor's numbers about itself: a line of metrics.
 
         >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
         {'step': 0.0, 'monitor_calls': 2.0}
@@ -112,8 +112,8 @@ class Sample:
         return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
-        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. Of a model
-        whose layers are of several types, attn/window/max_logit is that of all layers of a type.
+        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. If layers have
+        several types, attn/window/max_logit covers all layers of the type "window".
 
         per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
             say so.
@@ -145,7 +145,7 @@ class Sample:
 
 
 def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
-    """[kv heads] -> [heads]: a key head's value stands at each query head of its group.
+    """[kv heads] -> [heads]: a key head's value is repeated for each query head of its group.
 
     Raises:
         ShapeError: the number of key heads does not divide `n_heads`.
@@ -159,7 +159,8 @@ def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
 
 
 def pad_layers(rows: Sequence[np.ndarray | None], n_heads: int) -> np.ndarray:
-    """Layers of unlike head counts, or None where nothing was measured, as [layers n_heads] padded with NaN.
+    """Returns layers with different head counts, or None where nothing was measured, as [layers n_heads] padded with
+    NaN.
 
     >>> pad_layers([np.ones(2), None, np.ones(1)], 2).tolist()
     [[1.0, 1.0], [nan, nan], [1.0, nan]]
@@ -206,7 +207,7 @@ def sample_line(sample: Sample, root: str = "") -> str:
 
 
 def coverage(watched: int, missed: Sequence[str]) -> str:
-    """A line that says how much of a model's attention is watched; "" where all of it is.
+    """A line that says how much of a model's attention is watched; "" if all of it is.
 
     >>> coverage(4, ["odd: its scores …"])
     '4 of 5 attentions watched; not understood: odd: its scores …'
@@ -216,7 +217,7 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
 
 
 def monitor_line(sample: Sample) -> str:
-    """What the monitor says of itself; "" where it says nothing.
+    """A line with the monitor's numbers about itself; "" if there are none.
 
     >>> monitor_line(Sample(step=0, monitor={"sites": 2, "calls": 4, "missed": 0, "milliseconds": 1.25}))
     'monitor: 2 sites, 4 calls, 0 missed, 1.25 milliseconds'
@@ -226,13 +227,14 @@ def monitor_line(sample: Sample) -> str:
 
 
 def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
-    """Lists the layers, one a line: largest logit and the head that has it, entropy, norms; then the gravest alarms.
+    """Lists the layers, one per line: largest logit and the head that has it, entropy, norms; then the most severe
+    alarms.
 
     Logits and entropy are in nats. A number that was not measured has no column.
 
     Args:
         sample: the step's numbers.
-        alarms: alarms of the run so far; the gravest are printed below the table.
+        alarms: alarms of the run so far; the most severe are printed below the table.
         note: a sentence between the table and the alarms.
         root: the name of attention that is the whole model.
 
@@ -255,7 +257,7 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
 
     Args:
         sample: the step's numbers.
-        alarms: alarms of the run so far; the gravest are listed below the table.
+        alarms: alarms of the run so far; the most severe are listed below the table.
         note: a sentence between the table and the alarms.
         root: the name of attention that is the whole model.
 

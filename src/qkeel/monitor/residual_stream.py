@@ -180,8 +180,8 @@ class ResidualStream:
 
     A block is an element of the lists of modules (nn.ModuleList, nn.Sequential, nn.ModuleDict by number) that hold
     attentions, whose input and output have one shape. Its branches are those of its modules whose outputs, times
-    factors, sum to its output minus its input; what is not such a sum, as where a norm follows it, has none. That is
-    found by one more pass without gradients and dropout, before the first pass that is measured.
+    factors, sum to its output minus its input; a block that is not such a sum, for instance because a norm follows it,
+    has none. That is found by one more pass without gradients and dropout, before the first pass that is measured.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ _FORMULAS = {
 
 
 def joined(how: Reduction, known: Tensor, new: Tensor, share: float) -> Tensor:
-    """Two numbers as one, of which the new has this share of the data.
+    """Combines two numbers, of which the new one has this share of the data.
 
     >>> joined("root_mean", torch.tensor(1.0), torch.tensor(7.0), 0.5)
     tensor(5.)

@@ -27,7 +27,7 @@ GROWTH = "attention logits have grown too large"  # what most alarms are about
 class Severity(StrEnum):
     """The three grades of an alarm.
 
-    NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back.
+    NOTICE: worth knowing, healthy runs have it too. ALARM: act, or the loss suffers. CRITICAL: runs do not recover.
     """
 
     NOTICE = "notice"
@@ -61,7 +61,7 @@ class Alarm:
 
     @property
     def line(self) -> str:
-        """What was seen, where and when, without what to do about it."""
+        """Says what was seen, where and when, without what to do about it."""
         place = (
             ""
             if self.layer is None
@@ -97,7 +97,7 @@ class Rule(abc.ABC):
         """The alarm, if the last record is a reason for one."""
 
     def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
-        """The alarm of the first type of layers that gives this rule, with the threshold of that type, a reason."""
+        """The alarm for the first type of layers on which this rule fires with the threshold of that type."""
         for layer_type, threshold in thresholds.items():
             one = dataclasses.replace(self, threshold=threshold)  # type: ignore[call-arg]
             alarm = one.check(history.of_type(layer_type)) if layer_type in history.types.values() else None
@@ -205,7 +205,7 @@ def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | 
 
 
 def first(values: np.ndarray) -> int:
-    """The first record at which `values` [n] were measured: names may come late."""
+    """The first record at which `values` [n] were measured: a name may appear late."""
     return int(np.argmax(np.isfinite(values)))
 
 
@@ -234,7 +234,7 @@ _MODEL = "the largest of all heads"  # the course that forecasts follow; an alar
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling(Rule):
-    """A head's largest attention logit exceeds `threshold` (nats), of all layers or by their types."""
+    """A head's largest attention logit exceeds `threshold` (nats), for all layers or by layer type."""
 
     threshold: Threshold
 
@@ -243,7 +243,7 @@ class Ceiling(Rule):
 
     @property
     def name(self) -> str:
-        """The name with the threshold: each threshold is a rule of its own."""
+        """The name with the threshold: each threshold is a separate rule."""
         return f"ceiling {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
@@ -261,9 +261,9 @@ class Ceiling(Rule):
 class Growth(Rule):
     """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
 
-    By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm.
-    The forecast is of the largest logit of the run, whichever head has it: its course is smoother than a single
-    head's, and its intervals hold (research/alarms.md). The alarm names the head that has it now.
+    By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm. The
+    forecast is of the largest logit of the run, whichever head has it: it is smoother than a single head's, and its
+    intervals are accurate (research/alarms.md). The alarm names the head that has it now.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -290,7 +290,7 @@ class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
 
     Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold is
-    of all layers or by their types.
+    for all layers or by layer type.
     """
 
     threshold: Threshold
@@ -302,7 +302,7 @@ class Approach(Rule):
 
     @property
     def name(self) -> str:
-        """The name with the threshold: each threshold is a rule of its own."""
+        """The name with the threshold: each threshold is a separate rule."""
         return f"forecast {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
@@ -333,8 +333,8 @@ class Outlook(Rule):
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have
-    done little of what the peak rate will do. Silent where no schedule is known. A power law cannot be fitted so early:
-    its first points hold what the logit was before training.
+    done little of what the peak rate will do. It is silent if no schedule is known. A power law cannot be fitted so
+    early: its first points still reflect the logit before training.
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -368,8 +368,8 @@ class Outlook(Rule):
 class EntropyCollapse(Rule):
     """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
 
-    Of a layer, not of a head: healthy models have heads that attend to one key. Half of what counts as collapsed for a
-    whole model: one layer gets to 0.1 in runs that end hardly behind (research/alarms.md).
+    It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of what counts
+    as collapsed for a whole model: single layers reach 0.1 in runs that end only slightly worse (research/alarms.md).
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
@@ -428,7 +428,7 @@ def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> n
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Rule):
     """The logits of a head are NaN or infinite. The alarm names the first layer with such a head: later layers only
-    receive its numbers.
+    inherit its numbers.
     """
 
     severity: Severity = Severity.CRITICAL
@@ -456,9 +456,9 @@ class NonFinite(Rule):
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
-    Silent of layers that began so, of layers of one head, and of those whose heads weigh all keys alike: over short
-    sequences the uniform weight of the first key is that large too. Not among the default rules: it was
-    measured at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
+    It ignores layers that began like this, layers of one head, and those whose heads weigh all keys alike: over short
+    sequences the uniform weight of the first key is that large too. It is not a default rule: it was measured at
+    contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalised entropy from which on a head has no preference
@@ -489,8 +489,9 @@ class AllSinks(Rule):
 class GateShut(Rule):
     """The gate of a learned sink is shut: its head leaves its keys under `factor` times what the median head does.
 
-    Of runs that are watched with stats="all+gates". Not among the default rules: it fired in 11 of 18 healthy runs of
-    tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is no harm as such.
+    It needs runs that are watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
+    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is not harmful in
+    itself.
     """
 
     factor: float = 0.01
@@ -516,8 +517,8 @@ class GateShut(Rule):
 class Over(Rule):
     """A recorded number, by its name, is over `threshold`: of heads, layers, blocks, the model or the monitor itself.
 
-    By the tables of qkeel.records; what the monitor says of itself has the prefix monitor_. Where several heads or
-    layers are over it, the alarm names the one that is largest. Silent where the number is not recorded.
+    Names are those of qkeel.records; the monitor's own numbers have the prefix monitor_. Where several heads or layers
+    are over it, the alarm names the one that is largest. It is silent if the number is not recorded.
 
     >>> Over(field="block_output_channel_ratio", threshold=100.0).name
     'block_output_channel_ratio over 100'

@@ -60,7 +60,8 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def open(self, about: Mapping[str, object]) -> None:
-        """Before the first sample. `about` can be written as JSON: model, sites, optimizer, cadence, versions."""
+        """Called before the first sample. `about` can be written as JSON: model, sites, optimizer, cadence,
+        versions."""
 
     @abc.abstractmethod
     def write(self, sample: Sample) -> None:
@@ -68,23 +69,23 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def alarm(self, alarm: Alarm) -> None:
-        """An alarm that the last sample raised."""
+        """Receives an alarm that the last sample raised."""
 
     def event(self, event: Mapping[str, object]) -> None:  # noqa: B027 - a sink may leave it out
-        """Something else that happened: its "step", its kind ("event") and a sentence ("text")."""
+        """Receives another event: its "step", its kind ("event") and a sentence ("text")."""
 
     @abc.abstractmethod
     def close(self, complete: bool) -> None:
-        """After the last sample; `complete` if training ended as planned."""
+        """Called after the last sample; `complete` if training ended as planned."""
 
 
 @final
 class RunDirectorySink(Sink):
-    """Writes a run directory. Whatever is on disk stays: where `path` holds something, `path-2`, `path-3` ... is made.
+    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is made.
 
     config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
     samples in evaluation mode apart, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is complete.
-    Killed at any instant it can be read up to its last whole record.
+    If the process is killed, the directory can be read up to its last complete record.
 
     A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
     layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
@@ -118,7 +119,7 @@ class RunDirectorySink(Sink):
         write_json(path / "config.json", {"kind": KIND, **watched})
 
     def write(self, sample: Sample) -> None:
-        """One line of metrics, one record of heads."""
+        """Writes one line of metrics and one record of heads."""
         path = self._place()
         line = {**{name: float(value) for name, value in sample.numbers.items()}, "step": sample.step}
         append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
@@ -156,7 +157,7 @@ class RunDirectorySink(Sink):
         append_line(self._place() / "events.jsonl", event)
 
     def close(self, complete: bool) -> None:
-        """Brings the records to the disk; summary and DONE, if the run is complete."""
+        """Syncs the records to the disk; writes summary and DONE if the run is complete."""
         if self.path is None:
             return
         if complete:
@@ -193,7 +194,7 @@ class LoggingSink(Sink):
         self.logger.info("%s", sample_line(sample))
 
     def alarm(self, alarm: Alarm) -> None:
-        """One line, at the level of the alarm's severity."""
+        """Logs one line, at the level of the alarm's severity."""
         self.logger.log(_LEVELS[alarm.severity], "%s", alarm)
 
     def event(self, event: Mapping[str, object]) -> None:
@@ -219,12 +220,12 @@ SINKS = {
 
 
 def sink(text: str) -> Sink:
-    """One sink from a spec string.
+    """Builds one sink from a spec string.
 
     Args:
         text: a name of SINKS and its options: `wandb:project=gpt,mode=offline`.
 
-    Raises: UnknownNameError for a name or an option that is not there; InvalidValueError for several sinks.
+    Raises: UnknownNameError for a name or an option that does not exist; InvalidValueError for several sinks.
 
     >>> sink("directory:path=runs/a").asked.as_posix()
     'runs/a'
@@ -266,7 +267,7 @@ def _build(term: Term) -> Sink:
 class Run:
     """A run directory of `qkeel.watch`, `qkeel watch` or `qkeel run`, as tables; made by `qkeel.load`.
 
-    Everything is read when it is first asked for, and nothing is changed.
+    Everything is read on first access, and nothing is changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -310,7 +311,7 @@ class Run:
 
     @functools.cached_property
     def eval_steps(self) -> Frame:
-        """The same as `steps`, of passes in evaluation mode."""
+        """Like `steps`, for passes in evaluation mode."""
         return _steps(self.directory.eval_metrics())
 
     @functools.cached_property
@@ -320,11 +321,11 @@ class Run:
 
     @functools.cached_property
     def events(self) -> list[JSONObject]:
-        """Alarms and what else happened, one dict each."""
+        """Alarms and other events, one dict each."""
         return self.directory.events()
 
     def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
-        """Draws the run by matplotlib and returns the Axes; see `History.plot`."""
+        """Draws the run with matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
     def _heads(self, heads: Heads | None) -> Frame:
@@ -348,7 +349,7 @@ def load(run: str | Path) -> Run:
     """Read a run directory as tables: `load(path).heads.to_pandas()` has one row per step, layer and head.
 
     Args:
-        run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; of an unfinished run too.
+        run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; the run may be unfinished.
 
     Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that is not as it was written.
 

@@ -52,9 +52,9 @@ class QueryMaskSource:
 
     @classmethod
     def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
-        """The same, checked against the forward of a model.
+        """Returns the same source, checked against the forward of a model.
 
-        Raises: InvalidValueError if that takes no argument of the name.
+        Raises: InvalidValueError if it takes no argument of that name.
         """
         return cls(given, positional(model, "query_mask", given))
 
@@ -73,7 +73,8 @@ class QueryMaskSource:
 def positional(model: nn.Module, what: str, given: object) -> tuple[str, ...]:
     """The names of the positional arguments of a model's forward.
 
-    Raises: InvalidValueError if `given`, for the option `what`, is a name, and the forward takes no argument of it.
+    Raises: InvalidValueError if `given`, for the option `what`, is a name, and the forward takes no argument of that
+        name.
     """
     parameters = inspect.signature(unwrapped(model).forward).parameters
     kinds = {p.kind for p in parameters.values()}
@@ -262,8 +263,8 @@ class Classes:
         names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
         forward: the names of the forward's positional arguments.
 
-    Classes are of the tokens of the sequence that attention sees: those of all its keys. Where there are fewer queries
-    than keys (a cached step), queries are the last of them.
+    Classes belong to the tokens of the sequence that attention sees: all its keys. Where there are fewer queries than
+    keys (a cached step), queries are the last of them.
     """
 
     given: GivenClasses
@@ -289,9 +290,9 @@ class Classes:
 
     @classmethod
     def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
-        """The same, checked against the forward of a model.
+        """Returns the same source, checked against the forward of a model.
 
-        Raises: InvalidTypeError, InvalidValueError; the latter if the forward takes no argument of the name too.
+        Raises: InvalidTypeError, InvalidValueError; the latter also if the forward takes no argument of that name.
         """
         own = given if isinstance(given, Classes) else cls(given)
         return cls(own.given, own.names, positional(model, "classes", own.given))
@@ -303,7 +304,7 @@ class Classes:
 
         counted: query rows that count; others may hold ids of no class.
 
-        Raises: InvalidTypeError, InvalidValueError, ShapeError if it is not that, or an id is of no class.
+        Raises: InvalidTypeError, InvalidValueError, ShapeError if it is something else, or an id belongs to no class.
         """
         if isinstance(self.given, Mapping):
             named = {**dict(zip(self.forward, args)), **kwargs}
@@ -395,7 +396,7 @@ class PassTokens:
         self._fitted = False
 
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """A pass with these arguments begins."""
+        """Begins a pass with these arguments."""
         self._mask = None if self._query_mask is None else self._query_mask.of(args, kwargs)
         if self._classes is None:
             return
@@ -410,11 +411,11 @@ class PassTokens:
 
     @property
     def all_count(self) -> bool:
-        """True if nothing is left out of the running pass, nor split."""
+        """True if the running pass is neither masked nor split."""
         return self._mask is None and self._now is None
 
     def on(self, call: Seen) -> Seen:
-        """The call with what is known of its tokens, where it is one of them."""
+        """Returns the call with what is known about its tokens, if it is over these tokens."""
         call = with_query_mask(call, self._mask)
         if self._now is None:
             return call
@@ -437,7 +438,7 @@ class PassTokens:
         return dataclasses.replace(call, classes=TokenClasses(names=self._names, query=now[:, s - t :], key=now))
 
     def end(self) -> None:
-        """The pass is over."""
+        """Ends the pass."""
         if not self._fitted:  # others than those of the sequence are no concern: an image encoder's, say
             self._warn("misfit", self._misfit)
         elif self._now is not None:

@@ -116,7 +116,7 @@ def _grouped(numbers: Iterable[int], key: Callable[[int], _K]) -> Iterable[tuple
 
 @final
 class Joined:
-    """Tensors [n …] one after the other, and what each of their sources has among the numbers of all."""
+    """Concatenated tensors [n …], and the places of each source in them."""
 
     def __init__(self) -> None:
         self.sources: dict[Hashable, range] = {}
@@ -124,24 +124,24 @@ class Joined:
         self._length = 0
 
     def add(self, x: Tensor, lengths: Iterable[tuple[Hashable, int]]) -> None:
-        """One more tensor, that holds so many numbers of each of these sources, in this order."""
+        """Adds a tensor that holds this many numbers of each of these sources, in this order."""
         self._parts.append(x)
         for source, n in lengths:
             self.sources[source] = range(self._length, self._length + n)
             self._length += n
 
     def at(self, source: Hashable, site: AttentionSite) -> Tensor:
-        """The places [h] of what each query head of the site uses of a source."""
+        """The places [h] of the numbers that each query head of the site uses from a source."""
         mine = self.sources[source]
         return mine.start + site.used(len(mine))
 
     def whole(self) -> Tensor:
-        """All of it on the device of the first, in the widest of their dtypes."""
+        """Returns everything on the device of the first tensor, in the widest of the dtypes."""
         return joined(self._parts)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors one after the other, on the device of the first, in the widest of their dtypes."""
+    """Concatenates tensors, on the device of the first, in the widest of their dtypes."""
     first = parts[0]
     if all([x.dtype == first.dtype and x.device == first.device for x in parts]):  # noqa: C419
         return _one(parts)
@@ -158,7 +158,7 @@ WeightParts = tuple[
 class Places:
     """The places of each query head's numbers in a tensor [n …], by name; no step makes the host wait for them.
 
-    A number with several places is the root of the sum of their squares, times the factor.
+    If a number has several places, it is the root of the sum of their squares, times the factor.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Places:
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
     def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
-        """The numbers, from the tensor as it is now; `made` of both of a pair, all pairs at once."""
+        """The numbers in the current tensor; for a pair what `made` computes from both, all pairs at once."""
         if len(self._index) == 1:
             found = x[self._index[0]]
         else:
@@ -228,7 +228,7 @@ RowsOfHeads = Callable[[HeadSlice], Tensor]  # the rows of each head [n r m]
 
 
 def own_rows(chains: Sequence[Chain]) -> list[HeadSlice]:
-    """The last weight of each way, each once: the one with rows for the head."""
+    """The last weight of each path, each once: the one with rows for the head."""
     found: list[HeadSlice] = []
     for chain in chains:
         if not any(chain[-1].parameter == f.parameter and chain[-1].same(f) for f in found):
@@ -237,7 +237,7 @@ def own_rows(chains: Sequence[Chain]) -> list[HeadSlice]:
 
 
 def gram(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
-    """W Wᵀ [heads R R], W the products of all terms one under the other; weights that add up come as terms too."""
+    """W Wᵀ [heads R R], where W stacks the products of all terms; weights that add up count as terms too."""
     if len(chains) == 1:
         return _product(chains[0], chains[0], weight)
     products = [[_product(a, b, weight) for b in chains] for a in chains]
@@ -262,7 +262,7 @@ def _product(a: Chain, b: Chain, weight: RowsOfHeads) -> Tensor:
 
 
 def matrix(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
-    """The products of all terms one under the other [heads R m]; inputs of unequal width are columns side by side."""
+    """Stacks the products of all terms [heads R m]; inputs of unequal width are columns side by side."""
     found = []
     for chain in chains:
         x = weight(chain[0])
@@ -291,7 +291,7 @@ NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
 
 @final
 class SplitWeights:
-    """Squares of norms add up over the processes; a singular value is known to one that has all rows of a head.
+    """Squares of norms add up over the processes; a singular value is known only to a process with all rows of a head.
 
     Nothing is gathered. The numbers are those of WeightNorms, [h] per query head of the whole model.
     """
@@ -313,7 +313,7 @@ class SplitWeights:
         self._whole = self._whole_heads(sides["query"] + sides["key"])
 
     def shares(self) -> dict[str, PartialValue]:
-        """All numbers of the site as they are now."""
+        """All current numbers of the site."""
         found: dict[str, PartialValue] = {}
         grads = {}
         for side, rows in self._rows.items():
@@ -411,9 +411,10 @@ class GainBounds:
     """Reads `gain_bound` [h] of the sites whose q and k both come from a norm.
 
     |scale| · ‖q‖max · ‖k‖max with ‖x‖max = factor · (length · max|g| + ‖b‖) per head, length = √n of an RMS or layer
-    norm over n numbers and 1 of L2 (Cauchy–Schwarz; a rotation keeps lengths). Nats, before any cap, without what a
-    mask or a position bias adds. Reached by a head whose q and k lie along the dimension of the largest gain. Of
-    scales that grow with the position (LogN, FloorLogTemperature): up to the training length, below the first floor.
+    norm over n numbers and 1 of L2 (Cauchy–Schwarz; a rotation keeps lengths). The bound is in nats, before any cap,
+    without what a mask or a position bias adds. Reached by a head whose q and k lie along the dimension of the largest
+    gain. For scales that grow with the position (LogN, FloorLogTemperature) it holds up to the training length, below
+    the first floor.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -424,8 +425,8 @@ class GainBounds:
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
-        and key of which this one knows its part.
+        """The bound of each site as the gains are now; for gains that are split over processes, this process's part of
+        the factors of query and key.
         """
         if not self.sites:
             return SiteNumbers()
@@ -562,7 +563,8 @@ class WeightNorms:
         that all heads share counts for each of them.
     qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's way)ᵀ (product on
         the key's way), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
-        where a way is not a product of matrices: with a convolution over places in it, or learned keys next to it.
+        if q or k is not a plain matrix product of the input: with a convolution over positions, or with additional
+        learned keys.
     query_grad_rms, key_grad_rms [h]: root mean square of the gradient of those rows, as the optimizer gets it.
     grad_over_eps [h]: the smaller of both over the optimizer's eps; near or under 1 Adam's step shrinks (Wortsman et
         al. 2023, arXiv 2309.14322, section 3.4).
@@ -592,12 +594,12 @@ class WeightNorms:
 
     @property
     def multiplied(self) -> list[AttentionSite]:
-        """The sites whose q and k weights are here whole and are matrices that multiply one another."""
+        """The sites whose q and k weights are whole on this process and are matrices that multiply one another."""
         return self._squared
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
+        """Returns the current numbers of all sites; for weights that are split over processes, this process's part."""
         split: dict[NumberKey, Tensor | PartialValue] = {}
         for one in self._split:
             split |= {(one.site.name, name): share for name, share in one.shares().items()}
@@ -736,12 +738,12 @@ class StepSpectra:
 
     @torch.no_grad()
     def before(self) -> None:
-        """The step is about to be done."""
+        """Called before the step."""
         self._kept = {name: self._parameters[name].detach().clone() for name in self._names}
 
     @torch.no_grad()
     def after(self) -> dict[NumberKey, Tensor | PartialValue]:
-        """The step is done: what it added; nothing where `before` was not called."""
+        """Called after the step; returns what it added, nothing if `before` was not called."""
         kept, self._kept = self._kept, {}
         found: dict[NumberKey, Tensor | PartialValue] = {}
         products: dict[tuple[int, ...], list[tuple[str, str, Tensor]]] = {}  # by shape: those of many sites at once

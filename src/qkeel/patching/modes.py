@@ -261,7 +261,7 @@ class ModuleTree:
         return self._of_kind[kinds]
 
     def first_parameter(self) -> nn.Parameter | None:
-        """The first parameter of the modules as they were when somebody last asked for them; None without any."""
+        """The first parameter of the modules as of the last query; None without any."""
         for _, module in self._named or self.named():
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -572,7 +572,7 @@ _BETWEEN_TWO = re.compile("send|recv")
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keeps weights that fully_shard has split whole and named as usual inside this context.
+    """A context in which weights that fully_shard has split are whole and named as usual.
 
     All processes enter it together. A pass inside waits for no other process because of the weights, and may fail on
     one process alone."""
@@ -826,7 +826,7 @@ _TAKERS: contextvars.ContextVar[tuple[TakeCall, ...]] = contextvars.ContextVar("
 
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for F.scaled_dot_product_attention under its name, and gives calls to who takes them in this thread."""
+    """Stands in for F.scaled_dot_product_attention under its name, and passes calls to this thread's takers."""
     takers = () if torch.compiler.is_compiling() else _TAKERS.get()
     if not takers:
         return _SDPA(*args, **kwargs)
@@ -847,7 +847,7 @@ SDPA_BY_NAME: frozenset[Function] = frozenset({_SDPA, scaled_dot_product_attenti
 def take_named_calls(undo: ExitStack) -> bool:
     """Lets calls of F.scaled_dot_product_attention by that name go to their thread's takers until `undo` is closed.
 
-    Returns False, and does nothing, where somebody has put another function in its place.
+    Returns False, and does nothing, if another function has taken its place.
     """
     with _NAMED_CALLS:
         if F.scaled_dot_product_attention not in SDPA_BY_NAME:
@@ -867,7 +867,7 @@ def _release_named_calls() -> None:
 
 
 def begin_taking(take: TakeCall) -> None:
-    """From now on `take` gets this thread's calls; those that it makes go to who took them before."""
+    """From now on `take` gets this thread's calls; calls that `take` itself makes go to the previous taker."""
     _TAKERS.set((*_TAKERS.get(), take))
 
 

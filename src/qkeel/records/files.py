@@ -570,7 +570,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """Summarises heads or blocks [... n] as [...], by the tables of fields in records; NaN means not measured.
+    """Summarises the last dimension, heads or blocks, by the tables of fields in records; NaN means not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0

@@ -10,7 +10,7 @@ __all__ = ["ALIASES", "REMEDIES", "Note", "Remedy", "Target", "apply", "canonica
 
 
 class _Room(ModuleType):
-    # The public name qkeel.remedies is both this room and the function that lists what is in it.
+    # The public name qkeel.remedies is both this package and the function that lists what is in it.
     def __call__(self) -> dict[str, str]:
         return remedies()
 

@@ -277,9 +277,10 @@ class AtNextPass(Handle):
         return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
 
     def or_with(self, optimizer: Optimizer) -> None:
-        """Another optimizer of the model: the remedies get the first one, in this order, that they can be applied with.
+        """Adds another optimizer of the model; the remedies use the first one, in this order, that they can be applied
+        with.
 
-        Nothing where they are applied already.
+        Does nothing if they are applied already.
         """
         if self._inner is None and self.active:
             self._optimizers.append(optimizer)

@@ -49,7 +49,8 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
 
 
 def refuse_heads(reason: str) -> Refusal:
-    """Refuses q or k that no module outputs as whole heads, as in foreign MLA, which makes the rotated keys apart."""
+    """Refuses q or k that no module outputs as whole heads, as in foreign MLA, which makes the rotated keys
+    separately."""
     return Refusal(reason, _OTHER_REMEDIES)
 
 
@@ -393,7 +394,7 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
     hidden = [h for calls in passes for h in calls if h is not None]
     if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
         raise RefusedError(
-            f"{name} multiplies queries and keys before the softmax that could be changed, and no module makes whole "
+            f"{name} multiplies queries and keys itself, before its softmax, and no module makes whole "
             "heads of them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
         )
     if hidden and len({*calls.specs.values()}) > 1:

@@ -27,10 +27,11 @@ TensorVersion = tuple[int, int]  # a tensor's count of changes, and where its nu
 class AdamPass:
     """Steps the weights of heads in one pass that scales each head's step and sums the squares it leaves.
 
-    Inside `optimizer.step()` torch asks `_init_group` for what there is to step. Between `begin` and `end` the answer
-    leaves out the weights of heads, which have made their step then: torch's own state tensors moved on, the numbers
-    those of torch's fused step, scaled. Gradients and parameter groups are never touched, but that gradients are
-    unscaled where torch's step unscales them. The pass is compiled C++ on a CPU and a Triton kernel on a GPU.
+    Inside `optimizer.step()` torch asks `_init_group` for the tensors to step. Between `begin` and `end` the answer
+    leaves out the weights of heads, which have already made their step: torch's own state tensors are advanced, and the
+    weights change as in torch's fused step, scaled. Gradients and parameter groups are never touched, except that
+    gradients are unscaled where torch's step would do so. The pass is compiled C++ on a CPU and a Triton kernel on a
+    GPU.
     """
 
     def __init__(self, optimizer: Optimizer, owners: Sequence[Owner], slices: Sequence[HeadSlice], plain: bool) -> None:
@@ -103,7 +104,7 @@ class AdamPass:
     def norms(self) -> dict[int, Tensor]:
         """The Frobenius norms per head of entries whose weights have made a step, here or before a checkpoint.
 
-        Squares are those that the last step left. Of weights that were written to since they are summed again.
+        The squares are those that the last step left. They are summed again for weights that were written to since.
         """
         now = writes_of(self._weights)
         old = [k for k, w in enumerate(self._weights) if self._known[k] != now[k] and self._optimizer.state.get(w)]

@@ -29,7 +29,7 @@ class HeadView:
     """Rows of a weight or bias as a view [n r m], with one factor for each of the n.
 
     `shares` are the numbers of the entries it belongs to, with their slices. The n are the heads of its one slice, or,
-    in a `whole` view, the rows of the whole tensor: its slices overlap without being the same, or have no view. Of a
+    in a `whole` view, the rows of the whole tensor, if its slices overlap without being equal or have no view. For a
     weight that is split over processes the view shows the rows of this process's part, which are its `span`.
     """
 
@@ -46,8 +46,8 @@ class HeadView:
     def places(self, counts: Sequence[int]) -> Tensor:
         """Returns the indices [n most] of the heads that own each row; the last index for rows without an owner.
 
-        They are places in one row of numbers: one per head, entry after entry, and one more behind them. `counts`
-        are the numbers of heads of the entries.
+        They are places in one row of numbers: one per head, entry after entry, and one more at the end. `counts` are
+        the numbers of heads of the entries.
         """
         *firsts, last = itertools.accumulate(counts, initial=0)
         own = [(s, torch.arange(s.n) + firsts[i]) for i, s in self.shares]
@@ -122,10 +122,10 @@ def frobenius_norm(heads: Tensor) -> Tensor:
 
 
 class HeadGroup(abc.ABC):
-    """Views [n r m] of weights of one device and dtype, with a factor for each of all their n.
+    """Views [n r m] of weights of one device and dtype, with a factor for each of their n heads or rows.
 
-    A factor is the smallest of those at its places in a row of numbers; `tables` [n places] of every view are these
-    places. What a step needs is in tensors that keep their memory, so a CUDA graph can hold it.
+    A factor is the smallest of the numbers at its places in a row; `tables` [n places] hold the places of each view.
+    What a step needs is in tensors that keep their memory, so a CUDA graph can hold it.
     """
 
     def __init__(self, views: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
@@ -306,7 +306,7 @@ def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitShare:
-    """A weight that takes γ or, with `root`, √γ: for each of its n heads the smallest of the query heads `heads`."""
+    """A weight that takes γ or, with `root`, √γ: for each of its n heads the smallest γ of the query heads `heads`."""
 
     weight: HeadSlice
     heads: Int64[Tensor, "n r"]
@@ -316,9 +316,9 @@ class LogitShare:
 def logit_shares(site: AttentionSite, *, by_group: bool) -> list[LogitShare] | None:
     """Returns the shares of the last weights of every term of a site; None if no powers of γ suit all products.
 
-    The powers of the two sides of a product add up to 1. A weight that query heads share takes none, so that what it
-    is multiplied by takes γ, and everything that this is multiplied by none; what is not bound so takes √γ. With
-    `by_group` a weight that a group of query heads shares is not left alone: it and its partner take √γ of the worst.
+    The powers of the two sides of a product add up to 1. A weight that query heads share takes none, so its partner
+    takes γ, and other partners of that one take none; all remaining weights take √γ. With `by_group` a weight that a
+    group of query heads shares is not left alone: it and its partner take √γ of the worst.
     """
     weights: list[HeadSlice] = []
     terms = [(_place(weights, t.query[-1]), _place(weights, t.key[-1])) for t in site.terms]

@@ -66,7 +66,7 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
             f"{remedy} changes weights after the step, and LBFGS takes every change of the weights for its own step "
-            "when it estimates the curvature; use an optimizer of first order, such as AdamW"
+            "when it estimates the curvature; use a first-order optimizer, such as AdamW"
         )
     for group, device in _groups_of(optimizer, tensors):
         with _apart(device):

@@ -67,9 +67,9 @@ class QKLearningRate(StepRemedy):
 class FrozenQK(StepRemedy):
     """Freezes everything that queries and keys are made of: weights, biases, and gains of norms on q and k.
 
-    The control of a comparison: what a run gains over it, trained queries and keys gain. After each step the rows are
+    The control of a comparison: a run's gain over it is due to training queries and keys. After each step the rows are
     put back bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
-    global norm that clipping goes by, so that the other weights step as in a run without the remedy. A learned scale
+    global norm of gradient clipping, so the other weights take the steps of a run without the remedy. A learned scale
     or temperature of the logits is trained. Rows that a step made infinite or NaN are not repaired: a run with such a
     step has diverged.
     """
@@ -182,12 +182,12 @@ class SpectralCap(StepRemedy):
     """W^h ← W^h · min(1, cap/σ(W^h)) after every optimizer step, for each query and key weight.
 
     Then |logit| ≤ scale · cap² · ‖x_i‖ ‖x_j‖ with one matrix on each side (biases aside). σ is exact, from the smaller
-    Gram matrix of a head's rows (per=head) or of all of them (per=matrix). What is under the cap stays bit for bit; a
-    step that a GradScaler skipped changes nothing.
+    Gram matrix of a head's rows (per=head) or of all of them (per=matrix). Weights under the cap stay unchanged bit for
+    bit; a step that a GradScaler skipped changes nothing.
 
-    Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the weights' singular values after each step; here the
-    whole block is rescaled instead of its largest singular values alone, which keeps the directions a head attends
-    along, and only q and k are. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
+    Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the weights' singular values after each step; here the whole
+    block is rescaled instead of its largest singular values alone, which keeps the directions a head attends along, and
+    only q and k are capped. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
     """
 
     cap: float = 4.0  #: largest σ of a head's weight, above 0

@@ -32,9 +32,11 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 def named_models(given: object, what: str) -> dict[str, nn.Module]:
-    """Models by name: "" of one, the keys of a dict or ModuleDict, the places "0", "1", … of a list or ModuleList.
+    """Returns models by name: "" for one, the keys of a dict or ModuleDict, the places "0", "1", … of a
+    list or ModuleList.
 
-    Raises: InvalidTypeError if something is no module (`what` is done with it), InvalidValueError if there is none, a
+    Raises: InvalidTypeError if something is not a module (`what` is done with it), InvalidValueError if there is none,
+        a
     name cannot begin the name of a site, or one model is given twice, or is a part of another.
     """
     holder = isinstance(given, (nn.ModuleList, nn.ModuleDict)) and type(given).forward is nn.Module.forward
@@ -65,7 +67,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
 
 
 def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]:
-    """Takes what is given of one model, or of each of several, as a list or by their names; None stands for all.
+    """Returns what is given for one model, or for each of several, as a list or by their names; None applies to all.
 
     Raises: InvalidTypeError if it is neither, naming `what`.
     """
@@ -82,9 +84,9 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
 
 
 def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, Sites | None]:
-    """Takes the sites that were found earlier of each model, or those of a whole of which each model is a part.
+    """Takes the sites that were found earlier for each model, or those of a whole of which each model is a part.
 
-    Raises: InvalidTypeError if they are no sites of each, RefusedError if they are those of other models.
+    Raises: InvalidTypeError if they are not sites for each, RefusedError if they are those of other models.
     """
     whole = isinstance(given, Sequence) and all(isinstance(site, AttentionSite) for site in given)
     each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
@@ -101,7 +103,7 @@ def within(model: str, name: str) -> str:
 
 
 def site_label(name: str, root: str) -> str:
-    """What to call a site in tables: its name, or, of attention that is the whole model, the model's class.
+    """The label of a site in tables: its name or, if the attention is the whole model, the model's class.
 
     >>> site_label("layers.0", "Net"), site_label("", "Net"), site_label("#1", "Net")
     ('layers.0', 'Net', 'Net#1')
@@ -110,7 +112,7 @@ def site_label(name: str, root: str) -> str:
 
 
 def all_sites(of: Mapping[str, Sites]) -> Sites:
-    """The sites of named models as those of one: names, also of weights, begin with that of the model."""
+    """Joins the sites of named models: names, also of weights, begin with that of the model."""
     if [*of] == [""]:
         return of[""]
     missed = (
@@ -168,13 +170,13 @@ def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
 
 
 def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
-    """The sites with the modules that have their names in this model; a stage of a pipeline has some of them.
+    """Binds sites to the modules of this model that have their names; a pipeline stage has some of them.
 
     Their heads and rows are numbered as in the whole model. Where activation checkpointing or torch.compile has wrapped
     modules since, the sites get the names that modules and weights have now.
 
     Raises:
-        InvalidTypeError: they are no sites.
+        InvalidTypeError: they are not sites.
         RefusedError: the model has no module of such a name, or lacks rows of a weight that a site names.
     """
     if not all(isinstance(site, AttentionSite) for site in sites):
@@ -229,23 +231,23 @@ _OWN = (Attention, MLA, GAU)
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention of the model; a module used twice in a forward pass is one site.
 
-    Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is
-    run and every attention it computes is a site, in the order of the calls. An experiment on its operators then
-    confirms the weights of each head (`site.verified`): on a few rows of a larger batch, where that shows the same.
-    `missed` of the list are attentions that were seen but not understood. The model, its buffers and caches, gradients
-    and random streams are left as they were.
+    Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
+    and every attention it computes is a site, in the order of the calls. An experiment on its operators then confirms
+    the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same. `missed` of the
+    list are attentions that were seen but not understood. The model, its buffers and caches, gradients and random
+    streams are left as they were.
 
-    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
-    sites of a larger model before that, and of one whose heads are to be split, whose weights are unknown afterwards;
-    then give `sites=` to watch and apply. Of a model on the meta device a copy with random weights is searched on the
-    CPU, with an example there, one whole model in memory meanwhile; the sites are those of the model that was given.
+    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. If the
+    model is larger, or its heads are to be split, which hides its weights, find the sites before that; then give
+    `sites=` to watch and apply. For a model on the meta device, a copy with random weights is searched on the CPU, with
+    an example there, which takes the memory of the whole model; the sites are those of the given model.
 
     Raises:
-        InvalidTypeError: the model is no torch.nn.Module.
+        InvalidTypeError: the model is not a torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
-        ApartError: the model is split, and another process has failed, or has not come to the search in the time that
-            the process group waits in a collective; after 8 seconds a warning says who is waited for.
+        ApartError: the model is split, and another process has failed, or has not reached the search within the process
+            group's timeout; after 8 seconds a warning names the missing processes.
 
     >>> from torch import nn, rand
     >>> sites = find_sites(nn.MultiheadAttention(8, 2), *(rand(3, 8) for _ in "qkv"))
@@ -256,8 +258,8 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
 
 
 def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the pass that showed them: None without an example, of a model that is split over
-    processes, and of one without numbers."""
+    """The sites of a model, and the pass that showed them: None without an example, for a model that is split over
+    processes, and for one on the meta device."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     if args or kwargs:

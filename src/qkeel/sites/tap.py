@@ -140,7 +140,7 @@ class BracketMode(CallObserver):
         return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
 
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | str | Instead:
-        """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
+        """Returns the kernel that a call of SDPA would use, if it returns bounds on the logits."""
         if any(isinstance(x, Tensor) and not x.numel() for x in args):
             return False  # no rows, as of an expert that got no tokens
         if in_function_transform():
@@ -272,13 +272,13 @@ class Visitor:
         return True
 
     def looking(self, phase: Phase) -> Handle | None:
-        """The measured pass begins, in compiled models the extra one; the handle is removed after it."""
+        """Begins the measured pass, in compiled models the extra one; the handle is removed after it."""
 
     def call(self, name: str, call: Seen, phase: Phase) -> None:
-        """An attention call of a site is measured."""
+        """Takes a measured attention call of a site."""
 
     def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
-        """An indexer has scored the keys of this layer, of which it chooses some."""
+        """Takes the scores by which an indexer chooses keys of this layer."""
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         """The model's own pass has ended; `seen` is True if attention was seen in it."""
@@ -412,10 +412,10 @@ class Tap(Handle):
         return bool(self._stats[phase])
 
     def read(self, phase: Phase | None = None) -> SiteStats:
-        """Per site name, the statistics since the last read; sites that saw no call are absent.
+        """Returns, by site name, the statistics since the last read; sites without a call are absent.
 
-        Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there
-        were none, the eval passes'. Where a module computes its heads one by one, they are those of one site.
+        Passes in training and in eval mode are kept apart. Without a phase: those of training passes or, if there were
+        none, of eval passes. Where a module computes its heads one by one, they are joined to one site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"

@@ -564,9 +564,9 @@ def forward(
         model, args, kwargs: what is called.
         watcher: what is entered around it.
         graph: whether there are gradients.
-        parts: its checkpointed parts; by default of their graphs nothing is kept.
+        parts: its checkpointed parts; by default nothing of their graphs is kept.
 
-    Raises: ApartError if it is one of all processes, and fails on some of them only.
+    Raises: ApartError if it involves all processes and fails on only some of them.
     """
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)

@@ -81,9 +81,9 @@ def _apart(pos_q: Tensor, pos_k: Tensor) -> Tensor:
 class ReRope(Position):
     """RoPE whose distance r = i - j stops growing at the window w: r where |r| < w, else ±w.
 
-    The score depends on the pair, so keys stay unrotated, also in a cache. Each score is one of two products: the
-    usual one near the query; far from it, q rotated to position w times the unrotated k. The best windows are a
-    quarter to a half of the training length. Training with it is published to spoil extrapolation (kexue.fm 9948).
+    The score depends on the pair, so keys stay unrotated, also in a cache. Each score is one of two products: the usual
+    one near the query; far from it, q rotated to position w times the unrotated k. The best windows are a quarter to a
+    half of the training length. Training with it is reported to spoil extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
     """

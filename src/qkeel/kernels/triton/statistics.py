@@ -84,8 +84,8 @@ def _sampled(r, n, times, strata, seed):
 def reach(
     first, last, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr
 ):
-    """Returns where the keys of rows at positions `first` to `last` begin, up to where all rows see all of them, in
-    whole tiles, and where they end.
+    """Returns, for rows at positions `first` to `last`, where their keys begin, the end of the whole tiles that all
+    rows see, and where their keys end.
     """
     stop = tl.minimum(length, tl.maximum(last + 1, 0)) if CAUSAL else length
     begin = 0

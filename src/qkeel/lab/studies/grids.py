@@ -323,7 +323,7 @@ def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
 
 
 def continued(length: int) -> list[str]:
-    """Returns the methods compared with continued training at a length: KNA unchanged against a baseline with a remedy.
+    """Returns the methods compared with continued training at a length: unchanged KNA and a baseline with a method.
 
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """
