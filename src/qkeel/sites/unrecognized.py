@@ -542,7 +542,9 @@ def _common(changed: tuple[_State, _State], before: Tensor, number: int, mine: l
     return common / min(int(x.sum()) for x in mine)
 
 
-def _of_pairs(base: _State, one: _State, number: int, before: Tensor, alone: Tensor, scored: Sequence[Tensor]) -> bool:
+def _of_pairs(
+    base: _State, one: _State, number: int, before: Tensor, alone: Tensor, scored: Sequence[Tensor], common: float
+) -> bool:
     """True if some of the weights that multiply one position's value, but not all, depend on the other position; and
     all depend on the first one too, or another weight multiplies the same value for another output."""
     if scored[0].shape != base.weights.shape:
