@@ -69,6 +69,7 @@ print(len(found.sites), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - bef
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """A file of 260 MB, most of it in one tensor, takes under 80 MB more than a tiny one."""
     attention = {f"layers.0.attn.{n}_proj.weight": torch.randn(64, 64) for n in "qkv"}

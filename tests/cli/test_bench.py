@@ -74,6 +74,7 @@ def test_a_process_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, caps
     assert "ended with exit code 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
 @pytest.mark.parametrize("sent", one_in([signal.SIGINT, signal.SIGKILL], 2))
 def test_what_ends_the_command_ends_the_measuring_process_too(sent: signal.Signals) -> None:

@@ -105,6 +105,7 @@ def test_a_future_import_of_the_watcher_does_not_reach_the_script(tmp_path: Path
     assert here("--", "python", "s.py")[1] == "{'x': <class 'int'>}\n"
 
 
+@pytest.mark.slow
 def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

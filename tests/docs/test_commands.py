@@ -1,10 +1,12 @@
 """Every `qkeel …` line in the README and the docs is a command the program knows."""
 
+import functools
 import re
 import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
+from cyclopts import App
 from tests.docs.page_text import PAGES as PAGES_OF_SITE
 from tests.each_row import each_row
 
@@ -35,10 +37,15 @@ def test_the_docs_show_commands() -> None:
 
 @each_row("page, line", _commands())
 def test_each_command_line_parses(page: str, line: str) -> None:
+    words = shlex.split(line)[1:]
+    _app(tuple(words[:2])).parse_args(words, exit_on_error=False, print_error=False)
+
+
+@functools.cache
+def _app(words: tuple[str, ...]) -> App:
     from qkeel.cli.app import make_app
 
-    words = shlex.split(line)[1:]
-    make_app(words).parse_args(words, exit_on_error=False, print_error=False)
+    return make_app(words)
 
 
 def test_make_targets_named_in_the_readme_exist() -> None:

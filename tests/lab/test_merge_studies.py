@@ -53,6 +53,7 @@ def test_parts_made_apart_give_the_table_of_one_study(parts: tuple[Path, Path, P
     assert about["command"].splitlines() == ["qkeel study lr --seeds (1, 2)", "qkeel study lr --seeds (0, 1)"]
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_in_the_merged_directory(tiny: Make, parts: tuple[Path, Path, Path], tmp_path: Path) -> None:
     a, b, whole = parts
     shutil.copytree(b, tmp_path / "b")

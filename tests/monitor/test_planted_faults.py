@@ -195,13 +195,13 @@ def check(wrong: Callable[[str, int], str], names: Iterable[str]) -> None:
 
 
 def test_a_fault_in_a_function_leaves_training_as_it_is(tmp_path: Path) -> None:
-    """One in fourteen of the functions of four settings; `test_a_fault_in_any_function…` plants all."""
+    """One in twenty-one of the functions of four settings; `test_a_fault_in_any_function…` plants all."""
     calls = Calls(tmp_path, list(SETTINGS)[:4])
     assert len(calls.found) > 400
     check(
         lambda name, i: wrong(name, calls, Fault(KINDS[i % len(KINDS)])),
         # By the name, so that what is planted does not change with the functions that run on one machine only.
-        [name for name in calls.found if crc32(name.encode()) % 14 == 0],
+        [name for name in calls.found if crc32(name.encode()) % 21 == 0],
     )
 
 

@@ -14,6 +14,7 @@ from predictions.order import crossing, kendall, over_seeds
 from predictions.pages import DOCS, HERE
 from predictions.run import SIZES, compared_units, edge_units, left, tuning_units
 from predictions.table import PLACES, tables_of
+from tests.quick import quick
 
 from qkeel.lab.plan import ONE_OF_EACH
 from qkeel.lab.studies import find_study
@@ -35,7 +36,7 @@ REGISTERED = {
 }
 
 
-@pytest.mark.parametrize("study", list(PLACES))
+@pytest.mark.parametrize("study", quick(PLACES, lambda study: study != "transfer"))
 def test_a_page_says_what_the_committed_tables_say(study: str) -> None:
     tables = tables_of(study)
     for name, text in PAGES[study](*tables).items():

@@ -12,7 +12,7 @@ from tests.sites.sums import SUMS, UNKNOWN, Sum, batch, largest, made, unknown
 import qkeel
 from qkeel.errors import RefusedError
 
-STEPS = 10
+STEPS = 5
 
 
 def trained(model: Sum, remedy: str, lr: float) -> dict[str, torch.Tensor]:

@@ -189,6 +189,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path):
     assert data["runs"][0]["lines"]["max_logit"] == [[None, None]]
 
 
+@pytest.mark.slow
 def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path: Path):
     run = make_watch(tmp_path / "run", Seen(layers=80, heads=128, samples=150))
     data = chart_data(read_watched([run]))["runs"][0]

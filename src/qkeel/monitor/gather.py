@@ -15,7 +15,6 @@ from qkeel.capture.calls import SiteStats
 from qkeel.errors import InvalidValueError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats, merge
-from qkeel.patching.modes import without_gradients
 
 # The share that each process has in a number, and the number that all shares make.
 
@@ -245,18 +244,18 @@ class Transfer:
         self,
         vectors: Sequence[Tensor],
         read: Callable[[list[Tensor]], Measurement],
-        stopped: Callable[[list[Tensor]], bool] = lambda _: False,
+        stopped: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
         """Starts the copy of the vectors.
 
         Args:
             vectors: the numbers, on one device.
             read: makes a measurement of the vectors once they are on the host.
-            stopped: tells by the vectors whether another process has stopped measuring.
+            stopped: tells by the vectors whether another process has stopped measuring; None if there is no other.
         """
         self._read, self._stopped = read, stopped
         self._event: torch.cuda.Event | None = None
-        if any(x.device.type == "cuda" for x in vectors):
+        if vectors and vectors[0].device.type == "cuda":
             self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in vectors]
             for there, x in zip(self._host, vectors):
                 there.copy_(x, non_blocking=True)
@@ -266,7 +265,6 @@ class Transfer:
             self._host = [x.cpu() for x in vectors]
 
     @classmethod
-    @without_gradients
     def alone(cls, measured: Measurement) -> Transfer:
         """Starts the transfer of this process's measurement to its host."""
         given = measured.parts()
@@ -277,13 +275,13 @@ class Transfer:
             by_dtype.setdefault(x.dtype, []).append(i)
         parts = []
         for of in by_dtype.values():
-            own = [given[i] for i in of]
+            own = [given[i].detach() for i in of]
             flat = [
                 (x if x.ndim == 1 else x.reshape(-1)) if x.device == device else on_device(device, dtype, x)
                 for x in own
             ]
             parts.append(torch.cat(flat).to(dtype))
-        lengths = [len(x) for x in parts]
+        lengths = [x.numel() for x in parts]
 
         def read(rows: list[Tensor]) -> Measurement:
             values: list[Tensor | None] = [None] * len(given)
@@ -305,7 +303,7 @@ class Transfer:
     @property
     def stopped(self) -> bool:
         """Returns whether another process has stopped measuring; waits for the numbers if need be."""
-        return self._stopped(self.vectors)
+        return self._stopped is not None and self._stopped(self.vectors)
 
     @property
     def vectors(self) -> list[Tensor]:

@@ -353,9 +353,9 @@ class _Search:
     ) -> bool:
         """True if entries of the weights contribute to one number of these sums, each with its own position's value.
 
-        If the entries can't be told apart so, two more things are held fixed: other weights that may have been
+        If that does not separate the entries, two more things are held fixed: other weights that may have been
         multiplied with these, as in a dual softmax, and standard deviations, by which every score depends on all
-        positions.
+        positions. Weights that are zero then get other numbers, so that those that choose one position show all.
         """
         operations = self.record.operations
         sums = [next(iter(tensors(operations[end].out))) for end in ends]
@@ -367,11 +367,13 @@ class _Search:
             for o in operations[candidate.number : ends[-1]]
             if function_name(o.function) == "detach" and memory(candidate.weights) in o.reads
         }
-        for fixed in ({candidate.number}, others | {candidate.number})[: 1 + bool(others - {candidate.number})]:
+        once = {candidate.number}
+        again = bool(others - once) or bool((_dense(candidate.weights) == 0).any())
+        for fixed, dense in ((once, False), (others | once, True))[: 1 + again]:
             repeated = self._repeated([*sums, candidate.scores], ends[-1], frame.since, fixed)
             made = [_with_the_same_choice(_without_aliases(o, detached)) for o in repeated]
             for x in inputs:
-                run = _Run(Repetition(made, {memory(x), memory(candidate.weights)}), candidate, sums, x)
+                run = _Run(Repetition(made, {memory(x), memory(candidate.weights)}), candidate, sums, x, dense=dense)
                 base = run.at()
                 for dim, n in enumerate(x.shape):
                     near = range(max(0, n // 2 - _NEAR), min(n, n // 2 + _NEAR + 1))
@@ -392,7 +394,7 @@ class _Search:
         return [o for o in behind if id(o) not in ends and _is_smooth(o)]
 
     def _inputs(self, frame: ModuleCall, end: int) -> list[Tensor]:
-        """The numbers of tokens that a module was given, or that it made of what is no number, as by an embedding."""
+        """The numbers of tokens that a module was given, or that it made of integers, as by an embedding."""
         inputs = [x for x in _floats(frame.inputs) if memory(x) in self.dynamic and x.ndim > 1]
         if not inputs:
             for o in self.record.operations[frame.since : end]:
@@ -468,17 +470,21 @@ class _State:
 class _Run:
     """Repetitions of a part of a module with the same weights and another input."""
 
-    def __init__(self, again: Repetition, candidate: _Candidate, sums: Sequence[Tensor], given: Tensor) -> None:
-        self.again, self.candidate, self.out, self.given = again, candidate, sums, given
+    def __init__(
+        self, again: Repetition, candidate: _Candidate, sums: Sequence[Tensor], given: Tensor, *, dense: bool
+    ) -> None:
+        """Takes what is repeated; if `dense`, weights that are zero are given other numbers too."""
+        self.again, self.candidate, self.out, self.given, self.dense = again, candidate, sums, given, dense
 
     def at(self, dim: int | None = None, position: int = 0, seed: int = 0) -> _State:
         """The numbers as they were, or with others at one position of a dimension of the input."""
         weights = self.candidate.weights.detach().clone()
         if weights.layout == torch.strided:
             # Other numbers, so that nothing is hidden where all weights are zero, or where they are subtracted from
-            # themselves as in a straight-through estimator. What a mask made zero stays so.
+            # themselves as in a straight-through estimator. What a mask made zero stays so, unless they are dense:
+            # of weights that choose one position, no number shows a second one.
             noise = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)).to(weights)
-            weights = weights * (1 + noise) if bool(weights.any()) else 1 + noise
+            weights = weights * (1 + noise) if bool(weights.any()) and not self.dense else 1 + noise
         weights.requires_grad_()
         contents = {}
         if dim is not None:

@@ -72,6 +72,7 @@ def test_the_bits_are_those_of_two_launches(part: int, launches: list[str]) -> N
                 assert torch.equal(a, b), (norm, position)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", one_in(range(4), 4))
 def test_interleaved_pairs_have_the_numbers_of_the_definition(part: int, launches: list[str]) -> None:
     for turn, norm in list(enumerate(NORMS))[part::4]:
