@@ -178,9 +178,9 @@ torch.manual_seed(0)
 net = Net(2)
 with torch.no_grad():
     for layer in net.layers:
-        layer.qkv.weight.mul_(40)
+        layer.qkv.weight.mul_(10)
 train(net, torch.optim.SGD(net.parameters(), lr=1e-6), 2)
-second = torch.optim.SGD(net.parameters(), lr=10.0)
+second = torch.optim.SGD(net.parameters(), lr=1.0)
 before = [layer.qkv.weight.detach().clone() for layer in net.layers]
 train(net, second, 1)
 print(max(float((layer.qkv.weight - w)[:32].abs().max()) for layer, w in zip(net.layers, before)))

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from qkeel.errors import ShapeError
+from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.functional.bounds import LogitChange, change_rows, reduce_changes
 from qkeel.functional.class_statistics import ClassStats, TokenClasses, joined_classes
 from qkeel.functional.norms import wide
@@ -41,7 +41,7 @@ from qkeel.kernels.statistics import (
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import without_gradients
+from qkeel.patching.modes import in_vmap, without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -674,6 +674,11 @@ class SiteStatistics:
     def _reduce(self) -> None:
         """Reduces the findings that have not been reduced yet."""
         if self._waiting:
+            if in_vmap():
+                raise InvalidValueError(
+                    "attention inside torch.func.vmap cannot be measured: numbers made there are invalid outside; "
+                    "watch a pass without vmap"
+                )
             self._stats = self._stats.merged(SiteStats([_reduced(g) for g in self._waiting.values()], self._order))
             self._waiting, self._order, self._size = {}, {}, 0
 

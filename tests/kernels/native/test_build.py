@@ -108,6 +108,7 @@ def test_a_read_only_cache_with_the_library_in_it_serves(
 def test_another_processor_target_torch_source_or_header_has_another_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.delenv("QKEEL_NATIVE_ARCH", raising=False)
     keys = {build.key("norm_rope")}
     with monkeypatch.context() as m:
         m.setattr(build, "_processor", lambda: "aarch64 neon sve")
