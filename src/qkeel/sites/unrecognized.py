@@ -196,6 +196,9 @@ class _Search:
         elif name in _POWERS and (name != "pow" or not (isinstance(base, Tensor) and base.ndim)):
             dim = _normalized_dim(out)
             kind = "maybe later" if dim is None else "yes"
+        else:  # sparse weights, as sparsemax's, come out of a ReLU
+            dim = _normalized_dim(out)
+            kind = "no" if dim is None else "yes"
         return _Candidate(number=number, name=name, weights=out, scores=given[0], normalized=kind, dim=dim)
 
     def _own_sum(self, number: int, operation: Operation) -> tuple[int, ...] | None:
@@ -269,7 +272,7 @@ class _Search:
             groups.setdefault((alone, normalized), []).append(end)
         for (_, normalized), ends in groups.items():
             frame, name = self._around(candidate.number, ends[0]), candidate.name
-            how = _NORMALIZED[name] if normalized else f"the {name} of scores"
+            how = _NORMALIZED.get(name, "sparse weights, of scores") if normalized else f"the {name} of scores"
             try:
                 if not self._weighs_positions(candidate, ends, frame, normalized):
                     continue
