@@ -99,6 +99,8 @@ PLANS = [
     Plan(scoring="synthesized", normal="stick-breaking", order="bhst"),
     Plan(scoring="additive", combining="gathered", causal=True),
     Plan(scoring="complex", normal="dual softmax", combining="by query", causal=True),
+    Plan(scoring="pointer", normal="sparsemax", order="btsh", causal=True),
+    Plan(scoring="squared distance", normal="hard", combining="renormalized", order="bsth"),  # one key is chosen
 ]
 
 
