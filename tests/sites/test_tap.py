@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -250,3 +251,30 @@ def test_a_form_in_which_a_pass_failed_is_searched_in_the_next_one() -> None:
         model.broken = False
         model(x, far=True)
         assert set(tap.read()) == {"near", "far"}
+
+
+class _Noted(nn.Module):
+    """A model that is called with a text, another one each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = _Far()
+
+    def forward(self, x: torch.Tensor, note: str) -> torch.Tensor:
+        return self.far(x)
+
+
+def test_a_text_that_is_new_in_every_call_does_not_have_every_pass_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, searched = _Noted(), torch.randn(2, 5, 8), list[bool]()
+    with Tap(model) as tap:
+        places = tap.places
+
+        def note(phase: Any) -> Any:
+            found = places(phase)
+            searched.append(found is None)
+            return found
+
+        monkeypatch.setattr(tap, "places", note)
+        for i in range(120):
+            model(x, note=str(i))
+    assert sum(searched[70:]) == 0

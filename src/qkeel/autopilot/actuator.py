@@ -247,7 +247,7 @@ _COMPILED = {
 class RemedyManager:
     """Applies the requested remedies, with one handle per remedy and optimizer.
 
-    To change the heads of a remedy, the manager removes its handle and applies it anew with the old state. If a site
+    To change the heads of a remedy, the manager removes its handle and applies it again with the old state. If a site
     refuses, the previous remedies are restored, so nothing remains half applied.
     """
 

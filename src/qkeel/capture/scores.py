@@ -4,7 +4,7 @@ written as exponentials over their sum; and operations through which scores cann
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -136,9 +136,9 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """True if what is added to scores depends on the same activations as they do, as far as the graph shows.
 
-    A bias or a mask was not. If the module's input itself has no graph, that is a tensor made by the parameters that
-    made the factors, or one that holds different numbers for each sequence. If the scores were added to in place, so
-    that `x` is `out`, only the graph decides.
+    A bias or a mask does not. If the module's input has no graph, a tensor does that was made by the parameters of the
+    factors, or that holds different numbers for each sequence. If the scores were added to in place, so that `x` is
+    `out`, only the graph decides.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -150,32 +150,26 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
         stops = nodes_of(frame.inputs)
         if own := reached(factors, stops):
             return bool(reached([node], own))
-    if reached([node], leaves(factors)):
+    parameters = _met(factors, lambda one: not one.next_functions)
+    if reached([node], parameters):
         return True
     own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
 
 
-def leaves(starts: Sequence[Node]) -> set[Node]:
-    """The nodes of the parameters that these nodes come from, in a graph of moderate size."""
+def reached(starts: Sequence[Node], stops: Set[Node]) -> set[Node]:
+    """Those of the nodes `stops` that are met first on the way back from `starts`, in a graph of moderate size."""
+    return _met(starts, stops.__contains__) if stops else set()
+
+
+def _met(starts: Sequence[Node], stop: Callable[[Node], bool]) -> set[Node]:
+    """The nodes at which the way back from `starts` stops, in a graph of moderate size."""
     seen: set[Node] = set()
+    found: set[Node] = set()
     queue = list(starts)
     while queue and len(seen) < _LIMIT:
         node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue += [n for n, _ in node.next_functions if n is not None]
-    return {node for node in seen if not node.next_functions}
-
-
-def reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:
-    """The nodes of `stops` that a walk back from `starts` reaches first, in a graph of moderate size."""
-    seen: set[Node] = set()
-    found: set[Node] = set()
-    queue = list(starts) if stops else []
-    while queue and len(seen) < _LIMIT:
-        node = queue.pop()
-        if node in stops:
+        if stop(node):
             found.add(node)
         elif node not in seen:
             seen.add(node)

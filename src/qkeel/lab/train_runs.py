@@ -185,7 +185,7 @@ class _Loop:
         self.live = [i for i in self.live if i not in over]
 
     def _arithmetic(self, numbers: list[int]) -> TrainingBackend:
-        """Returns the backend of these runs, chosen anew only when the set of runs changes."""
+        """Returns the backend of these runs, which is chosen again only when the set of runs changes."""
         if self._last is None or self._last[0] != numbers:
             self._last = numbers, choose_arithmetic([self.records[i].state for i in numbers])
         return self._last[1]

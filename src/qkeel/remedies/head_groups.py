@@ -292,7 +292,7 @@ class HeadGroups:
 
 
 def _keeps_memory(device: torch.device) -> bool:
-    """True on a CPU, where memory for copies is kept, since its allocator would map large blocks anew each time."""
+    """True on a CPU, where memory for copies is kept because the allocator would map large blocks each time."""
     return device.type == "cpu"
 
 

@@ -257,7 +257,7 @@ def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGrou
         return
     try:
         state = probe_optimizer(optimizer, parameter, group).state
-    except Exception:  # a class that cannot be made anew sets up its state in the step, or fails there
+    except Exception:  # a class that cannot be made again sets up its state in the step, or fails there
         return
     if parameter in state:
         optimizer.state[parameter] = state[parameter]

@@ -240,6 +240,7 @@ Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 _NOTHING: Look = "nothing"
 # Primes: batches of kinds that take turns are all met, those of up to four kinds by the first four searches.
 _SELDOM, _HARDLY = 17, 257
+_FORMS = 64  # forms of a call that are remembered for each phase; a model may be called with a new text each time
 _FUSED = SDPA_BY_NAME | {F.multi_head_attention_forward, functional_attention}
 # Functions whose calls a mode in their own module is enough to see, by name, with the torch functions to look for.
 _LOCAL: dict[str, frozenset[Function] | None] = {
@@ -381,9 +382,9 @@ class Tap(Handle):
         """The modules in which the pass that begins is searched for attention of other code; None for everywhere.
 
         To look everywhere costs a callback per function of torch, so it is done where something may have changed: in
-        the first two passes; in the first one that is called in a new form (`_call_form`); after a module was added or
-        replaced; and after a pass in which a module that has attention showed none. What changes without any of these
-        signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
+        the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after a
+        module was added or replaced; and after a pass in which a module that has attention showed none. What changes
+        without any of these signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
@@ -393,7 +394,8 @@ class Tap(Handle):
         return None if others or searched else self._places[phase]
 
     def _is_new_form(self, phase: Phase) -> bool:
-        return self._form not in self._forms[phase]
+        known = self._forms[phase]
+        return len(known) < _FORMS and self._form not in known
 
     def searched(self, phase: Phase, places: Places | None) -> None:
         """Takes the modules that had attention in a pass that was searched as a whole, which are added to those of
@@ -405,7 +407,8 @@ class Tap(Handle):
             if not places and not self.tree.of_kind(SpecModule):
                 places = None  # there was none: it may come anywhere
         self._places[phase], self._searched[phase] = places, self.tree.named()
-        self._forms[phase].add(self._form)
+        if self._is_new_form(phase):
+            self._forms[phase].add(self._form)
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""
