@@ -1,8 +1,8 @@
 """Does the residual stream grow late in training, and is it the images that make it grow? (Chameleon, section 2.3)
 
-    python -m benchmarks.multimodal_stream run --seeds 0 1 2 3 4 --out ROWS    appends a row for each run that ROWS lacks
-    python -m benchmarks.multimodal_stream table ROWS                          writes the committed table
-    python -m benchmarks.multimodal_stream page                                writes the page's section from that table
+    python -m benchmarks.multimodal_stream run --out ROWS    appends a row for each run that ROWS lacks
+    python -m benchmarks.multimodal_stream table ROWS        writes the committed table
+    python -m benchmarks.multimodal_stream page              writes the page's section from that table
 
 The runs are those of `qkeel study multimodal`, watched with `stats="max+residual"`. Late growth is the root mean square
 of what leaves the last block at the end of training over that in the middle.
@@ -99,9 +99,7 @@ def section(rows: Sequence[Row]) -> str:
             text, mix = (over(remedy, one, lr, late_growth) for one in MIXES)
             ends = [over(remedy, one, lr, end) for one in MIXES]
             peaks = over(remedy, "mix", lr, lambda row: end(row, "channel_ratio"))
-            cells = (
-                *(text, mix, [b - a for a, b in zip(text, mix)], [b - a for a, b in zip(*ends)], peaks),
-            )
+            cells = (*(text, mix, [b - a for a, b in zip(text, mix)], [b - a for a, b in zip(*ends)], peaks),)
             lines.append(f"| {remedy} | {lr:g} | {' | '.join(map(ratio, cells))} |")
     return "\n".join(lines)
 

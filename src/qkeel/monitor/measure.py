@@ -353,7 +353,7 @@ class WatchedSites:
         self._given = given is not None
         if given is not None:
             self.all += given
-            self.all.missed, self.all.indexers = given.missed, given.indexers
+            self.all.missed, self.all.indexers, self.all.linear = given.missed, given.indexers, given.linear
             self.weighed = self.all
         self.types: Mapping[str, LayerType] = {}  # of the sites that were seen; another object once one has changed
         self._sets: dict[str, VisibleSets] = {}  # of the call with the most queries so far
@@ -383,7 +383,7 @@ class WatchedSites:
             found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
-        self.all.missed, self.all.indexers = found.missed, found.indexers
+        self.all.missed, self.all.indexers, self.all.linear = found.missed, found.indexers, found.linear
         if found.missed:
             others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")

@@ -357,7 +357,9 @@ LAYER_TYPES: dict[str, str] = {
     "compressed": "some keys stand for several tokens each",
     "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
     "cross": "keys come of another source than queries",
+    "linear": "positions are mixed without logits, as by linear attention and state-space layers; nothing is measured",
 }
+LINEAR = "linear"  # the one type whose layers have no logits, so no numbers and no thresholds
 
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {
