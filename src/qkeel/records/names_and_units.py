@@ -171,6 +171,27 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
+    "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
+    "select_share": HeadField(
+        "share", "keys that a query of a sparse layer reaches over those it may choose from", "mean", column="chosen"
+    ),
+    "select_distance": HeadField(
+        "1", "mean distance of the chosen keys in tokens over the number of keys to choose from", "mean"
+    ),
+    "select_distance_max": HeadField("1", "largest distance of a chosen key over that number", "max"),
+    "select_local_share": HeadField(
+        "share", "share of the chosen keys that are among as many nearest ones; 1 is a sliding window", "max"
+    ),
+    "select_overlap": HeadField(
+        "share", "keys chosen by this layer and by the sparse layer before it, over those chosen by either", "mean"
+    ),
+    "dense_recall": HeadField(
+        "share", "weight that dense attention would give to the chosen keys: mean over rows", "min", column="recall"
+    ),
+    "dense_kl": HeadField("nats", "mean divergence of sparse from dense attention, -ln of that weight", "max"),
+    "dense_kl_max": HeadField("nats", "the same of the row with the smallest weight", "max"),
+    "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
+    "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
