@@ -256,7 +256,7 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
         found: dict[NumberKey, Tensor | PartialValue] = {}
         for (site, name), (x, n) in self.taken().items():
             weight, largest = n.to(x.dtype), name.endswith("_max")
-            value = (x if largest else x / weight.clamp_min(1)).masked_fill(n == 0, torch.nan)
+            value = x if largest else x / weight.clamp_min(1)
             how: Reduction = "max" if largest else "mean"
             found[site, name] = PartialValue(value=value, weight=weight, how=how, own=name != "index_margin")
         return SiteNumbers((), found)

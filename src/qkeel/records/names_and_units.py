@@ -91,6 +91,12 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "mean_logit": HeadField(
         "nats", "mean attention logit over visible pairs, scaled, before cap", "mean", count="n_pairs"
     ),
+    "logit_gap": HeadField(
+        "nats",
+        "largest minus mean logit of a query row, before the cap: mean over rows with two or more keys",
+        "mean",
+        count="n_free",
+    ),
     "capped_max_logit": HeadField("nats", "largest attention logit after the cap; max_logit without one", "max"),
     "max_abs_logit": HeadField(
         "nats", "largest magnitude of an attention logit, scaled, before cap", "max", count="n_pairs"
