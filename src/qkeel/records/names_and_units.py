@@ -40,7 +40,7 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "std"]
+    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "max_over_mean", "std"]
     column: str = ""
     per_layer: bool = False
 
@@ -250,6 +250,15 @@ LAYER_FIELDS: dict[str, LayerField] = {
         "smallest gate_mean of a head over the median head's; shows a single closed gate",
         of="gate_mean",
         fold="min_ratio",
+    ),
+    "gate_std_ratio": LayerField(
+        "1",
+        "largest gate_std of a head over the heads' mean; shows a head that opens for a few queries",
+        of="gate_std",
+        fold="max_over_mean",
+    ),
+    "lse_std_ratio": LayerField(
+        "1", "largest lse_std of a head over the heads' mean", of="lse_std", fold="max_over_mean"
     ),
 }
 
