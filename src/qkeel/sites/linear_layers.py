@@ -45,7 +45,7 @@ def linear_layers(
         attending: the names of the modules that attend, understood or not.
     """
     homes = {name.partition("#")[0] for name in attending}
-    lists = {found[1] for name in homes if (found := re.fullmatch(r"((?:.*\.)?)\d+(?:\..*)?", name))}
+    lists = {way[1] for name in homes if (way := re.fullmatch(r"((?:.*\.)?)\d+(?:\..*)?", name))}
     if not lists:
         return ()
     blocks = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(lists)))})\d+(?:\.|$)")
