@@ -15,7 +15,7 @@ ANSWERS = {
     "how to watch under torchrun": "qkeel watch -- torchrun",
     "how to undo": "handle.remove()",
     "what LALR costs": "of a fused AdamW step",
-    "does it change my loss": "are the same bits with and without it",
+    "does it change my loss": "are bit-identical with and without it",
     "how to read heads in pandas": "heads.to_pandas()",
     "how to add my own attention": "Describe what cannot be seen",
     "what happens at NaN": "A critical alarm comes once",

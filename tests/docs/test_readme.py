@@ -128,7 +128,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         ),
     ),
     (
-        r"steps on a CPU \| ([\d.]+) to ([\d.]+) of those with its SDPA",
+        r"steps on a CPU \| ([\d.]+) to ([\d.]+) times as long as with its SDPA",
         lambda: found("docs/guides/build-attention.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) of those"),
     ),
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),

@@ -79,7 +79,7 @@ def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: p
     assert [float(row["max_logit"]) for row in rows] == heads["max_logit"].tolist()
     assert [row["layer"] for row in rows] == heads["layer"].tolist()
     parquet = pytest.importorskip("pyarrow.parquet")
-    with pytest.raises(RunDirectoryError, match="holds something"):
+    with pytest.raises(RunDirectoryError, match="is not empty"):
         export(run, to="parquet", out=tmp_path / "out")
     assert export(run, to="parquet", out=tmp_path / "out2") == 0
     table = parquet.read_table(tmp_path / "out2" / "heads.parquet").to_pydict()
@@ -89,7 +89,7 @@ def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: p
 def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
     files = TableFiles(tmp_path, "csv")
     files.append("a", Frame({"step": np.array([0]), "x": np.array([1.0])}))
-    with pytest.warns(QkeelWarning, match=r"a\.csv has no column for y: first measured after its first row"):
+    with pytest.warns(QkeelWarning, match=r"a\.csv has no column for y: it was first measured after the first row"):
         files.append("a", Frame({"step": np.array([1]), "y": np.array([1.0])}))
     files.append("a", Frame({"step": np.array([2]), "y": np.array([1.0])}))  # a second warning would be an error
     assert (tmp_path / "a.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"

@@ -234,7 +234,7 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
         rule(threshold={"windows": 1.0})
     with pytest.raises(UnknownNameError, match="indexer"):
         rule(threshold={"indexer": 1.0})
-    with pytest.raises(InvalidValueError, match="at least one type of layers"):
+    with pytest.raises(InvalidValueError, match="at least one layer type"):
         rule(threshold={})
     for wrong in ("100", None, True, {"full": "100"}, {"full": {"full": 1.0}}, [100.0]):
         with pytest.raises(InvalidTypeError, match="expected a"):

@@ -220,7 +220,7 @@ def test_dropout_outside_of_the_branch_does_not_hide_it() -> None:
 
 def test_a_block_with_a_norm_behind_the_sum_has_no_shares_and_says_so_once() -> None:
     with pytest.warns(
-        UserWarning, match=r"attention_share is not measured of blocks\.0\.mixer, .*a norm follows"
+        UserWarning, match=r"attention_share is not measured for blocks\.0\.mixer, .*a norm follows"
     ) as told:
         found = watched(made(PostNorm), BATCHES)
     assert sum("attention_share" in str(one.message) for one in told) == 1
@@ -413,7 +413,7 @@ def test_a_model_that_fails_in_the_further_pass_says_that_its_stream_is_not_meas
 
     model, sites = Once(), qkeel.find_sites(Repeated(), torch.randn(2, 5, 8))
     with qkeel.watch(model, stats="all+residual", sites=sites) as monitor:
-        with pytest.warns(QkeelWarning, match="failed in the further pass.*this batch was seen already"):
+        with pytest.warns(QkeelWarning, match="failed in the extra pass.*this batch was seen already"):
             nn.Sequential(*[model] * 10)(torch.randn(2, 5, 8))
         assert monitor.sample is not None
         assert not any(name.startswith("block_input") for name in monitor.sample.values)

@@ -297,7 +297,7 @@ def test_ids_of_no_class_switch_the_monitor_off_with_one_clear_warning() -> None
     with watch(model, classes={"text": range(3, 32), "image": range(32, 60)}):
         tokens = ids(0) % 50 + 3
         tokens[0, 0] = 61
-        with pytest.warns(QkeelWarning, match=r"expected every token id in a class, got .* in none \(ids 61"):
+        with pytest.warns(QkeelWarning, match=r"expected every token id to be in a class, got .* in none \(ids 61"):
             model(input_ids=tokens)
         assert torch.isfinite(model(input_ids=tokens).logits).all()
 

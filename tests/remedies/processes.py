@@ -337,7 +337,7 @@ def inside_join() -> None:
     model, optimizer = own("ddp")
     before = weights(model)
     handle = qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
-    refused = pytest.raises(RefusedError, match="a process whose data is over takes no steps")
+    refused = pytest.raises(RefusedError, match="a process that has run out of data takes no steps")
     with refused, Join([model]):  # type: ignore[list-item]
         own_step(model, optimizer)
     optimizer.zero_grad()
@@ -560,7 +560,7 @@ def refused_before_anything() -> None:
             with pytest.raises(RefusedError, match="wrapped in FullyShardedDataParallel"):
                 qkeel.apply("softcap", part, adamw(flat))
     model, optimizer = own("fsdp2")
-    with pytest.raises(RefusedError, match="no spectral norm can be made"):
+    with pytest.raises(RefusedError, match="a spectral norm cannot be computed"):
         qkeel.apply("lalr:norm=spectral", model, optimizer)
     for setup, words in {"ddp": "DistributedDataParallel has spread", "fsdp2": "fully_shard has spread"}.items():
         model, optimizer = own(setup)

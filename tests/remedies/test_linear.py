@@ -211,7 +211,7 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() ->
     for optimizer in (Closed(model, 3), torch.optim.LBFGS(model.parameters())):
         with pytest.raises(RefusedError, match=r"a probe step of .* failed"):
             qkeel.apply("lalr", model, optimizer)
-    with pytest.raises(RefusedError, match="LBFGS takes every change of the weights"):
+    with pytest.raises(RefusedError, match="LBFGS mistakes every change of the weights"):
         qkeel.apply("qk_clip", model, torch.optim.LBFGS(model.parameters()))
 
 

@@ -106,7 +106,7 @@ def test_the_published_scale_starts_at_the_logarithm_of_the_training_length() ->
 def test_a_learned_scale_without_a_length_is_refused_before_anything_changes() -> None:
     model = decoder()
     before = snapshot(model)
-    with pytest.raises(InvalidValueError, match=r"say L, as length=512 in the remedy or as qkeel.apply"):
+    with pytest.raises(InvalidValueError, match=r"give L, as length=512 in the remedy or as qkeel.apply"):
         qkeel.apply("qk_norm:kind=l2,gain=scalar", model)
     assert_same(before, snapshot(model))
 

@@ -331,7 +331,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "unknown module of this Opaque 'q'. Did you mean 'q_proj'|Known: kv, q_proj",
     ),
     "heads": ({"heads": (4, 3)}, InvalidValueError, "multiple of key heads, got 4 and 3"),
-    "features": ({"heads": 5}, ShapeError, "q_proj's output has 32 features, no multiple of 5"),
+    "features": ({"heads": 5}, ShapeError, "q_proj's output has 32 features, which is not a multiple of 5"),
     "sizes": (
         {"key": Reading(module="kv")},
         InvalidValueError,

@@ -149,7 +149,7 @@ def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_
         return x
 
     model.change = full
-    with pytest.warns(QkeelWarning, match="no memory to read them from one whole sequence"):
+    with pytest.warns(QkeelWarning, match="not enough memory to read them from one whole sequence"):
         sites = find_sites(model, tokens())
     assert all(site.verified and site.normed and not site.query_gains for site in sites)
     assert [(s.name, s.n_heads) for s in sites] == [(s.name, s.n_heads) for s in whole]

@@ -81,9 +81,7 @@ def load(pilot: Autopilot, state: State) -> None:
         about = json.loads(bytes(state["about"].cpu().numpy()).decode())
         named, begun = about["policy"], about["begun"]
     except (KeyError, ValueError, AttributeError) as error:
-        raise InvalidValueError(
-            f"expected what state_dict() of an autopilot returned, got {list(state)[:5]}"
-        ) from error
+        raise InvalidValueError(f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}") from error
     if named != pilot.named:
         raise InvalidValueError(f"expected the state of the policy {pilot.named}, got that of {named}")
     if begun:

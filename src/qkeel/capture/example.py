@@ -485,7 +485,7 @@ def describe(
         InvalidValueError: heads, layouts or sizes don't fit.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module to describe a site of, got {type(model).__name__}")
+        raise InvalidTypeError(f"expected a torch.nn.Module in which to describe a site, got {type(model).__name__}")
     h, g = (heads, heads) if isinstance(heads, int) else heads
     if h < 1 or g < 1 or h % g:
         raise InvalidValueError(f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}")
@@ -497,7 +497,7 @@ def describe(
     if len(sizes) > 1:
         raise InvalidValueError(f"q and k of {name!r} have heads of unequal sizes, {sorted(sizes)}")
     if needed := spec.init_params(h, g, sizes.pop() if sizes else 1):
-        raise InvalidValueError(f"this spec has parameters, which a description does not hold: {', '.join(needed)}")
+        raise InvalidValueError(f"this spec has parameters, which a description cannot contain: {', '.join(needed)}")
     return AttentionSite(
         name=name,
         module=module,
@@ -554,7 +554,9 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
             for size in known:
                 fixed *= max(size, 1)
             if total % fixed:
-                raise ShapeError(f"{reading.module}'s output has {total} features, no multiple of {fixed} = {group}")
+                raise ShapeError(
+                    f"{reading.module}'s output has {total} features, which is not a multiple of {fixed} = {group}"
+                )
             x = x.unflatten(place, known)
     if "n" in names:
         x = x.select(names.index("n"), reading.part)
@@ -611,7 +613,7 @@ class DescribedSiteHooks:
                 return part(module, *args, **kwargs)
             if part.module not in outputs:
                 raise InvalidValueError(
-                    f"{part.module} did not run in this call of {site.name!r}; describe it otherwise"
+                    f"{part.module} did not run in this call of {site.name!r}; describe it in another way"
                 )
             x = arranged(outputs[part.module], part, heads)
             return x if part.then is None else part.then(x)

@@ -181,7 +181,7 @@ def check(
         path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
         threshold: Largest accepted attention logit, in nats.
         table: Also print the numbers of each layer.
-        strict: Exit with code 1 also if the weights alone do not decide.
+        strict: Also exit with code 1 if the weights alone do not decide.
         n_heads: Query heads per layer of a checkpoint, if config.json does not give them.
         n_kv_heads: Key heads per layer of a checkpoint, if config.json does not give them.
         json_: Print status, sentence, largest logit and threshold as JSON.
@@ -268,7 +268,7 @@ def export(
     place = out or Path(f"{run.resolve().name}-tables")
     files = TableFiles(place, to)
     if not disk.make_directory(place) and any(place.iterdir()):
-        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {place} holds something")
+        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {place} is not empty")
     for name, frame in frames.items():
         if len(frame):
             files.append(name, frame)

@@ -60,7 +60,7 @@ class When:
         Raises: InvalidValueError if more than one is given.
         """
         if self.adaptive + self.log_spaced + (self.every is not None) > 1:
-            raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; leave one")
+            raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; give one")
         if self.adaptive or self.log_spaced:
             return Adaptive() if self.adaptive else LogSpaced()
         return WHILE_LOGITS_MOVE if self.every is None else Every(self.every)

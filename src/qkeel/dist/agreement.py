@@ -171,13 +171,13 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
     silent = [other for other, said in enumerate(words) if said is None]
     if silent:
         raise ApartError(
-            f"{what} was called on some processes of this run only: {_processes(silent)} did not reach it within "
+            f"{what} was called on only some processes of this run: {_processes(silent)} did not reach it within "
             f"{_limit(patience):g} seconds. Every process must call it; where they reach it at very different times, "
             "let them wait for each other first with torch.distributed.barrier()"
         )
     said = [one.partition("\n") for one in words if one is not None]
     if len({matter for matter, *_ in said}) > 1:
-        raise ApartError(f"the processes of this run call different things. {_unlike([m for m, *_ in said])}")
+        raise ApartError(f"the processes of this run make different calls. {_unlike([m for m, *_ in said])}")
     return [text for *_, text in said]
 
 

@@ -225,7 +225,8 @@ class TableFiles:
         if late:
             self._left_out |= late
             caution(
-                f"{name}.{self.kind} has no column for {', '.join(sorted(late))}: first measured after its first row"
+                f"{name}.{self.kind} has no column for {', '.join(sorted(late))}: it was first measured after the "
+                "first row"
             )
         unmeasured = np.full(len(frame), np.nan)
         frame = Frame({column: frame.columns.get(column, unmeasured) for column in names})

@@ -102,7 +102,7 @@ def sum_terms(
     for i, (q, k) in enumerate(products):
         try:
             if q is None or k is None:
-                raise UnknownRowsError("what was done to it hides which q and k it is made of")
+                raise UnknownRowsError("the operations on it hide which q and k it is made of")
             own, after_norm = logit_terms(q, k, frame, names)
         except UnknownRowsError as error:
             which = f"its logit is a sum of {len(products)} products, and number {i + 1} is not known: "
@@ -152,7 +152,7 @@ def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str) -
             break
     if found.opaque:
         raise UnknownRowsError(
-            f"{what} is a product with {', '.join(found.opaque)}, of whose rows it is not known which make which head"
+            f"{what} is a product with {', '.join(found.opaque)}, and it is not known which of its rows make which head"
         )
     if not found.nearest:
         return Walk(nearest=_tables(x, names, what))

@@ -228,7 +228,9 @@ class _MergedSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad drop this silently
-            raise RefusedError("the windowed kernel can be differentiated once; impl='chunked' any number of times")
+            raise RefusedError(
+                "the windowed kernel can be differentiated only once; use impl='chunked' for higher derivatives"
+            )
         *inputs, out, lse = ctx.saved_tensors
         with torch.enable_grad():  # autograd reverses the slicing into parts
             leaves = [x.detach().requires_grad_() for x in inputs]

@@ -76,8 +76,8 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
     if unlike:
         how = "; ".join(f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike)
         raise RunDirectoryError(
-            f"{path} was computed differently ({how}), and runs that round differently or read another text are "
-            "not mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
+            f"{path} was computed differently ({how}), and runs with different rounding or a different text are not "
+            "mixed. Restore the old environment (QKEEL_NATIVE=0 switches compiled kernels off), or choose another "
             "directory; nothing was changed."
         )
 

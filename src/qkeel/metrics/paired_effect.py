@@ -406,7 +406,7 @@ def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, le
             f"expected 2 or more differences in a row, one per seed, got shape {values.shape}: one seed is not a sample"
         )
     if not np.isfinite(values).all():
-        raise InvalidValueError(f"expected finite differences, got {differences!r}: leave runs without a loss out")
+        raise InvalidValueError(f"expected finite differences, got {differences!r}: leave out runs without a loss")
     if margin is not None and not 0 < margin < math.inf:
         raise InvalidValueError(f"expected a margin above 0 or None, got {margin}")
     check(0 < level < 1, "a level between 0 and 1", level)

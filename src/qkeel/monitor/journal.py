@@ -119,8 +119,9 @@ class Recorder:
         self._late.update(late)
         if late and dist.rank() == 0:
             caution(
-                f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of "
-                "its first measured step, so it is not recorded and no alarm checks it. Close this monitor and watch "
+                f"the attention of {', '.join(late)} was first seen at step {step:,}. The layers of a record are "
+                "those of the first measured step, so this attention is not recorded and no alarm checks it. Close "
+                "this monitor and watch "
                 "again from here on, or begin with a batch that uses all attention"
             )
 
@@ -426,8 +427,8 @@ class PendingResults:
         if unknown:
             self._said = True
             caution(
-                "qk_spectral_norm is not measured for heads whose rows no process holds whole: qkeel gathers no "
-                f"weights for one number. Weights are split through heads of {', '.join(unknown)}"
+                "qk_spectral_norm is not measured for heads that no process holds whole: qkeel does not gather "
+                f"weights to compute one number. Weights are split through heads of {', '.join(unknown)}"
             )
 
     def has(self, phase: Phase) -> bool:

@@ -527,8 +527,8 @@ class WatchedSites:
         if not seen and (self._seen or self.all) and not self._silent:
             self._silent = True
             caution(
-                f"a pass to be measured made no attention call, though {share(len(self.all), 0)} of "
-                f"{type(self.model).__name__} are known; nothing is recorded of such passes"
+                f"a pass that was to be measured made no attention call, although {share(len(self.all), 0)} of "
+                f"{type(self.model).__name__} are known; such passes are not recorded"
             )
         self._seen = self._seen or seen
         error, self._error = self._error, None
@@ -603,7 +603,7 @@ class StepNumbers(Visitor):
                 self._residual = False
                 caution(
                     "the residual stream is not measured: the weights are split over processes, not all of which "
-                    "watch the model, and the search for its blocks is a forward pass of all of them"
+                    "watch the model, and the search for its blocks needs a forward pass in every process"
                 )
                 return
             names = [site.name for site in self._sites.all]
@@ -689,8 +689,9 @@ class StepNumbers(Visitor):
         others = [site.name or "the model itself" for site in self._sites.all if site not in sites]
         if others:
             caution(
-                f"what a step adds is not measured of {', '.join(others)}: the q and k weights are unknown, split over "
-                "processes, or no matrices that multiply one another"
+                f"what a step adds is not measured for {', '.join(others)}: the q and k weights are unknown, split "
+                "over "
+                "processes, or not matrices that are multiplied with each other"
             )
         return StepSpectra(self._sites.model, sites)
 

@@ -219,8 +219,8 @@ class TrainingEnd:
             return
         if dist.world() > 1 or self._group.members is not None:
             raise RefusedError(
-                "several processes train, and a pass of one alone could wait for the others; a last step that is known "
-                "beforehand is measured by planned=PlannedRates.of(rates) or measure_next()"
+                "several processes train, and a pass in one of them alone could wait for the others; if the last step "
+                "is known in advance, give planned=PlannedRates.of(rates) or call measure_next() before it"
             )
         if self._optimizer is None or not self._steps.done or stepping():
             raise RefusedError("no finished step of an optimizer was seen")
@@ -462,7 +462,7 @@ class Monitor(Handle):
         if any(site.description is None for site in sites) or self.passes:
             raise InvalidValueError(
                 "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all others "
-                "are found by themselves"
+                "are found automatically"
             )
         self._models.include(sites)
         return self

@@ -575,8 +575,9 @@ class Members:
         if largest[_UNFIT] == 1:
             self.widen()
             caution(
-                "the attention statistics of this step need more room than those of the first measured step showed, as "
-                "where heads of one layer begin to see unlike keys: the step is not recorded, the next ones are"
+                "the attention statistics of this step need more room than those of the first measured step did, for "
+                "example because heads of one layer begin to see different keys: this step is not recorded, the next "
+                "ones are"
             )
             return Measurement(stats={}, numbers={})
         numbers, by_class = self._unpack_numbers(reduced)
@@ -778,7 +779,7 @@ class Handshake:
         if known and len(known) < len(models):
             raise RefusedError(
                 f"expected models that are all stages of a pipeline, or none of them, got stages {known} among "
-                f"{', '.join(models)}: watch the others by themselves"
+                f"{', '.join(models)}: watch the others separately"
             )
         return known
 
@@ -891,7 +892,7 @@ class ProcessGroup:
     def stay_alone(self, why: str) -> None:
         """Measures only this process's part from now on."""
         self._alone = True
-        caution(f"{why}: what is recorded is what this process sees")
+        caution(f"{why}: only what this process sees is recorded")
 
     def all_watch(self) -> bool:
         """Returns whether all processes watch the model; waits for them once, at most 8 seconds."""
@@ -931,7 +932,7 @@ class ProcessGroup:
         if words is None and again:
             caution(
                 f"another process of this run has not reached the first measured pass within {patience:g} seconds: "
-                "this step is not measured, and the next one is if that process watches the model too"
+                "this step is not measured; the next one will be if that process watches the model too"
             )
         elif words is None:
             self.stay_alone("not every process of this run watches the model")
@@ -960,8 +961,8 @@ class ProcessGroup:
         if measured is not None and measured.form() != members.own_form:
             self.leave(known=False)
             raise InvalidValueError(
-                "what this process measures is not what it measured at first, as with layers that run in some steps "
-                "only, so the processes of this run can't be merged"
+                "this process no longer measures what it measured at first (perhaps some layers run only in some "
+                "steps), so the numbers of the processes of this run can't be merged"
             )
         return self._exchange(measured, members)
 

@@ -230,7 +230,7 @@ class ResidualStream:
                 if self._tries >= self._most and not self._seen:
                     self._said = True
                     caution(
-                        "the residual stream is not measured: the model failed in the further pass that shows its "
+                        "the residual stream is not measured: the model failed in the extra pass that finds its "
                         f"blocks: {type(error).__name__}: {error}"
                     )
                 return
@@ -320,13 +320,13 @@ class ResidualStream:
         if not self.branches:
             caution(
                 "the residual stream is not measured: expected blocks in an nn.ModuleList, nn.Sequential or numbered "
-                "nn.ModuleDict that hold the attention and whose input and output have one shape; none was seen"
+                "nn.ModuleDict that hold the attention and whose input and output have the same shape; none was seen"
             )
             return
         caution(
-            f"attention_share is not measured of {', '.join(lacking)}: the output of the block is not its input plus "
-            "multiples of what its modules give, as where a norm follows the sum or each channel has a factor of its "
-            "own. What enters and leaves the block is measured"
+            f"attention_share is not measured for {', '.join(lacking)}: the output of the block is not its input plus "
+            "multiples of its modules' outputs, for example because a norm follows the sum or each channel has its "
+            "own factor. What enters and leaves the block is measured"
         )
 
     # Passes that are measured.

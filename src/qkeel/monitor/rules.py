@@ -142,9 +142,7 @@ def check_threshold(threshold: Threshold) -> None:
         return
     of_logits = [layer_type for layer_type in LAYER_TYPES if layer_type != LINEAR]
     if not threshold:
-        raise InvalidValueError(
-            f"expected the threshold of at least one type of layers ({', '.join(of_logits)}), got none"
-        )
+        raise InvalidValueError(f"expected the threshold of at least one layer type ({', '.join(of_logits)}), got none")
     for layer_type, one in threshold.items():
         check_known("type of layers with logits", layer_type, of_logits)
         if isinstance(one, Mapping):

@@ -332,8 +332,8 @@ def _lookup(given: Mapping[str, Ids]) -> Tensor:
         tensors.append(_numbers(ids))
         if not tensors[-1].numel() or int(tensors[-1].min()) < 0:
             raise InvalidValueError(
-                f"expected the token ids of class {name!r} as a range, a number or a list of numbers from 0 on, "
-                f"got {ids!r}"
+                f"expected the token ids of class {name!r} as a range, a non-negative number or a list of such "
+                f"numbers, got {ids!r}"
             )
     table = torch.full((int(torch.cat(tensors).max()) + 1,), -1)
     for number, (name, ids) in enumerate(zip(given, tensors)):
@@ -376,7 +376,8 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
     if bool(strays.any()):
         some = ", ".join(map(str, ids[strays].unique()[:5].tolist()))
         raise InvalidValueError(
-            f"expected every token id in a class, got {int(strays.sum())} tokens that are in none (ids {some}): add "
+            f"expected every token id to be in a class, got {int(strays.sum())} tokens in none (ids {some}): "
+            "add "
             'them to one, such as "padding": [0], or say by query_mask= which rows count'
         )
     return found

@@ -128,7 +128,7 @@ def watch(
     if planned is not None and not isinstance(planned, PlannedRates):
         raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
     if probe is not None and "" not in models:
-        raise RefusedError("a probe batch shows the logits of one model: leave probe out, or watch that model alone")
+        raise RefusedError("a probe batch shows the logits of one model: leave out probe, or watch only that model")
     if "updates" in wanted(stats)[1] and optimizer is None:
         raise InvalidValueError(f"expected an optimizer with {stats=}: what a step adds is read around its steps")
     if any(map(watched, models.values())):

@@ -89,8 +89,8 @@ class Cache:
             )
         if self._held and len(self._held) != len(new):
             raise ShapeError(
-                f"this cache holds {len(self._held)} tensors and cannot take {len(new)}: the module's norm was changed "
-                "since; start a new cache"
+                f"this cache holds {len(self._held)} tensors and cannot take {len(new)}: the module's norm has "
+                "changed since the cache was made; start a new cache"
             )
         self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
         for held, x in zip(self._held, new):

@@ -474,7 +474,8 @@ def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure:
     steps = rows[:, 0]
     if not (np.isfinite(steps) & (steps >= 0)).all():
         raise DamagedFileError(
-            f"{path} has a step that is no whole number: {name}.json does not describe it, or it was damaged. " + _MEND
+            f"{path} has a step that is not a whole number: {name}.json does not describe it, or it was damaged. "
+            "" + _MEND
         )
     fields = about["fields"]
     body = rows[:, 1:].reshape(len(rows), len(fields), about["n_layers"], about["n_heads"])

@@ -306,7 +306,7 @@ class AtNextPass(Handle):
         if vars(self._model).get("forward") is not own:
             handle.remove()
             raise RefusedError(
-                f"{self.about} exchanges the model's own forward, whose call has begun. {_GIVE.format(self.about)}"
+                f"{self.about} replaces the model's own forward, which is running now. {_GIVE.format(self.about)}"
             )
         return handle
 
@@ -324,7 +324,7 @@ class AtNextPass(Handle):
             self.remove()
             raise RefusedError(
                 f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} is next called, but its "
-                f"optimizer makes a step and the model was not called. {_GIVE.format(self.about)}"
+                f"optimizer took a step and the model was not called. {_GIVE.format(self.about)}"
             )
 
     def _wait_no_more(self) -> None:

@@ -57,7 +57,7 @@ class Target:
         except AttributeError as error:
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that hooks or a parametrization compute from others "
-                "cannot be stepped or scaled on its own: remove that first"
+                "cannot be stepped or scaled on its own: remove the hook or parametrization first"
             ) from error
 
     def need_optimizer(self, remedy: str) -> Optimizer:

@@ -662,7 +662,7 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
                 ):
                     raise RefusedError(
                         f"{remedy.name} at {where(site)}: two attention calls of the module use different parts of the "
-                        f"same heads of {heads.name}, and one norm does not serve both; use qk_clip or lalr"
+                        f"same heads of {heads.name}, and one norm cannot serve both; use qk_clip or lalr"
                     )
                 index = torch.tensor(sorted([*map(list, known), *new]))
                 where_first[at] = dataclasses.replace(where_first[at], index=index)
@@ -734,8 +734,8 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
                     continue
                 if site.name in names:
                     raise RefusedError(
-                        f"{remedy.name} at {site.name}: the outputs of several modules are added up to {part}, so "
-                        "norms of each do not norm the sum; use qk_clip or lalr, which need no norm"
+                        f"{remedy.name} at {site.name}: the outputs of several modules are added up to {part}, so a "
+                        "norm on each does not normalise the sum; use qk_clip or lalr, which need no norm"
                     )
                 least, most = operand.extremes()
                 raise RefusedError(

@@ -255,7 +255,7 @@ def known_length(length: int | None, train_length: int | None, use: str, otherwi
     found = length or train_length
     if found is None:
         raise InvalidValueError(
-            f"{use}: say L, as length=512 in the remedy or as qkeel.apply(..., train_length=512){otherwise}"
+            f"{use}: give L, as length=512 in the remedy or as qkeel.apply(..., train_length=512){otherwise}"
         )
     return found
 

@@ -261,8 +261,8 @@ class ChangedCalls(InstanceForward):
         """Computes the softmax of written-out logits."""
         if not self.writes and self.seen is None:
             raise RefusedError(
-                f"{type(self.module).__name__} took a softmax that is written out, where the example of the remedy "
-                "showed fused attention alone; apply the remedy with an example of how the model will be used"
+                f"{type(self.module).__name__} computed a softmax that is written out, but the remedy's example "
+                "showed only fused attention; apply the remedy with an example of how the model will be used"
             )
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -309,7 +309,7 @@ class ChangedCalls(InstanceForward):
         """Computes F.multi_head_attention_forward, the attention of nn.MultiheadAttention."""
         self.note()
         if len(args) != 13:
-            raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention does not")
+            raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses")
         query, key, value, _, heads, weight, bias, bias_k, bias_v, zero, dropout, out_weight, out_bias = args
         if bias_k is not None or bias_v is not None or zero or kwargs.get("static_k") is not None:
             raise RefusedError("nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed")

@@ -65,8 +65,8 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
-            f"{remedy} changes weights after the step, and LBFGS takes every change of the weights for its own step "
-            "when it estimates the curvature; use a first-order optimizer, such as AdamW"
+            f"{remedy} changes weights after the step, and LBFGS mistakes every change of the weights for its own "
+            "step when it estimates the curvature; use a first-order optimizer, such as AdamW"
         )
     for group, device in _groups_of(optimizer, tensors):
         with _apart(device):

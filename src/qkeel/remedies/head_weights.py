@@ -50,7 +50,7 @@ def check_whole(name: str, weight: Tensor, remedy: str) -> None:
     if dist.is_split(weight):
         raise RefusedError(
             f"{name} is split over processes, and {remedy} needs all rows and columns of a head at once; use lalr or "
-            "qk_clip, which make do with parts, or DistributedDataParallel, which keeps weights whole"
+            "qk_clip, which work with parts, or DistributedDataParallel, which keeps weights whole"
         )
 
 
@@ -73,8 +73,8 @@ class SplitNorms:
         }
         if self._heads and measure not in (None, frobenius_norm):
             raise RefusedError(
-                f"{slices[next(iter(self._heads))].parameter} is split over processes, of whose parts no spectral norm "
-                "can be made; use norm=frobenius"
+                f"{slices[next(iter(self._heads))].parameter} is split over processes, and a spectral norm cannot be "
+                "computed from the parts; use norm=frobenius"
             )
         self._split = torch.cat([torch.full((s.n,), i in self._heads) for i, s in enumerate(slices)])
         self._counted = torch.cat([torch.full((s.n,), float(c)) for s, c in zip(slices, self._sums.counted)])

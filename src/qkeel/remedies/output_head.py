@@ -207,7 +207,9 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad drop this silently
-            raise RefusedError("a loss with z_loss can be differentiated once; remove the remedy for create_graph=True")
+            raise RefusedError(
+                "a loss with z_loss can be differentiated only once; remove the remedy for create_graph=True"
+            )
         (z,), g = ctx.saved_tensors, grad_outputs[0]
         with torch.no_grad():
             return g + ctx.hook.gradient(z, g), None

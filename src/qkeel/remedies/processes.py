@@ -55,7 +55,8 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
             f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
-            "their gradients would not be averaged, and the processes would part. Apply it before the model is wrapped "
+            "their gradients would not be averaged, and the processes would diverge. Apply it before the model is "
+            "wrapped "
             "or split, and make the optimizer after that"
         )
 
@@ -115,7 +116,7 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
     def refuse(*_: object) -> None:
         if any(late):
             raise RefusedError(
-                f"{remedy} was applied before the PipelineStage of this model was made, and could not know of which "
+                f"{remedy} was applied before the PipelineStage of this model was made, so it could not know which "
                 "stage the model is: the step was not taken. Make every PipelineStage before qkeel.apply"
             )
 
@@ -193,8 +194,9 @@ class SharedMaxima:
         if any(map(joined, self._around)):
             raise RefusedError(
                 "qk_clip needs the largest logits of all processes after each step, and inside "
-                "torch.distributed.algorithms.Join a process whose data is over takes no steps: the step was not "
-                "taken. Give every process as many batches, or use a remedy whose steps need no other process, such "
+                "torch.distributed.algorithms.Join a process that has run out of data takes no steps: the step was not "
+                "taken. Give every process the same number of batches, or use a remedy whose steps need no other "
+                "process, such "
                 "as lalr. torch leaves a model in that mode when the context ends: wrap it again"
             )
 

@@ -351,8 +351,10 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
             raise
         caution(
-            f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is no memory to "
-            "read them from one whole sequence. All else is known from a short one; for the bounds give find_sites an "
+            f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is not enough "
+            "memory to read them from one whole sequence. Everything else is known from a short sequence; for the "
+            "bounds give "
+            "find_sites an "
             "example of one sequence as long as memory allows, and its sites to watch(sites=...)"
         )
         seen = {}

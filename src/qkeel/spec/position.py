@@ -222,9 +222,7 @@ def position_for(
         _only(method, options)
         return _unclipped(position)
     if not isinstance(position, Rope) or position.stretch.changes:
-        raise RefusedError(
-            f"{method} changes the rotation of a RoPE that is as trained; this spec has {position.formula()}"
-        )
+        raise RefusedError(f"{method} changes the rotation of an unmodified RoPE; this spec has {position.formula()}")
     if method == "abf":
         _only(method, options, "base")
         return dataclasses.replace(position, base=float(options.get("base", position.base * factor)))

@@ -380,7 +380,9 @@ def _derivative(ctx: TritonObject, dy: Tensor, _: Tensor | None) -> tuple[Tensor
 
 def once(*_: object) -> None:
     """Refuses a second derivative."""
-    raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_TRITON=0 does not fuse them")
+    raise RuntimeError(
+        "the fused norm and rotation can be differentiated only once; set QKEEL_TRITON=0 for higher derivatives"
+    )
 
 
 def register() -> None:
