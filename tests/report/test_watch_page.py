@@ -68,7 +68,7 @@ def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_gro
     found = verdict(read_watched([run])[0])
     assert found.light == "good"
     text = (
-        "Healthy: the largest attention logit in 2,000 steps is 14.2 in attn, head 0. They count as large from 100 on."
+        "Healthy: the largest attention logit in 2,000 steps is 14.2 in attn, head 0. Logits above 100 count as large."
     )
     assert found.text == text
     grows = "The largest logit grows: each doubling of the training multiplies it by 1.2."

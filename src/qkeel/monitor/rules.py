@@ -358,7 +358,8 @@ class Outlook(Rule):
         end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
         if not end > self.threshold:
             return None
-        text = f"max logit {now:,.4g}: as it grows with the planned learning rates it ends over {self.threshold:,g}"
+        text = f"max logit {now:,.4g}: if it keeps growing with the planned learning rates, it will end over "
+        f"{self.threshold:,g}"
         return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
 
@@ -389,7 +390,7 @@ class EntropyCollapse(Rule):
             return None
         text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
         text += "one key takes all the attention"
-        was = f"it was {means[0, layer]:.3g} at first" if len(history) > 1 else ""
+        was = f"it was {means[0, layer]:.3g} in the first record" if len(history) > 1 else ""
         return self.alarm(history, text, low, at=RecordPlace("entropy", layer, None), trend=was)
 
 
@@ -444,7 +445,7 @@ class NonFinite(Rule):
         if broken is not None and len(broken) and (broken[-1] > 0).any():
             layer, head = (int(x) for x in np.argwhere(broken[-1] > 0)[0])
             count = int((broken[-1] > 0).sum())
-            heads = "this head" if count == 1 else f"{count} heads, this the first,"
+            heads = "this head" if count == 1 else f"{count} heads (this is the first)"
             text = f"the logits of {heads} are NaN or infinite"
             return self.alarm(history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head))
         return None

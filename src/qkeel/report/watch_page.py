@@ -322,16 +322,15 @@ def verdict(run: Watched) -> Verdict:
     if math.isnan(peak):
         return Verdict("none" if not run.alarms else "large", f"No attention logit was measured {span}.")
     if run.acted and peak > ALARM_THRESHOLD:
-        text = (
-            f"Held: the largest attention logit was {number(peak)}, and is {number(now)} since remedies were applied."
-        )
-        return Verdict("large" if now > ALARM_THRESHOLD else "good", text)
+        light, lead = ("large", "Still large") if now > ALARM_THRESHOLD else ("good", "Under control")
+        text = f"{lead}: the largest attention logit was {number(peak)}; with the remedies applied it is {number(now)}."
+        return Verdict(light, text)
     if peak > HARMFUL_LOGIT:
         return Verdict("bad", f"Attention logits are too large: {number(peak)} at most {span}. {_LIMIT}")
     if peak > ALARM_THRESHOLD:
         return Verdict("large", f"Attention logits are large: {number(peak)} at most {span}{where}. {_LIMIT}")
     text = f"Healthy: the largest attention logit {span} is {number(peak)}{where}"
-    return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
+    return Verdict("good", f"{text}. Logits above {number(ALARM_THRESHOLD)} count as large.")
 
 
 CAUSE = "attention logits have grown too large"  # the default for alarms recorded without a cause
@@ -463,7 +462,7 @@ def _cautions(run: Watched) -> list[str]:
         found.append(text)
     linear = [name for name, of in run.types.items() if of == LINEAR]
     if linear:
-        found.append(f"Layers without logits, of which nothing is measured: {listing(linear)}.")
+        found.append(f"Layers without logits, for which nothing is measured: {listing(linear)}.")
     if run.status is not RunStatus.DONE and run.records:
         found.append(f"The run is not finished: the page shows it up to step {run.steps[-1]:,}.")
     peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan
@@ -487,7 +486,7 @@ GROWTH = Chart(
     "growth",
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest of the model, with the "
-    "head that leads now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
+    "head that has it now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
     "are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for its reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
@@ -836,10 +835,10 @@ def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
             [", ".join(str(e.get("text")).partition(": ")[0].split(", ")[1:]) for e in events],
         )
         text = f"{when}, {count(len(events), 'site')}: {rest}"
-        went = [f"{e['site']} from {e['before']:.4g} to {e['after']:.4g}" for e in effects]
+        went = [f"from {e['before']:.4g} to {e['after']:.4g} at {e['site']}" for e in effects]
         below = [
             "; ".join(places),
-            *([f"By step {effects[0]['step']:,} the max logit went at {'; '.join(went)}"] if went else []),
+            *([f"By step {effects[0]['step']:,} the max logit went {'; '.join(went)}"] if went else []),
         ]
     parts = [tag("p", {}, tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
     return tag("li", {"class": "alarm-notice"}, *parts, *(tag("p", {"class": "source"}, line) for line in below))

@@ -163,7 +163,7 @@ def floors_table(study: StudyData) -> Markup:
         "logits against steps, until it passes a tenth of their size; mean and 95 % interval over seeds."
     )
     head = [*columns("Remedy", kind="text")]
-    head += columns("LR", "Chaos floor", "Largest difference", "Logits apart at the end", "Exponent per step")
+    head += columns("LR", "Chaos floor", "Largest difference", "Distance of logits at the end", "Exponent per step")
     return join([note(text), table("What one float32 step does", head, lines, sortable=True)])
 
 

@@ -299,8 +299,8 @@ def by_modality(study: StudyData) -> Markup:
         return Markup("")
     text = (
         "Means over seeds with the range below, measured on one fixed batch that is the same for every mix. Even: the "
-        "weight if attention treated all visible keys alike. A high loss on a kind of data that the mix never "
-        "trains on has that reason alone."
+        "weight if attention treated all visible keys alike. If the mix never trains on a kind of data, that alone "
+        "explains a high loss on it."
     )
     head = [*columns("Mix", "Remedy", kind="text"), *columns("LR", *_COLUMNS)]
     return join([note(text), table("By modality", head, lines, sortable=True)])

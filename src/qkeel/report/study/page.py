@@ -497,7 +497,11 @@ def precision_page(
     )
     harmed = [row for row in thresholds if any(isinstance(v, float) and math.isfinite(v) for v in row.values())]
     left = len(thresholds) - len(harmed)
-    safe = f" {left} of {len(thresholds)} settings, within all of this at every size, are left out." if left else ""
+    safe = (
+        f" {left} of {len(thresholds)} settings are left out, because they stay within all of this at every size."
+        if left
+        else ""
+    )
     return Page(
         title="Where low precision loses attention",
         findings=_answer(thresholds, tolerance),
