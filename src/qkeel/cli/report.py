@@ -52,7 +52,7 @@ def explain_command(name: str, /) -> int:
 
 
 def answers() -> Mapping[str, Mapping[str, str]]:
-    """Presets and remedies with their lines, and what `explain` says of each."""
+    """Returns the presets and remedies, each with its line and what `explain` says about it."""
     return json.loads(ANSWERS.read_text(encoding="utf-8"))
 
 

@@ -241,7 +241,9 @@ class TrainingEnd:
             if sys.exception() is not None:
                 raise RefusedError("an exception is being handled")
             if self.hooks is not None and _changed(self._norm, _norm(self._optimizer)):
-                raise RefusedError("its weights were changed after its last step, as by a checkpoint or an average")
+                raise RefusedError(
+                    "its weights were changed after its last step, for example by a checkpoint or an average"
+                )
             self.measure()
         except RefusedError as error:
             self.skip()

@@ -358,8 +358,8 @@ class Outlook(Rule):
         end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
         if not end > self.threshold:
             return None
-        text = f"max logit {now:,.4g}: if it keeps growing with the planned learning rates, it will end over "
-        f"{self.threshold:,g}"
+        text = f"max logit {now:,.4g}: if it keeps growing with the planned learning rates, "
+        text += f"it will end over {self.threshold:,g}"
         return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
 

@@ -323,8 +323,8 @@ class AtNextPass(Handle):
         if self.active and self._inner is None and self._passes.active:
             self.remove()
             raise RefusedError(
-                f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} is next called, but its "
-                f"optimizer took a step and the model was not called. {_GIVE.format(self.about)}"
+                f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
+                f"its optimizer took a step before that call. {_GIVE.format(self.about)}"
             )
 
     def _wait_no_more(self) -> None:
