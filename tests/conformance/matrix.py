@@ -48,7 +48,8 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 }
 HEADER = """# What works with what
 
-Tests check every cell against the code. An empty cell means that the combination is not supported; the error says why, and what to do instead.
+Tests check every cell against the code. An empty cell means that the combination is not supported; the error says
+why, and what to do instead.
 
 ## Devices
 

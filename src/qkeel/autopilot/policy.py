@@ -134,7 +134,7 @@ class Decision:
     def __post_init__(self) -> None:
         check_known("action of an autopilot", self.action, list(Action))
         if not all(type(head) is int and head >= 0 for head in self.heads):
-            raise InvalidTypeError(f"expected numbers of heads, got {self.heads!r}")
+            raise InvalidTypeError(f"expected head numbers, got {self.heads!r}")
 
     def __str__(self) -> str:
         """One sentence that states when, where, what and why."""

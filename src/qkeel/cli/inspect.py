@@ -522,7 +522,7 @@ class Cell:
 
 
 def grid(size: Size, device: str) -> Iterator[Cell]:
-    """Yields every call to measure. One query token is decoding, which has no gradient."""
+    """Yields every call to measure. A call with one query token is decoding, which has no gradient."""
     for dtype, head_dim, form, asked in itertools.product(size.dtypes, size.head_dims, size.forms, size.statistics):
         for gradient, tokens in itertools.product((False, True), TOKENS):
             if not (gradient and tokens == 1):

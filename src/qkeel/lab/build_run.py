@@ -227,7 +227,9 @@ def canonical(text: str) -> str:
         return remedies.canonical(text)
     term, *others = parse(text)
     if others:
-        raise InvalidValueError(f"expected autopilot alone, which chooses remedies by itself, got {text!r}")
+        raise InvalidValueError(
+            f"expected autopilot without other remedies, because it chooses remedies itself, got {text!r}"
+        )
     return spelled(Term(POLICY, term.options)).replace(POLICY, AUTOPILOT, 1)
 
 

@@ -67,7 +67,7 @@ class ModelConfig:
         if self.parametrisation == "mup" and self.block != "mha":
             raise InvalidValueError(f"expected block mha with parametrisation mup, got {self.block}, which has no rule")
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
-            raise InvalidValueError("deepnorm is for block gau with norm_order post")
+            raise InvalidValueError("deepnorm needs block gau with norm_order post")
         if self.head_dim is None:
             _check_multiple("d_model", self.d_model, "n_heads", self.n_heads, "; change one of them or give head_dim")
 

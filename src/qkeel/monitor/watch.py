@@ -121,7 +121,7 @@ def watch(
     if any(dist.is_flat(wrapper) for one in models.values() for wrapper in dist.wrappers(one)):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
-            "flat pieces of weights, from which no head can be read. Move to torch.distributed.fsdp.fully_shard"
+            "flattened pieces of weights, in which heads cannot be found. Move to torch.distributed.fsdp.fully_shard"
         )
     if wanted(stats)[0] is not True and classes is not None:
         raise InvalidValueError(f"expected stats=True with classes: what {stats=} measures is not split by class")
@@ -132,7 +132,7 @@ def watch(
     if "updates" in wanted(stats)[1] and optimizer is None:
         raise InvalidValueError(f"expected an optimizer with {stats=}: what a step adds is read around its steps")
     if any(map(watched, models.values())):
-        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
+        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or use that one")
     return Monitor(
         models,
         None if optimizer is None else _optimizer(optimizer, [*models.values()]),

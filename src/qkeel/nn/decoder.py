@@ -183,7 +183,7 @@ class DecoderConfig:
         if self.attention == "gau" and self.n_heads != 1:
             raise InvalidValueError(f"a GAU has one head; expected n_heads=1, got {self.n_heads}")
         if self.deepnorm and not (self.attention == "gau" and self.norm_order == "post"):
-            raise InvalidValueError("deepnorm is for attention='gau' with norm_order='post'")
+            raise InvalidValueError("deepnorm needs attention='gau' with norm_order='post'")
 
     @property
     def output_scale(self) -> float:

@@ -176,7 +176,9 @@ def _check_source(to: str, shape: TargetArchitecture, config: ModelConfigFields)
                 f"config.json says {key} = {config[key]!r}, which {to} does not have; train it away first"
             )
     if to == "gemma3" and "attn_logit_softcapping" not in config:
-        raise RefusedError("config.json of a Gemma 2 without attn_logit_softcapping means 50; gemma3 has no such cap")
+        raise RefusedError(
+            "a config.json of Gemma 2 without attn_logit_softcapping means a cap of 50; gemma3 has no such cap"
+        )
     if to == "olmo2" and config.get("sliding_window"):
         raise RefusedError("config.json asks for a sliding window, which olmo2 does not have")
 
