@@ -398,8 +398,8 @@ def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -
     near = [f"{g.remedy} ({h.signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
     if not near:
         return []
-    text = f"There, {h.listing(near)} {_are(near)} not shown to differ from {best.remedy} ({h.signed(best.mean)}){_BEYOND}."
-    return [Finding("note", text)]
+    text = f"There, {h.listing(near)} {_are(near)} not shown to differ from {best.remedy} ({h.signed(best.mean)})"
+    return [Finding("note", f"{text}{_BEYOND}.")]
 
 
 def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
