@@ -419,13 +419,17 @@ def run_study(
         out: directory of the study.
         how: processes, stacking, shard, dry run.
     """
-    console = make_console()
-    shard = Shard.parse(how.shard) if how.shard else Shard()
-    place = executor(how.executor)
-    check_how(how.stack)
-    plan = make_plan(name, base, grid, contexts)
+    console, place = make_console(), executor(how.executor)
+    execution = Execution(
+        workers=how.jobs,
+        stack=check_how(how.stack),
+        executor=how.executor,
+        shard=Shard.parse(how.shard) if how.shard else Shard(),
+        command=command_line(),
+    )
+    shard, plan = execution.shard, make_plan(name, base, grid, contexts)
     if grid.tuning_seeds and not how.dry_run:
-        plan = _tuned(console, plan, out, how)
+        plan = _tuned(console, plan, out, execution)
     baseline = canonical(how.baseline)
     if baseline != BASELINE:
         check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
@@ -438,7 +442,7 @@ def run_study(
         print_line(console, said)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
-    result = _execute(console, plan, out, how, jobs)
+    result = _execute(console, plan, out, dataclasses.replace(execution, workers=jobs))
     write(out, out / "report.html", baseline=baseline)
     _print_tables(console, plan, result)
     for failure in result.failures:
@@ -451,31 +455,21 @@ def run_study(
     return COLLAPSED if how.fail_on_collapse and collapsed else OK
 
 
-def _tuned(console: Console, plan: Plan, out: Path, how: HowFlags) -> Plan:
+def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Plan:
     """The plan at the rates that are best on the tuning seeds, which are printed."""
-    jobs = how.jobs if how.jobs is not None else executor(how.executor).capacity()
     trial = tuning_plan(plan)
     console.print(f"{len(trial.runs)} runs choose the rates", highlight=False)
-    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, how, jobs).table)
+    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
     for choice in tuned.tuned:
         print_line(console, in_words(choice))
     return tuned
 
 
-def _execute(console: Console, plan: Plan, out: Path, how: HowFlags, jobs: int) -> StudyResult:
+def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> StudyResult:
     """Does what is left of a plan, with its progress on the console."""
-    shard = Shard.parse(how.shard) if how.shard else Shard()
-    view = StudyView(console, pending(plan, out, shard), out)
-    execution = Execution(
-        workers=jobs,
-        stack=check_how(how.stack),
-        executor=how.executor,
-        shard=shard,
-        command=command_line(),
-        on_outcome=view.on_outcome,
-    )
+    view = StudyView(console, pending(plan, out, execution.shard), out)
     with view.following():
-        return run_plan(plan, out, execution)
+        return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
 
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:

@@ -27,19 +27,11 @@ JSONObject = dict[str, Any]  # parsed JSON; FIELDS has the types of its values
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically, see `write_bytes`.
+    """Writes a text file atomically, see `disk.replace_file`.
 
     >>> write_text(Path("a.txt"), "whole")
     """
-    write_bytes(path, text.encode("utf-8"))
-
-
-def write_bytes(path: Path, data: bytes | bytearray) -> None:
-    """Writes a file so that readers see either the old or the new content, never a mixture; see `disk.replace_file`.
-
-    >>> write_bytes(Path("a.bin"), b"whole")
-    """
-    disk.replace_file(path, data)
+    disk.replace_file(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> None:
@@ -50,7 +42,7 @@ def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> 
     >>> write_json(Path("b.json"), {"loss": math.nan})
     """
     plain = _plain(value)
-    write_bytes(path, seal(plain, 2) if sealed else json.dumps(plain, indent=2, allow_nan=False).encode() + b"\n")
+    disk.replace_file(path, seal(plain, 2) if sealed else json.dumps(plain, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def append_line(path: Path, value: Mapping[str, object]) -> None:
