@@ -55,16 +55,6 @@ def test_one_line_says_the_call_the_times_and_the_fastest_kernel() -> None:
         assert line.endswith(f"chunked {ratio:.2f} / {ratio:.2f} / {ratio:.2f}  → {fastest}")
 
 
-@pytest.mark.parametrize(("words", "expected"), [(["--use"], "--use"), (["--size", "tiny"], "Choose from")])
-def test_bad_input_is_one_clear_error(words: list[str], expected: str, capsys: Capture) -> None:
-    assert main(["bench", *words]) == 2
-    out = capsys.readouterr()
-    assert out.out == ""
-    assert out.err.startswith("error: ")
-    assert out.err.count("\n") == 1
-    assert expected in out.err
-
-
 def test_every_case_is_called_once_a_round_in_an_order_that_turns_round() -> None:
     called: list[str] = []
     cases = {name: (lambda name=name: called.append(name)) for name in "abc"}
