@@ -208,10 +208,10 @@ def test_the_search_for_a_regime_is_the_fixed_grid_of_162_runs() -> None:
         (lambda: task(levels=17), "17 levels of 4 pixels make 83,521 codes"),
         (lambda: mixed(TINY, "mixx"), "unknown data mix"),
         (lambda: mixed(TINY, "mix:size=3"), "unknown option of mix"),
-        (lambda: ImagesConfig(image_share=1.5), "image_share to be between 0 and 1"),
+        (lambda: ImagesConfig(image_share=1.5), "at most 1 for image_share"),
         (lambda: ImagesConfig(patch=3), "image_size to be a multiple of patch"),
-        (lambda: ImagesConfig(image_variance=0.0), "image_variance to be above 0"),
-        (lambda: ImagesConfig(levels=1), "levels to be at least 2"),
+        (lambda: ImagesConfig(image_variance=0.0), "above 0 for image_variance"),
+        (lambda: ImagesConfig(levels=1), "of at least 2 for levels"),
         (lambda: ImagesConfig(images=""), "name or path of images"),
     ],
 )

@@ -164,7 +164,7 @@ def test_needles_that_do_not_fit_are_refused(tiny: Make) -> None:
     assert load(dataclasses.replace(data, context=31)).needles
     with pytest.raises(InvalidValueError, match="between 0 and 1"):
         dataclasses.replace(data, needle=2.0)
-    with pytest.raises(InvalidValueError, match="needle_keys to be at least 1"):
+    with pytest.raises(InvalidValueError, match="at least 1 for needle_keys"):
         dataclasses.replace(data, needle_keys=0)
     with pytest.raises(InvalidValueError, match="needles are for task text"):
         dataclasses.replace(data, task="multimodal")

@@ -237,7 +237,7 @@ def test_a_plan_is_checked_before_anything_is_written(tiny: Make) -> None:
         Grid(remedies=["none"], lrs=[0.1], seeds=[])
     with pytest.raises(InvalidTypeError, match="expected a list of remedies"):
         Grid(remedies="none", lrs=[0.1], seeds=[0])
-    with pytest.raises(InvalidValueError, match="learning rate above 0"):
+    with pytest.raises(InvalidValueError, match="above 0 for lr"):
         plan(tiny, Grid(remedies=["none"], lrs=[0.0], seeds=[0]))
 
 

@@ -104,6 +104,7 @@ _ENTRIES: dict[str, tuple[str, str]] = {
     for field, kind in annotations(cls).items()
     if not dataclasses.is_dataclass(kind)
 }
+_kinds = functools.cache(typing.get_type_hints)  # without the bounds, which the configuration checks
 
 
 def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
@@ -126,7 +127,7 @@ def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), s
 
 def _kind(cls: type, field: str, several: bool) -> object:
     """The type of a field's flag: a list of the field's where it may be given several times, of which none is None."""
-    kind: Any = annotations(cls)[field]
+    kind: Any = _kinds(cls)[field]
     alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
     return list[alone] if several else kind
 
