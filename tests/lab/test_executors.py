@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lab.recorded import numbers
 
 from qkeel.errors import (
     InvalidTypeError,
@@ -30,26 +31,17 @@ from qkeel.errors import (
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab import executors as table
 from qkeel.lab.executors import EXECUTORS, Job, Outcome, Unit, check_reached, died, executor, seen_here, work_elsewhere
-from qkeel.records import RunDirectory
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
 
 
-def results(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of every run of a study but for what depends on the machine."""
-    found = {}
-    for run in sorted((out / "runs").iterdir()):
-        lines = RunDirectory(run).metrics()
-        found[run.name] = [
-            {k: repr(v) for k, v in line.items() if k not in ("cpu_seconds", "tokens_per_second", "mfu")}
-            for line in lines
-        ]
-    return found
+def results(out: Path) -> dict[str, str]:
+    return {run.name: repr(numbers(run)) for run in sorted((out / "runs").iterdir())}
 
 
 @pytest.fixture(scope="module")
-def known(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def known(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The results of the study by processes of this machine."""
     out = tmp_path_factory.mktemp("local")
     assert not run_plan(make_plan("lr", tiny(), GRID), out, Execution()).failures
@@ -168,7 +160,7 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["ray", "dask", "slurm:cluster=local"])
 def test_a_cluster_gives_the_bits_of_this_process(
-    place: str, tiny: Make, tmp_path: Path, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: str, tiny: Make, tmp_path: Path, known: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkeel.lab.executors._EACH", 0.2)
     found = run_plan(make_plan("lr", tiny(), GRID), tmp_path / "s", Execution(executor=place, workers=2, stack="off"))
@@ -179,7 +171,7 @@ def test_a_cluster_gives_the_bits_of_this_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["ray", "dask"])
 def test_a_killed_worker_of_a_cluster_is_an_outcome_or_begun_again(
-    place: str, tiny: Make, tmp_path: Path, known: dict[str, Any]
+    place: str, tiny: Make, tmp_path: Path, known: dict[str, str]
 ) -> None:
     """A run that is killed at each try: the rest is done, and the same command does what is left."""
 

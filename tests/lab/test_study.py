@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib
 import itertools
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.lab.recorded import table
 
 from qkeel.errors import (
     InvalidTypeError,
@@ -52,11 +52,6 @@ FOUR = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1], seeds=[1, 0])
 def plan(tiny: Make, grid: Grid = GRID, **fields: object) -> Plan:
     """Runs that end two steps after their first checkpoint."""
     return make_plan("lr", tiny(**{"steps": 6, **fields}), grid)
-
-
-def table(out: Path) -> list[dict[str, str]]:
-    with open(out / "table.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
 
 
 def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> None:
