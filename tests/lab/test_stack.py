@@ -20,10 +20,17 @@ from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, OptimConfig, RunConfig, Watcher, make_plan, run, run_plan
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.stack_arithmetic import CompiledArithmetic, StackedArithmetic, choose_arithmetic, split, why_not_compiled
 from qkeel.lab.stack_models import plan_stacks, stack_models
 from qkeel.lab.train_runs import train_runs
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.training import (
+    CompiledArithmetic,
+    StackedArithmetic,
+    TrainingBackend,
+    choose_arithmetic,
+    split,
+    train_step,
+    why_not_compiled,
+)
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.remedies import REMEDIES
 

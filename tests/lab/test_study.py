@@ -36,9 +36,9 @@ from qkeel.lab import (
     training,
 )
 from qkeel.lab.checkpoint import RunState
+from qkeel.lab.execute import rows
 from qkeel.lab.executors import Job, Outcome, work, work_here
 from qkeel.lab.plan import FULL_GRID, PlannedRun, Study, product
-from qkeel.lab.study_record import rows
 from qkeel.metrics import paired_gain, planned_power
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.records.run_directory import locked

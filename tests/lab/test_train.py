@@ -20,8 +20,7 @@ from qkeel.lab import ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.build_run import build_decoder, resolve, threads
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
-from qkeel.lab.stack_arithmetic import choose_arithmetic
-from qkeel.lab.training import train_step
+from qkeel.lab.training import choose_arithmetic, train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
 from qkeel.spec.presets import attention_spec
 

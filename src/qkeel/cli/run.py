@@ -48,6 +48,7 @@ from qkeel.lab.execute import (
     pending,
     run_directory,
     run_plan,
+    write_table,
 )
 from qkeel.lab.executors import Shard, executor
 from qkeel.lab.plan import (
@@ -67,7 +68,6 @@ from qkeel.lab.recommendation import recommend as advise
 from qkeel.lab.stack_models import check_how
 from qkeel.lab.studies import STUDIES, find_study, grids
 from qkeel.lab.studies.grids import MULTIMODAL_BASE
-from qkeel.lab.study_record import write_table
 from qkeel.options import annotations
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
