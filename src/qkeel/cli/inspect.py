@@ -43,10 +43,9 @@ from qkeel.options import lookup, parse
 from qkeel.records import RunDirectory, disk
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
-from qkeel.remedies.apply import remedies
 from qkeel.remedies.retrofit import convert as write_converted
 from qkeel.sites import find_sites
-from qkeel.spec import PRESETS, AttentionSpec, ReRope, Rope, Softcap, presets
+from qkeel.spec import PRESETS, AttentionSpec, ReRope, Rope, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.presets import attention_spec
 from qkeel.version import VERSION
@@ -54,12 +53,6 @@ from qkeel.version import VERSION
 # The formula and the source of a preset or a remedy, as `qkeel explain` prints them.
 
 _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
-
-
-def made() -> dict[str, dict[str, str]]:
-    """Returns what cli/answers.json holds."""
-    names = {**presets(), **remedies()}
-    return {"presets": presets(), "remedies": remedies(), "explained": {name: explain(name) for name in names}}
 
 
 def explain(text: str) -> str:

@@ -19,7 +19,7 @@ from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
 from qkeel.records.names_and_units import BLOCK_FIELDS, EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
-from qkeel.records.parse import json_value
+from qkeel.records.parse import complete_json, json_value
 
 # JSON documents and JSON lines, each with a checksum. Readers drop a torn last line and report any other damage.
 
@@ -65,12 +65,8 @@ def read_json(path: Path, sealed: bool = False) -> Any:
     """
     if refuse_irregular(path) is None:
         raise DamagedFileError(f"{path} is missing; expected a readable file. Restore it.")
-    try:
+    with complete_json(path, DamagedFileError):
         return _value(read_regular(path), sealed)
-    except ValueError as failure:
-        raise DamagedFileError(
-            f"{path} is not complete JSON ({failure}). It is damaged or of another kind: restore it or create it again."
-        ) from failure
 
 
 def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
