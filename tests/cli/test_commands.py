@@ -361,7 +361,6 @@ BAD = [
     (["run", "--lr", "0"], "expected a finite number above 0 for lr, got 0.0"),
     (["run", "--steps", "0"], "expected a finite number of at least 1 for steps, got 0"),
     (["run", "--schedule", "cosin"], 'Did you mean "cosine"?'),
-    (["run", "--n-kv-heads", "3"], "multiple of n_kv_heads"),
     (["run", "--d-model", "12", "--n-heads", "4"], "even"),
     (["run", "--data", "nowhere.txt"], "no such file"),
     (["run", "--device", "cuda:99"], "expected a device of this machine"),
@@ -397,6 +396,10 @@ BAD = [
             ("--needle 2", "at most 1 for needle"),
             ("--needle 0.5 --needle-keys 9", "9 needles, each asked for 3 times, need a context of at least 71 tokens"),
             ("--posthoc knaa/ntk", "kna"),
+            ("--posthoc ntk:windw=8", "option of ntk"),
+            ("--posthoc pi@64", "larger multiple of the training length 64, got 64"),
+            ("--posthoc pi@x", "length in tokens after the @"),
+            ("--forms kna+rerop", "rerope"),
             ("--block mha", "--block"),
         )
     ),

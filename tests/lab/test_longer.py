@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qkeel import reference
-from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
+from qkeel.errors import DataError, InvalidValueError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
 from qkeel.lab.build_run import layers, resolve
 from qkeel.lab.checkpoint import RunState
@@ -347,40 +347,6 @@ def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
         changed(model, Method.parse("pi"), 8, 32),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    ("contexts", "error", "says"),
-    [
-        ({"test_lengths": (20,)}, InvalidValueError, "multiples of the training length 8, got 20"),
-        ({"test_lengths": (4,)}, InvalidValueError, "multiples of the training length 8, got 4"),
-        ({"posthoc": ("rerop",)}, UnknownNameError, "rerope"),
-        ({"posthoc": ("rerope:window=8",)}, InvalidValueError, "under the training length"),
-        ({"posthoc": ("ntk:windw=8",)}, QkeelError, "option of ntk"),
-        ({"test_lengths": (8 * 10**6,)}, DataError, "the longest has"),
-        ({"posthoc": ("pi@12",)}, InvalidValueError, "larger multiple of the training length 8, got 12"),
-        ({"posthoc": ("pi@8",)}, InvalidValueError, "larger multiple of the training length 8, got 8"),
-        ({"posthoc": ("pi@x",)}, InvalidValueError, "length in tokens after the @"),
-        ({"posthoc": ("knaa/pi",)}, UnknownNameError, "kna"),
-        ({"continue_steps": 0}, InvalidValueError, "at least 1 step"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_trained(
-    tiny: Make, contexts: dict[str, tuple[object, ...]], error: type[QkeelError], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        plan(tiny, contexts=dataclasses.replace(CONTEXT, **contexts))  # type: ignore[arg-type]
-
-
-def test_bad_forms_and_counts_are_refused(tiny: Make) -> None:
-    with pytest.raises(InvalidValueError, match="at least 1 held-out"):
-        LongContexts(sequences=0)
-    with pytest.raises(UnknownNameError, match="kna"):
-        plan(tiny, ("knaa",))
-    with pytest.raises(InvalidValueError, match="window under the training length, got 8 of 8"):
-        plan(tiny, ("kna+rerope:window=8",))
-    with pytest.raises(UnknownNameError, match="rerope"):
-        plan(tiny, ("kna+rerop",))
 
 
 def test_a_form_can_be_trained_with_a_clipped_distance_and_is_watched_meanwhile(tiny: Make, tmp_path: Path) -> None:
