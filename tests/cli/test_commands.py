@@ -220,12 +220,7 @@ def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
 def test_a_dry_run_names_every_run_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    arguments = [
-        *["study", "lr", "--full-grid", "--seeds", "0", "--remedies", "none"],
-        *TINY,
-        "--out",
-        str(tmp_path / "s"),
-    ]
+    arguments = [*shlex.split("study lr --full-grid --seeds 0 --remedies none --out s"), *TINY]
     assert main([*arguments, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert out.count("to do\n") == 7
