@@ -78,24 +78,9 @@ def test_a_command_takes_several_values_and_its_table_names_them(
     assert rows[0].endswith(",part")
     assert [row.rsplit(",", 1)[1] for row in rows[1:]] == ["d_model 16", "d_model 32"]
     assert "d_model 32: mean val_loss" in capsys.readouterr().out
-    tune = [
-        "--tune",
-        "lr",
-        "--tuning-seeds",
-        "5",
-        "--d-model",
-        "16",
-        "--n-heads",
-        "2",
-        "--context",
-        "8",
-        "--batch",
-        "2",
-        "--data",
-        "topics",
-    ]
+    tune = "--tune lr --tuning-seeds 5 --d-model 16 --n-heads 2 --context 8 --batch 2 --data topics"
     grid = ["--remedies", "none", "--lrs", "0.01", "0.1", "--seeds", "0"]
-    assert main(["study", "lr", *grid, *tune, *more.split(), "--out", str(tmp_path / "b")]) == 0
+    assert main(["study", "lr", *grid, *tune.split(), *more.split(), "--out", str(tmp_path / "b")]) == 0
     told = capsys.readouterr().out
     assert "none: rate 0." in told
     assert "chosen on seeds 5; the " in told
