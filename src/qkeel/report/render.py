@@ -177,7 +177,7 @@ def serve(directory: str | Path, port: int = 0) -> LiveServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: LiveServer
+    server: LiveServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version = "qkeel"
     sys_version = ""
 
