@@ -6,20 +6,15 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests import forked
 
-from qkeel.cli.app import main
 from qkeel.cli.watched_program import TYPED, Fix, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 
-from .scripts import run, script, watched
-
-Result = tuple[int, str, str]
-Watch = Callable[..., Result]
+from .scripts import Watch, run, script, watched
 
 TALKER = """
 import os, sys
@@ -53,22 +48,6 @@ if sys.argv[1] == "hook":
 if sys.argv[1] == "interrupt":
     raise KeyboardInterrupt
 """
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Watch:
-    """`qkeel watch` in this process, whose state is put back afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-    def watch(*words: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["qkeel", "watch", *words])
-        code = main(["watch", *words])
-        return code, *capsys.readouterr()
-
-    return watch
 
 
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])

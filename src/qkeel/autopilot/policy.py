@@ -1,11 +1,7 @@
 """Policies of the autopilot: pure functions that map the records of a run to the next remedy.
 
-Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have are NaN.
-        with np.errstate(invalid="ignore"):
-            over = self.logits[-1] > self.ladder.threshold
-====
-        with np.errstate(invalid="ignore"):  # NaN: heads that were not measured
-            over = self.logits[-1] > self.ladder.threshold
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have, or
+that were not measured, are NaN.
 """
 
 from __future__ import annotations
