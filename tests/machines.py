@@ -52,7 +52,7 @@ ABOUT = """# The tests on other machines
 No outcome of a test may depend on the processor, the number of threads, a compiler, the user, the home folder, a space
 in a path, the locale, the order of tests or the load. `make machines` runs the quick tests under each condition below
 and writes this table. `python -m tests.machines --only "AVX2" "not root"` runs some conditions, and `--tests PATH`
-other tests than the usual ones.
+other tests than the usual ones. With `--pieces 4 --minutes 8` it stops after some minutes, and the next call continues.
 
 Tests that round, train or compile try the conditions of a processor. Tests of files, commands and processes try those
 of a system. `tests/machines.py` lists both, as `NUMBERS` and `SYSTEM`. Processor seconds are those of all processes,
