@@ -145,9 +145,13 @@ class Outcome:
 
 
 def pieces_of(tests: Sequence[str], count: int) -> list[tuple[str, ...]]:
-    """Deals the paths out in turn, without those that lie below another of them."""
-    paths = dict.fromkeys(path for path in tests if not any(above in tests for above in map(str, Path(path).parents)))
-    return [piece for i in range(count) if (piece := tuple(paths)[i::count])]
+    """Deals the files of these paths out in turn; one piece is the paths themselves."""
+    if count == 1:
+        return [tuple(dict.fromkeys(tests))]
+    found = [ROOT / path for path in tests]
+    files = dict.fromkeys(file for path in found for file in (sorted(path.rglob("test_*.py")) or [path]))
+    names = [str(file.relative_to(ROOT)) for file in files]
+    return [tuple(names[i::count]) for i in range(count)]
 
 
 def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
@@ -348,6 +352,7 @@ def main() -> int:
     reader.add_argument("--tests", nargs="+", help="paths in place of the usual ones; the table then names them")
     reader.add_argument("--jobs", type=int, default=2)
     reader.add_argument("--pieces", type=int, default=1, help="run the tests of a condition as so many pieces")
+    reader.add_argument("--first", type=int, help="of the pieces run only so many; the table then says so")
     reader.add_argument("--minutes", type=float, default=float("inf"), help="start no further piece after that time")
     reader.add_argument("--out", type=Path, default=ROOT / "internals" / "machines.md")
     options = reader.parse_args()
@@ -357,7 +362,8 @@ def main() -> int:
     for name in options.only:
         condition = CONDITIONS[name]
         how = condition.how + (f"; only {shlex.join(options.tests)}" if options.tests else "")
-        pieces = pieces_of(options.tests or condition.tests, options.pieces)
+        how += f"; {options.first} of {options.pieces} files" if options.first else ""
+        pieces = pieces_of(options.tests or condition.tests, options.pieces)[: options.first]
         kept = ROOT / "build" / "machines" / f"{name}.json"
         done = {tuple(p): Outcome(**found) for p, found in json.loads(kept.read_text())} if kept.exists() else {}
         done = {piece: found for piece, found in done.items() if piece in pieces and not found.failed}
