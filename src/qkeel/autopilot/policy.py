@@ -139,7 +139,8 @@ class Decision:
         )
         place = "" if self.site is None else f", {self.site or 'the model itself'}{heads}"
         what = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
-        ahead = "" if self.forecast is None else f"; max logit {self.forecast}"
+        foreseen = "" if self.forecast is None else str(self.forecast)
+        ahead = f"; max logit {foreseen}" if foreseen not in self.reason else ""  # an alarm may quote the same forecast
         return f"autopilot at step {self.step:,}{place}: {what}: {self.reason}{ahead}. Expected: {self.expected}"
 
     def row(self) -> Row:
