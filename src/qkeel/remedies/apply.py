@@ -261,8 +261,9 @@ class AtNextPass(Handle):
         *,
         refused: Callable[[QkeelError], None] | None = None,
     ) -> None:
-        check_wrapper(unwrapped(model))
-        self.about = "+".join(remedy.name for remedy in parse(named, **more.options))
+        remedies = parse(named, **more.options)
+        check_wrapper(unwrapped(model), remedies)
+        self.about = "+".join(remedy.name for remedy in remedies)
         self._named, self._model, self._more = named, model, more
         self._refused = refused
         self._inner: Handle | None = None
@@ -372,7 +373,7 @@ def _apply(
             )
             bare.append((target, known[name]))
         for target, _ in bare:
-            check_wrapper(target.model)
+            check_wrapper(target.model, found)
         return found, bare
 
     def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
