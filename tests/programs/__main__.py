@@ -46,7 +46,11 @@ class Runs:
         self.name, self.program, self.given = name, PROGRAMS[name], given
         self.label = re.sub(r"\W+", "-", name)
         self.file = given.work / f"{self.label}.json"
-        self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.found = self.kept()
+
+    def kept(self) -> dict[str, Any]:
+        """The results of runs so far."""
+        return json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def filled(self, text: str, out: Path) -> str:
         places = {"out": out, "data": self.given.checkouts / "data", "checkouts": self.given.checkouts}
@@ -112,7 +116,8 @@ class Runs:
         for mode in modes:
             if mode in ("hot", "autopilot") and self.program.hot is None:
                 continue
-            self.found[mode] = found = self.run(mode)
+            found = self.run(mode)
+            self.found = {**self.kept(), mode: found}
             self.file.write_text(json.dumps(self.found))
             shown = {key: x if key != "losses" else len(x) for key, x in found.items()}
             print(self.name, mode, shown, flush=True)

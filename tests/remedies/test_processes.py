@@ -173,8 +173,19 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
         else:
             with refused:
                 qkeel.apply(remedy, engine, optimizer)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())  # type: ignore[arg-type]
     model = attention()
-    engine = Engine(model, stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = qkeel.apply("lalr", model, optimizer)
+    engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
+    for _ in range(2):
+        engine.module(torch.randn(1, 5, 16)).sum().backward()
+        if stage:
+            with refused:
+                optimizer.step()
+        else:
+            optimizer.step()
+    handle.remove()
     if stage == 3:
         with pytest.raises(RefusedError, match="ZeRO"):
             qkeel.watch(engine)

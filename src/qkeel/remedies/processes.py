@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -35,8 +36,8 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
     if (stage := dist.zero_stage(model)) and (stage == 3 or any(remedy.on_steps for remedy in remedies)):
         raise RefusedError(
             f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer steps flat pieces of the "
-            "weights and knows no heads. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a remedy that changes "
-            "the model, such as qk_norm or softcap, applied before deepspeed.initialize"
+            "weights and knows no heads. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a remedy that "
+            "changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
         )
     if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
@@ -159,6 +160,33 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     def undo() -> None:
         handle.remove()
         member.leave()
+
+    return Handle(undo, state=handle.state, load=handle.load)
+
+
+def refused_under_zero(
+    handle: Handle, model: nn.Module, remedies: Sequence[Remedy], optimizer: Optimizer | None
+) -> Handle:
+    """Returns the handle of remedies on steps that refuses every step if deepspeed.initialize came after them."""
+    if optimizer is None or "deepspeed" not in sys.modules or not any(remedy.on_steps for remedy in remedies):
+        return handle
+    verdict: list[RefusedError | None] = []
+
+    def look(*_: object) -> None:
+        if not verdict:
+            try:
+                check_wrapper(model, remedies)
+                verdict.append(None)
+            except RefusedError as error:
+                verdict.append(error)
+        if verdict[0] is not None:
+            raise verdict[0]
+
+    hook = optimizer.register_step_pre_hook(in_real_steps(look))
+
+    def undo() -> None:
+        hook.remove()
+        handle.remove()
 
     return Handle(undo, state=handle.state, load=handle.load)
 
