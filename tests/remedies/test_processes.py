@@ -179,7 +179,7 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
     handle = qkeel.apply("lalr", model, optimizer)
     engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
     for _ in range(2):
-        engine.module(torch.randn(1, 5, 16)).sum().backward()
+        engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
         if stage:
             with refused:
                 optimizer.step()
