@@ -613,7 +613,8 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     modules = _sharded_modules(model)
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     home = next((g for g in groups if any(near is x.sharded_param for x in g.fsdp_params)), None)
-    if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or any(not p.ndim for p in part.parameters()):
+    sizes = [p.ndim for p in part.parameters()]
+    if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
         return
     from torch.distributed.fsdp import fully_shard
 

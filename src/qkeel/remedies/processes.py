@@ -18,7 +18,7 @@ from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite
-from qkeel.patching.modes import joined, running_stage
+from qkeel.patching.modes import is_compiled, joined, running_stage
 from qkeel.patching.optimizers import go_first, in_real_steps, is_last
 from qkeel.remedies.base import Remedy, Target, where
 from qkeel.remedies.head_weights import innermost
@@ -66,6 +66,12 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
             f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
             "their gradients would not be averaged, and the processes would part. Apply it before the model is wrapped "
             "or split, and make the optimizer after that"
+        )
+    if wrapper and any(map(is_compiled, model.modules())):
+        raise RefusedError(
+            f"{remedy} adds modules ({added[0]}) to a model of which parts are compiled: fully_shard's hooks on them break "
+            "a compiled part in pieces, or stop it where fullgraph=True. Apply it before parts are compiled, or compile "
+            "the whole model afterwards"
         )
 
     def check() -> bool:
