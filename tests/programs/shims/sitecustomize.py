@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,9 +84,9 @@ def cuda_is_the_cpu() -> None:
     torch.random.fork_rng = lambda devices=None, *args, **kwargs: fork([], *args, **kwargs)  # type: ignore[assignment]
     nothing, none = (lambda *args, **kwargs: None), (lambda *args, **kwargs: 0)
     silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "set_device")
-    zero = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated")
+    zero = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "power_draw")
     answers: dict[str, Any] = dict.fromkeys(silent, nothing) | dict.fromkeys(zero, none)
-    answers |= {"Event": _Event, "get_device_name": lambda *_: "cpu", "memory_stats": lambda *_, **__: {}}
+    answers |= {"Event": _Event, "get_device_name": lambda *_: "cpu", "memory_stats": lambda *_, **__: defaultdict(int)}
     answers["get_device_properties"] = lambda *_: SimpleNamespace(total_memory=1 << 30, name="cpu")
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
