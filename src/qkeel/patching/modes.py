@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 import threading
@@ -63,11 +65,12 @@ class FaultGuard:
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
         self.seconds = 0.0  # host time spent in guarded functions, nested calls counted once
-        self._inside = False
+        self._inside: set[int] = set()  # threads in which a guarded function runs
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
-        begun = None if self._inside else time.perf_counter()
-        self._inside = True
+        thread = threading.get_ident()
+        begun = None if thread in self._inside else time.perf_counter()
+        self._inside.add(thread)
         try:
             return act(*args)
         except Exception as error:
@@ -76,7 +79,7 @@ class FaultGuard:
             return None
         finally:
             if begun is not None:
-                self._inside = False
+                self._inside.discard(thread)
                 self.seconds += time.perf_counter() - begun
 
     def _report(self, error: Exception) -> None:
@@ -497,6 +500,11 @@ def process_store() -> distributed.Store:
     return distributed.distributed_c10d._get_default_store()
 
 
+def restarted() -> bool:
+    """True in a process that torchrun has started again after a process of the run had failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 _STAGES = "torch.distributed.pipelining.stage"
 
 
@@ -592,6 +600,40 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for module in modules:
             module.unshard()
         yield
+
+
+def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
+    """Puts a new part of a model under fully_shard, with the settings of the group that holds the parameter `near`.
+
+    A part that is added after fully_shard is in none of the model's groups, so its gradients would not be reduced. It
+    gets a group of its own on the same mesh, with the same precision, offloading and division of gradients. All
+    processes call this together. Nothing happens where fully_shard does not hold `near`, or cannot hold the part: it
+    splits no scalars, and takes no new part of a mesh that it shares with tensor parallelism.
+    """
+    modules = _sharded_modules(model)
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    home = next((g for g in groups if any(near is x.sharded_param for x in g.fsdp_params)), None)
+    sizes = [p.ndim for p in part.parameters()]
+    if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    new = fully_shard(
+        part,
+        mesh=home.mesh_info.mesh,
+        # The part's inputs and outputs are those of a module inside the group, whose edges alone are cast.
+        mp_policy=dataclasses.replace(home.mp_policy, cast_forward_inputs=False, output_dtype=None),
+        offload_policy=home.offload_policy,
+        reshard_after_forward=home.post_forward_mesh_info is not None,
+    )
+    for group in new._get_fsdp_state()._fsdp_param_groups:
+        for name in _OF_A_GROUP:
+            setattr(group, name, getattr(home, name))
+
+
+# What users set of a group: by which factor its gradients are divided, whether they are reduced and how.
+_OF_A_GROUP = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
+_OF_A_GROUP += ("reshard_after_backward",)
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

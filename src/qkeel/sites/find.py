@@ -9,7 +9,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +21,8 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Site
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import WRAPPED_AS, Args, Kwargs, buffers_of, gathered, parameters_of, submodules_of
-from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced
+from qkeel.patching.modes import WRAPPED_AS, Args, Kwargs, buffers_of, parameters_of, submodules_of
+from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced, whole_weights
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
 
@@ -292,11 +291,7 @@ def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mode
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
     dist.gather_messages(SEARCH, "begins")
-    with ExitStack() as undo:
-        with dist.agreed_collectives(SEARCH):
-            undo.enter_context(gathered(model))
-        if spread(model):  # by heads, which stay so
-            undo.enter_context(dist.agreed_collectives(SEARCH))
+    with whole_weights(model):
         return _searched(model, args, kwargs)[0]
 
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, final
 
 import torch
@@ -52,6 +52,7 @@ from qkeel.patching.modes import (
     Guarded,
     Kwargs,
     TorchOperator,
+    gathered,
     no_operators_seen,
     running_stage,
     uncompiled,
@@ -215,7 +216,7 @@ def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) ->
     """Returns the trace of a pass over the whole example: its sites and whether their q or k is normed, without the
     weights of their heads. With `below` the operators are observed too."""
     model = uncompiled(model)
-    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+    with whole_weights(model), extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
         return _traced(model, args, kwargs, undo, expected=True, read="norms" if below else "plain norms")
 
 
@@ -555,6 +556,19 @@ def _failure(reading: _Reading, undo: Undo) -> Exception | None:
 def spread(model: nn.Module) -> bool:
     """Returns whether all processes take part in a pass of this model; the stages of a pipeline take turns."""
     return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which each process holds all weights that fully_shard has split, so that a pass in it shows which of
+    them make what. All processes enter it together, and a process that fails in it leaves none of them waiting."""
+    with ExitStack() as undo:
+        if spread(model):
+            with dist.agreed_collectives(SEARCH):
+                undo.enter_context(gathered(model))
+            if spread(model):  # by heads, which stay so
+                undo.enter_context(dist.agreed_collectives(SEARCH))
+        yield
 
 
 def _guard(model: nn.Module) -> Guarded:
