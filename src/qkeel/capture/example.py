@@ -217,7 +217,8 @@ class ShortExample:
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     """Shorter examples, the shortest first: one row if that may suffice, else two, which distinguish heads from the
-    batch. It yields none if it is unclear what a batch is.
+    batch. It yields none if it is unclear what a batch is, and of an example that has at most two short rows of tokens:
+    to look at all of it takes less time than to look at a part and then make a pass over all.
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
     the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but ends
@@ -233,6 +234,8 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
         return
     batch, rows = _rows(given)
     size = next((x.shape[1] for x in given if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1), 0)
+    if batch <= ROWS[-1] and size <= 2 * TOKENS and all(x.ndim == 2 and not x.is_floating_point() for x in given):
+        return
     if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
         yield from (_example(args, kwargs, n, size) for n in rows)
     yield from (_example(args, kwargs, n, None) for n in rows if n < batch)

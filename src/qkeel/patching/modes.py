@@ -655,9 +655,7 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.only is not None and func not in self.only:
-            return func(*args, **kwargs)
-        if func in _ASKED:
+        if func in _ASKED or (self.only is not None and func not in self.only):
             return func(*args, **kwargs)
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
@@ -717,15 +715,14 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
             if self._keep:
-                self.operations.append((func, args, kwargs, out))
+                self.operations.append((func, args, kwargs or {}, out))
             if self._wanted():
                 # `read` runs operators too, but no mode sees operators inside its own callback, so enter it again.
                 with _recording(), self if self._keep else nullcontext():
-                    self._guard(self._read, function_name(func), args, kwargs, out)
+                    self._guard(self._read, function_name(func), args, kwargs or {}, out)
         return out
 
 

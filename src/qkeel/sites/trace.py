@@ -41,7 +41,7 @@ from qkeel.heads.site import (
     UnrecognizedAttention,
     layer_of,
 )
-from qkeel.heads.verification import RecordedCall, Verification
+from qkeel.heads.verification import Copy, RecordedCall, Verification
 from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
@@ -401,9 +401,6 @@ class _Reading:
         self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
         self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
-        self._confirmed: dict[
-            type[nn.Module], tuple[AttentionSite, CapturedCall]
-        ] = {}  # the last of each kind of module
 
     def _note(self, captured: CapturedCall) -> None:
         if captured.name not in self.order:
@@ -435,19 +432,44 @@ class _Reading:
     def finished(self) -> bool:
         """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
         which was not kept."""
-        checks = None
         if self.watcher.operations:
             self.checks = checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
             for name, site in self.sites.items():
                 self.sites[name] = checks.site(site, self._recorded[name])
         try:
             with torch.enable_grad():
-                for calls in grouped(self._waiting):
-                    self.sites[calls[0].name] = self._with_origin(self._site(calls, checks), calls)
+                left = self._of_known_kinds([*grouped(self._waiting)])
+                for calls in left:
+                    self.sites[calls[0].name] = self._with_origin(self._site(calls), calls)
         except RuntimeError:
             if not self.parts.missed:
                 raise
         return not self.parts.missed
+
+    def _of_known_kinds(self, groups: Sequence[list[CapturedCall]]) -> list[list[CapturedCall]]:
+        """Reads the sites of these calls, of each kind of module one, and those that are like it; returns the calls of
+        the others."""
+        if self.checks is None:
+            return [*groups]
+        copies: list[tuple[Copy, list[CapturedCall]]] = []
+        left: list[list[CapturedCall]] = []
+        for calls in groups:
+            copy = self.checks.another([self.order[call.name] for call in calls])
+            if copy is not None:
+                copies.append((copy, calls))
+            else:
+                self.sites[calls[0].name] = self._with_origin(self._site(calls), calls)
+        for (copy, calls), same in zip(copies, self.checks.same_numbers([copy for copy, _ in copies]), strict=True):
+            if not same:
+                left.append(calls)
+                continue
+            site = copy.site
+            if site.normed:
+                with unrounded(scored(calls[0])):
+                    query, key = _gains(calls, calls[0].call.q, calls[0].call.k, self._names)
+                site = dataclasses.replace(site, query_gains=query, key_gains=key)
+            self.sites[calls[0].name] = self._with_origin(site, calls)
+        return left
 
     def unrecognized(self) -> list[UnrecognizedAttention]:
         """The attentions of a recorded pass that no reader of calls has seen."""
@@ -469,21 +491,11 @@ class _Reading:
         self.visible[site.name] = visible_sets(calls[0].call, origin)
         return dataclasses.replace(site, origin=origin)
 
-    def _site(self, calls: list[CapturedCall], checks: Verification | None) -> AttentionSite:
-        """The site of a call, taken from a confirmed site of the same kind of module where both compute alike."""
-        recorded, kind = [self.order[call.name] for call in calls], type(calls[0].frame.module)
-        if checks is not None and kind in self._confirmed:
-            known, shown = self._confirmed[kind]
-            site = _as_another(known, shown, calls, self._names)
-            if site is not None and checks.is_of_known_kind(site, recorded):
-                return site
+    def _site(self, calls: list[CapturedCall]) -> AttentionSite:
+        """The site of a call, with what an experiment shows of it in a recorded pass."""
         with unrounded(scored(calls[0])):
             site = _site(calls, self._names, self._wanted)
-        if checks is not None:
-            site = checks.site(site, recorded)
-            if site.verified:
-                self._confirmed[kind] = site, calls[0]
-        return site
+        return site if self.checks is None else self.checks.site(site, [self.order[call.name] for call in calls])
 
 
 def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
@@ -690,61 +702,6 @@ def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> 
     widest_of = max((width(part) for part in (*site.query, *site.key)), default=0)
     own = [width(part) for part in last if part.n > 1]
     return bool(own) and all(0 < n < widest_of for n in own)
-
-
-def _as_another(
-    known: AttentionSite, shown: CapturedCall, calls: list[CapturedCall], names: dict[int, str]
-) -> AttentionSite | None:
-    """The site of a call whose module is of the class of a known site's: with the weights of the same names in its own
-    module. None if the calls differ."""
-    first = calls[0]
-    module, home = first.frame.module, known.name.partition("#")[0]
-    if len(calls) > 1 or first.headless or _form(first) != _form(shown):
-        return None
-    products = first.call.products if isinstance(first.call, ScoresCall) else ((first.call.q, first.call.k),)
-    if next((found for _, b in products if b is not None and (found := key_heads(b))), None) != known.key_heads:
-        return None
-
-    def here(name: str | None) -> str | None:
-        if name is None or not name.startswith(f"{home}."):
-            return name
-        parameter = module.get_parameter(name[len(home) + 1 :])
-        return names[id(parameter)]
-
-    try:
-        terms = tuple(
-            QKProduct(
-                **{
-                    part: tuple(
-                        dataclasses.replace(s, parameter=here(s.parameter), bias=here(s.bias))
-                        for s in getattr(term, part)
-                    )
-                    for part in ("query", "key")
-                }
-            )
-            for term in known.terms
-        )
-    except (AttributeError, KeyError):
-        return None
-    gains: tuple[Gains, Gains] = ((), ())
-    if known.normed:
-        with unrounded(scored(first)):
-            gains = _gains(calls, first.call.q, first.call.k, names)
-    return dataclasses.replace(
-        known, name=first.name, module=module, terms=terms, query_gains=gains[0], key_gains=gains[1]
-    )
-
-
-def _form(captured: CapturedCall) -> object:
-    """All that calls of one form have in common: everything but their numbers."""
-    call, layout = captured.call, captured.layout
-    products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
-    shapes = [None if x is None else x.shape for pair in products for x in pair]
-    lost = call.lost if isinstance(call, ScoresCall) else ()
-    arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
-    added = None if captured.added is None else id(captured)
-    how = (captured.how, captured.ordinal, captured.below, added)
-    return type(call), call.spec, scored(captured).shape, shapes, lost, arranged, how
 
 
 def scored(captured: CapturedCall) -> Tensor:
