@@ -60,7 +60,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def by_itself(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """What is found where no site is taken for another's kind."""
     with monkeypatch.context() as patch:
-        patch.setattr(trace, "_as_another", lambda *_: None)
+        patch.setattr(verification.Verification, "another", lambda *_: None)
         patch.setattr(verification._Kind, "zeros_as_in", lambda *_: False)
         return known(model)
 

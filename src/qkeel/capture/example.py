@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknow
 from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import (
+    TABLES,
     Args,
     Guarded,
     Kwargs,
@@ -315,7 +317,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         torchs_own = vars(nn.Module()).keys()  # its hooks, its parameters: sharded models exchange those in a pass
-        kept = [r for module in model.modules() for r in (_keep(module), *_keep_contents(module, torchs_own))]
+        kept = [restore for module in model.modules() for restore in _keep(module, torchs_own)]
 
         def again() -> None:
             streams.close()
@@ -332,52 +334,50 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-def _keep(module: nn.Module) -> Callable[[], None]:
-    """A function that puts a module's own tensors and attributes back."""
+def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
+    """Functions that put back a module's own tensors and attributes, and what its lists, dicts, sets and generators
+    held; `torchs_own` are the names of attributes that every module has."""
     if isinstance(module, torch.jit.ScriptModule):
-        return _keep_values(list(module.buffers(recurse=False)))
-    attributes, buffers = attributes_of(module), dict(buffers_of(module))
-    held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
-    values = _keep_values(held)
+        yield _keep_values(list(module.buffers(recurse=False)))
+        return
+    before, buffers = dict(vars(module)), dict(buffers_of(module))
+    own = [v for name, v in before.items() if name not in torchs_own]
+    held = [v for v in (*own, *buffers.values()) if isinstance(v, torch.Tensor)]
+    values = _keep_values(held) if held else None
     hooks = set(hooks_after(module))
-    names, ids = [*vars(module)], [*map(id, vars(module).values())]
+    names, objects = [*before], [*before.values()]
 
     def restore() -> None:
         state = vars(module)
         # Most modules have nothing to put back.
         plain = not (buffers or held or hooks_after(module) or buffers_of(module))
-        if plain and [*state] == names and [*map(id, state.values())] == ids:
+        if plain and [*state] == names and all(map(operator.is_, state.values(), objects)):
             return
         # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
         # hidden states): both go, else the next pass would register them a second time.
         drop_hooks_after(module, kept=hooks)
-        for name in attributes_of(module).keys() - attributes.keys():
+        for name in attributes_of(module).keys() - before.keys():
             del state[name]
-        state.update(attributes)
+        state.update({name: value for name, value in before.items() if name not in TABLES})
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
-        values()
+        if values is not None:
+            values()
 
-    return restore
+    yield restore
+    kept = [(x, x.copy()) for x in own if type(x) in _CONTAINERS]
+    streams = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
 
-
-def _keep_contents(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
-    """A function that puts back what a module's lists, dicts, sets and generators held, where it has some; `torchs_own`
-    are the names of those that every module has."""
-    held = [v for name, v in vars(module).items() if isinstance(v, (list, dict, set)) and name not in torchs_own]
-    kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
-    streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
-
-    def restore() -> None:
-        for x, before in kept:
-            if [*map(id, x)] != [*map(id, before)] or (isinstance(x, dict) and _values(x) != _values(before)):
+    def restore_contents() -> None:
+        for x, contents in kept:
+            if [*map(id, x)] != [*map(id, contents)] or (isinstance(x, dict) and _values(x) != _values(contents)):
                 x.clear()
-                x.extend(before) if isinstance(x, list) else x.update(before)
-        for generator, state in streams:
-            generator.set_state(state)
+                x.extend(contents) if isinstance(x, list) else x.update(contents)
+        for generator, stream in streams:
+            generator.set_state(stream)
 
     if kept or streams:
-        yield restore
+        yield restore_contents
 
 
 def _values(x: Any) -> list[int]:

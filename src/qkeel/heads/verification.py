@@ -473,11 +473,16 @@ class Path:
         return [x for x in given if memory(x) in factors and x.is_floating_point()], 0
 
     def plain(self, repetition: Repetition) -> bool:
-        """True if operators read the module's input as it was given, and neither views of it nor what else lies in its
-        memory."""
+        """True if operators read the module's input as it was given, or views that they made of it, and nothing else
+        that lies in its memory."""
         inputs, places = set(map(memory, self.boundary)), {place(x) for x in self.boundary}
-        read = (x for o in repetition.operations for x in tensors((o.args, o.kwargs)) if memory(x) in inputs)
-        return len(inputs) == len(places) and all(place(x) in places for x in read)
+        if len(inputs) < len(places):
+            return False
+        for o in repetition.operations:
+            if any(memory(x) in inputs and place(x) not in places for x in tensors((o.args, o.kwargs))):
+                return False
+            places |= {place(x) for x in tensors((o.out,))}
+        return True
 
     def inputs(self) -> tuple[Contents, Contents]:
         """The memory of the module's input as it was, and with noise of the size of its numbers added."""
@@ -533,7 +538,7 @@ class ChangedWeights:
         A norm over the head, or over all heads together, keeps its value, so no other head changes. Rows that make
         queries and keys alike are stretched instead, since no rotation of both changes their product.
         """
-        return [(*part, self._other(s, rows)) for s, heads in chosen for *part, rows in self._parts(s, heads)]
+        return [(*part, self._other(s, rows)) for s, heads in chosen for part, rows in self._parts(s, heads)]
 
     def _other(self, s: HeadSlice, rows: Tensor) -> Tensor:
         """Other numbers in the place of rows [heads r …]."""
@@ -544,22 +549,22 @@ class ChangedWeights:
 
     def multiplied(self, chosen: Iterable[Chosen], factor: float) -> Edits:
         """Multiplies the rows and biases of the chosen heads by a factor."""
-        return [(*part, rows * factor) for s, heads in chosen for *part, rows in self._parts(s, heads)]
+        return [(*part, rows * factor) for s, heads in chosen for part, rows in self._parts(s, heads)]
 
     def zeroed(self, slices: Iterable[HeadSlice]) -> Edits:
         """Makes all these rows and their biases zero."""
-        return [(*part, rows.new_zeros(())) for s in slices for *part, rows in self._parts(s, None)]
+        return [(*part, rows.new_zeros(())) for s in slices for part, rows in self._parts(s, None)]
 
     def _parts(
         self, s: HeadSlice, heads: Sequence[int] | None
-    ) -> Iterator[tuple[str, HeadSlice | None, Tensor, Tensor]]:
+    ) -> Iterator[tuple[tuple[str, HeadSlice | None, Tensor], Tensor]]:
         """The name of a weight, its slice, the numbers of the rows of some heads [heads r], and these rows [heads r …];
         and the same of its bias, without a slice."""
         biased = s.bias_of()
         for part, own in ((s, s), *(() if biased is None else ((biased, None),))):
             rows = _rows_of(own, self._base[part.parameter])
             index = (part.index if heads is None else part.index[list(heads)]).to(rows.device)
-            yield part.parameter, own, index, rows[index]
+            yield (part.parameter, own, index), rows[index]
 
     def _without_numbers(self, s: HeadSlice) -> Tensor | None:
         """Which heads' rows have zeros alone."""

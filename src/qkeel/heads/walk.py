@@ -8,7 +8,7 @@ import heapq
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -27,6 +27,7 @@ from qkeel.patching.modes import (
     function_name,
     no_operators_seen,
     without_others,
+    writes,
     written_arguments,
 )
 
@@ -105,28 +106,35 @@ class Record:
                 self._writers[m].append(i)
 
     def _operation(self, function: Function, args: Args, kwargs: Kwargs, out: object) -> Operation:
-        changed = tuple(tensors(written_arguments(function, args, kwargs)))
-        name = function_name(function)
-        form_alone = name in _FORM_ALONE or name.startswith("new_")
+        changed = tuple(tensors(written_arguments(function, args, kwargs))) if writes(function) else ()
+        reads, written = set[int](), set[int]()
+        if not _reads_form_alone(function):
+            self._add_memories(args, reads)
+            self._add_memories(tuple(kwargs.values()), reads)
+        self._add_memories((out, *changed), written)
         return Operation(
             function=function,
             args=args,
             kwargs=kwargs,
             out=out,
             changed=changed,
-            reads=frozenset() if form_alone else frozenset(self._memories((args, kwargs) if kwargs else args)),
-            writes=frozenset(self._memories((out, changed) if changed else (out,))),
+            reads=frozenset(reads),
+            writes=frozenset(written),
         )
 
-    def _memories(self, value: object) -> Iterator[int]:
-        return map(self._memory_of, tensors(value))
+    def _add_memories(self, values: Iterable[object], found: set[int]) -> None:
+        for x in values:  # a hundred times for each layer: without a generator for each
+            if isinstance(x, Tensor):
+                found.add(self._memory.get(id(x)) or self._memory_of(x))
+            elif isinstance(x, (tuple, list)):
+                self._add_memories(x, found)
+            elif isinstance(x, dict):
+                self._add_memories(x.values(), found)
 
     def _memory_of(self, x: Tensor) -> int:
         """The memory of a tensor of the pass."""
         found = self._memory.get(id(x))
-        if found is None:
-            found = self._memory[id(x)] = memory(x)
-        return found
+        return self._memory.setdefault(id(x), memory(x)) if found is None else found
 
     def tensors_of(self, number: int) -> list[Tensor]:
         """The tensors among the arguments and outputs of an operator, in a fixed order."""
@@ -248,6 +256,13 @@ class Record:
         """The number of operators that had run when the tensor in this memory first existed."""
         numbers = (i for i in reversed(self._writers.get(wanted, [])) if i < until)
         return next((i for i in numbers if wanted in self.operations[i].makes), -1) + 1
+
+
+@functools.cache
+def _reads_form_alone(function: Function) -> bool:
+    """True of operators that make a tensor of the form of another one, whatever its numbers are."""
+    name = function_name(function)
+    return name in _FORM_ALONE or name.startswith("new_")
 
 
 _TENSOR = object()

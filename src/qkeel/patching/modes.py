@@ -383,6 +383,11 @@ def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mappin
     return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
 
 
+def writes(operator: object) -> bool:
+    """True if an operator writes to some of its arguments."""
+    return isinstance(operator, torch._ops.OpOverload) and bool(_written(operator))
+
+
 @functools.cache
 def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
     """Returns position and name of each argument that an operator writes to."""

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from qkeel.capture.example import ModuleCall, mapped, tensors
+from qkeel.functional.norms import widest
 from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place
 from qkeel.patching.modes import function_name
@@ -52,6 +53,7 @@ _ACTIVATIONS = frozenset(
     }
 )
 _CANDIDATES = _SOFTMAX | _POWERS | _ACTIVATIONS | {"div"}
+_STARTS = _CANDIDATES | {"log_softmax", "sub"}  # of numbers that others are computed from one by one
 _PRODUCTS = frozenset({"mul", "addcmul"})
 _CONTRACTIONS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "sparse_mm", "sparse_addmm"}
@@ -151,6 +153,7 @@ class _Search:
         self.record, self.dynamic, self.frames, self.known = record, dynamic, frames, known
         self.candidates = list(self._candidates(fused))
         self._negatives: collections.Counter[object] = collections.Counter()
+        self._added_up: dict[int, list[tuple[int, bool]]] = {}
 
     # --- which operators may have computed weights
 
@@ -158,7 +161,10 @@ class _Search:
         """The operators whose output may be weights that no reader knows."""
         scores: dict[int, Tensor] = {}  # by memory: what it was computed from number by number
         for number, operation in enumerate(self.record.operations):
-            name, out, given = function_name(operation.function), operation.out, _floats(operation.args)
+            name, out = function_name(operation.function), operation.out
+            if name not in _STARTS and operation.reads and scores.keys().isdisjoint(operation.reads):
+                continue
+            given = _floats(operation.args)
             source = next((x for x in given if memory(x) in scores), None)
             start = None if source is None else scores[memory(source)]
             if source is not None and not (name in _MOVES and len(given) == 1):
@@ -258,7 +264,7 @@ class _Search:
     def examined(self, candidate: _Candidate) -> UnrecognizedAttention | None:
         """The attention whose weights a candidate computes; None if it computes none."""
         inner = self._around(candidate.number, candidate.number)
-        sums = list(self._sums(candidate))
+        sums = self._sums(candidate)
         if not sums:
             return None
         names = [function_name(o.function) for o in self.record.operations[inner.since : sums[-1][0] + 1]]
@@ -285,7 +291,13 @@ class _Search:
         self._negatives[kind] += unknown is None
         return unknown
 
-    def _sums(self, candidate: _Candidate) -> Iterator[tuple[int, bool]]:
+    def _sums(self, candidate: _Candidate) -> list[tuple[int, bool]]:
+        """The operators that add up what the weights were multiplied by, and whether these are normalized there."""
+        if candidate.number not in self._added_up:
+            self._added_up[candidate.number] = [*self._sums_over(candidate)]
+        return self._added_up[candidate.number]
+
+    def _sums_over(self, candidate: _Candidate) -> Iterator[tuple[int, bool]]:
         """The operators that add up what the weights were multiplied by, where that depends on the input; and whether
         the weights are normalized there.
 
@@ -601,11 +613,14 @@ def _made(operation: Operation) -> set[int]:
 
 def _normalized_dim(x: Tensor) -> int | None:
     """The dimension along which numbers sum to one; None if there is none."""
-    if x.layout != torch.strided or not bool(x.isfinite().all()):
+    if x.layout != torch.strided:
         return None
-    rounding = 8 * torch.finfo(x.dtype).eps * max(x.shape, default=1)
+    rounding = max(8 * torch.finfo(x.dtype).eps * max(x.shape, default=1), 1e-6)
+    total = float(x.sum(dtype=widest(x.device)))  # of lines that sum to one: their number
     for dim in reversed(range(x.ndim)):
-        if x.shape[dim] > 1 and bool(((x.sum(dim) - 1).abs() < max(rounding, 1e-6)).all()):
+        n = x.shape[dim]
+        likely = n > 1 and abs(total * n / x.numel() - 1) < 2 * rounding and bool(x.isfinite().all())
+        if likely and bool(((x.sum(dim) - 1).abs() < rounding).all()):
             return dim
     return None
 
