@@ -109,14 +109,17 @@ class ModuleStack:
         """Installs hooks on the modules until `undo` is closed."""
         if any(isinstance(m, torch.jit.ScriptModule) for m in self._modules):
             scripted = self._push_scripted, self._pop_scripted
-            push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in scripted)
+            push, pop = (in_this_thread(self._guarded(f)) for f in scripted)
             undo.callback(every.register_module_forward_pre_hook(push).remove)
             undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
-        push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in (self.push, self._pop))
+        push, pop = (in_this_thread(self._guarded(f)) for f in (self.push, self._pop))
         tables: list[dict[Any, Any]] = []
         undo.callback(lambda: [table.pop(self, None) for table in tables])
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
             tables += put_hooks(module, self, push, pop)
+
+    def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
+        return act if self._guard is unguarded else functools.partial(self._guard, act)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
         """Call this before `attach` if the model's own call has already begun; its end is then ignored."""
@@ -126,7 +129,11 @@ class ModuleStack:
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A call of this module begins."""
         inputs = tuple(tensors((args, kwargs)))
-        batch = next((x.shape[0] for x in inputs if x.ndim > 1), 0)
+        batch = 0
+        for x in inputs:
+            if x.ndim > 1:
+                batch = x.shape[0]
+                break
         self.called.add(id(module))
         self.top = ModuleCall(
             name=self._names[id(module)],

@@ -44,6 +44,7 @@ from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
+    ASKED,
     INSIDE,
     SDPA_BY_NAME,
     Args,
@@ -200,6 +201,8 @@ class CaptureMode(CallObserver):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
+        if func in ASKED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if self.only is None:
             return super().__torch_function__(func, types, args, kwargs)
         if func not in self.only:

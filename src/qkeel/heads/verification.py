@@ -166,21 +166,30 @@ class _Experiment:
             return
         if self.is_known():
             return
-        again = self._narrow({})
-        if any(self._heads_that_change(self._seen, self._logits(again))):
+        again = now = self._narrow({})
+        self._base = self._logits(again)
+        if any(self._heads_that_change(self._seen, self._base)):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
-        now = self._narrow(self._weights.base()) if any(self._weights.empty) else again
-        self._base = self._logits(now)
+        if any(self._weights.empty):
+            now = self._narrow(self._weights.base())
+            self._base = self._logits(now)
         patterns = [p for slices in (self._site.query, self._site.key) for p in _patterns(slices, self._site)]
         factors = [] if self._site.normed else [*self._factors()]
         changes = [self._weights.rotated(chosen) for chosen, _, _ in patterns]
         changes += [self._weights.multiplied(f.chosen, c**f.power) for f in factors for c in (4.0, 16.0)]
-        after = self._after(self._narrow, changes)
-        yield from self._heads(patterns, [next(after) for _ in patterns], now)
-        yield from self._rest(self._wide, self.path)
+        others, inputs = self._other_inputs()
+        rest, found = list[list[Tensor]](), iter(())
+        if _same_operations(self._narrow, Repetition(self.path.wide, set(self.path.weights))):
+            # With its input as it was, the module does what the operators behind its products with weights do.
+            found = self._after(self._wide, [[], *others, *changes], [self._one, *inputs, *[self._one] * len(changes)])
+            same, *rest = (next(found) for _ in range(1 + len(others)))
+            rest = [] if any(self._heads_that_change(self._base, same)) else rest
+        found = found if rest else self._after(self._narrow, changes)
+        yield from self._heads(patterns, [next(found) for _ in patterns], now)
+        yield from self._rest(rest or [*self._after(self._wide, others, inputs)])
         # nobody asks for more unless no doubt was found
-        self.unscaled = next(self._disproportions(factors, after), "")
+        self.unscaled = next(self._disproportions(factors, found), "")
         self.kind = dataclasses.replace(self.kind, unscaled=self.unscaled)
         self._among.kinds[self._form] = self.kind
 
@@ -294,27 +303,39 @@ class _Experiment:
         outputs = [x for operation in narrow.products(made) for x in tensors((operation.out,))]
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
-    def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
-        """An additive part of the logits whose weights are unknown."""
-        site, w = self._site, self._weights
-        one, other = path.inputs()
-        both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
-        query, key = (
+    def _other_inputs(self) -> tuple[list[Edits], list[Contents]]:
+        """Changes of the weights for the experiment on the input of the module, and the input's memory in each: all as
+        it is with other inputs, and all that is known at zero with these inputs and with those it had."""
+        self._one, other = self.path.inputs()
+        zeros = [self._weights.zeroed(slices) for _, _, slices, _ in self._sides]
+        return [[], *zeros, *zeros], [other] * (1 + len(zeros)) + [self._one] * len(zeros)
+
+    @property
+    def _sides(self) -> Sequence[tuple[str, str, list[HeadSlice], int | None]]:
+        """What is set to zero together: in words, the rows, and the dimension along which what remains may be added."""
+        site = self._site
+        if site.normed:  # what a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing
+            return (
+                ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None),
+            )
+        sides = ("query", site.query, 2), ("key", site.key, 3)
+        return [
             (
                 f" from {side} to {side}",
                 f"with the {side} rows that are known at zero its logits still change",
                 own,
                 dim,
             )
-            for side, own, dim in (("query", site.query, 2), ("key", site.key, 3))
-        )
-        # What a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing.
-        sides = (both,) if site.normed else (query, key)
-        zeros = [w.zeroed(slices) for _, _, slices, _ in sides]
-        n = len(zeros)
-        changed, *found = self._after(wide, [[], *zeros, *zeros], [other] * (1 + n) + [one] * n)
+            for side, own, dim in sides
+        ]
+
+    def _rest(self, found: Sequence[list[Tensor]]) -> Iterator[str]:
+        """An additive part of the logits whose weights are unknown, from the logits after the changes of
+        `_other_inputs`."""
+        changed, *zeros = found
         scale = [float(difference(a, b).max()) for a, b in zip(self._base, changed)]
-        for (where, words, _, dim), after, before in zip(sides, found[:n], found[n:], strict=True):
+        n = len(zeros) // 2
+        for (where, words, _, dim), after, before in zip(self._sides, zeros[:n], zeros[n:], strict=True):
             if dim is not None:
                 # A constant in the place of a query makes one number per key, which is not a product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
@@ -348,6 +369,11 @@ class _Factor:
     heads: list[int]
     expected: list[bool]
     power: float
+
+
+def _same_operations(one: Repetition, two: Repetition) -> bool:
+    """True if both repeat the same operators."""
+    return [*map(id, one.operations)] == [*map(id, two.operations)]
 
 
 def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool], bool]]:
@@ -437,7 +463,7 @@ class Path:
         self.own = record.behind(wanted, self._until, self._activations)
         factors = {m for operation in self.own for m in self._activations(operation)}
         self.boundary, begin = self._inputs(calls, factors)
-        self.begin = begin
+        self.begin = begin  # how many operators had run when the call of a module with these inputs began, if one did
         given = {memory(x): begin if begin else record.maker(memory(x), self._until) for x in self.boundary}
         below = record.reached(given, 0, self._until)
         self.wide = record.behind(wanted, self._until, lambda o: self._activations(o) - below, given)
@@ -458,9 +484,9 @@ class Path:
         begun = (frame.since for frame in call.captured.frame.line())
         return next((since for since in begun if since <= read), 0)
 
-    def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
+    def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int | None]:
         """The inputs of the innermost module around the site that its projections depend on and that the model's
-        input made, and how many operators had run when it began; where there is none, what they multiply, and 0."""
+        input made, and how many operators had run when it began; where there is none, what they multiply, and None."""
         for frame in calls[0].captured.frame.line():
             if not frame.inputs:
                 continue
@@ -470,7 +496,7 @@ class Path:
             if found:
                 return found, frame.since
         given = (x for operation in self.own for x in tensors((operation.args, operation.kwargs)))
-        return [x for x in given if memory(x) in factors and x.is_floating_point()], 0
+        return [x for x in given if memory(x) in factors and x.is_floating_point()], None
 
     def plain(self, repetition: Repetition) -> bool:
         """True if operators read the module's input as it was given, or views that they made of it, and nothing else
@@ -688,7 +714,7 @@ class _Pattern:
         calls: Sequence[RecordedCall],
     ) -> _Pattern | None:
         """The pattern of a site; None if its experiment is not one of the operators of a single call of a module."""
-        if len(calls) > 1 or calls[0].captured.headless or not path.begin:
+        if len(calls) > 1 or calls[0].captured.headless or path.begin is None:
             return None
         call, used = calls[0], {id(o) for o in operations}
         line, until = call.captured.frame.line(), call.until
@@ -699,9 +725,9 @@ class _Pattern:
             and len(numbers := [i for i in range(frame.since, until) if id(record.operations[i]) in used]) == len(used)
         )
         level, numbers = next(found, (-1, []))
-        since = line[level].since
-        if level < 0 or not since:
+        if level < 0:
             return None
+        since = line[level].since
         wanted = {id(x): i for i, x in reversed([*enumerate(kind.given)])}
         places: dict[int, tuple[int, int]] = {}
         for i in numbers:

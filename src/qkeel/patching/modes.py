@@ -625,7 +625,7 @@ _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_me
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
 _METHODS += ("storage_offset", "stride")
-_ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
+ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
@@ -660,7 +660,7 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKED or (self.only is not None and func not in self.only):
+        if func in ASKED or (self.only is not None and func not in self.only):
             return func(*args, **kwargs)
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
