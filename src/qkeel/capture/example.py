@@ -32,6 +32,8 @@ from qkeel.patching.modes import (
     drop_hooks_after,
     hooks_after,
     in_this_thread,
+    modules_of,
+    parameters_in,
     parameters_of,
     put_hooks,
     recomputing,
@@ -96,8 +98,9 @@ class ModuleStack:
 
         Without `hooked` no module gets a hook: the caller knows which module runs.
         """
-        self._names = {id(module): name for name, module in model.named_modules()} if hooked else {}
-        self._modules = list(model.modules()) if hooked else []
+        named = modules_of(model) if hooked else {}
+        self._names = {id(module): name for name, module in named.items()}
+        self._modules = [*named.values()]
         self.called: set[int] = set()  # the ids of modules that were called
         self.frames: list[ModuleCall] = []  # all calls of a recorded pass
         self._keep, self._clock = keep_inputs, clock
@@ -319,12 +322,14 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
 
     The function that it yields restores this state between two passes.
     """
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    modules = [*modules_of(model).values()]
+    parameters = parameters_in(modules)
+    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as undo:
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         torchs_own = vars(nn.Module()).keys()  # its hooks, its parameters: sharded models exchange those in a pass
-        kept = [restore for module in model.modules() for restore in _keep(module, torchs_own)]
+        kept = [restore for module in modules for restore in _keep(module, torchs_own)]
 
         def again() -> None:
             streams.close()
@@ -333,7 +338,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
                 restore()
 
         undo.callback(lambda: [restore() for restore in reversed(kept)])
-        for p in model.parameters():
+        for p in parameters:
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
                 # The walk from q to its weights needs a graph, in frozen models too.
                 p.requires_grad_(True)

@@ -29,7 +29,7 @@ from qkeel.capture.intercept import CapturedCall
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite, HeadSlice, QKProduct
 from qkeel.heads.walk import Contents, Lookup, Operation, Place, Record, Repetition, at_place, memory, place
-from qkeel.patching.modes import Args, Kwargs, TorchOperator, function_name
+from qkeel.patching.modes import Args, Kwargs, TorchOperator
 from qkeel.spec import AttentionCall
 
 Parameters = Mapping[str, nn.Parameter]
@@ -473,7 +473,7 @@ class Path:
         """The memory of what an operator multiplies a first weight by: not of what it puts next to it, nor of queries
         that a table is multiplied by."""
         found: frozenset[int] = frozenset()
-        for made, other in self._sides if function_name(operation.function) != "cat" else ():
+        for made, other in self._sides if operation.name != "cat" else ():
             if not made.isdisjoint(operation.reads):
                 found |= operation.reads - self._known - other
         return found

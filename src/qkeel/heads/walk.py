@@ -71,9 +71,10 @@ def memory(x: Tensor) -> int:
 class Operation:
     """One operator that ran: its inputs, its output, and the memory that it read and wrote.
 
-    `changed` are the arguments that it modified.
+    `changed` are the arguments that it modified, `name` its name without outer underscores and overload.
     """
 
+    name: str
     function: Function
     args: Args
     kwargs: Kwargs
@@ -96,6 +97,7 @@ class Record:
     def __init__(self, operators: Sequence[TorchOperator]) -> None:
         self._memory: dict[int, int] = {}  # of a tensor, by its id: all of them are alive
         self._forms: dict[int, tuple[Hashable, list[Tensor]]] = {}
+        self._known: dict[int, tuple[str, bool, bool]] = {}  # of each operator that ran, as to hash one takes a call
         self.operations = [self._operation(*operator) for operator in operators]
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._writers: dict[int, list[int]] = defaultdict(list)
@@ -106,13 +108,20 @@ class Record:
                 self._writers[m].append(i)
 
     def _operation(self, function: Function, args: Args, kwargs: Kwargs, out: object) -> Operation:
-        changed = tuple(tensors(written_arguments(function, args, kwargs))) if writes(function) else ()
+        known = self._known.get(id(function))
+        if known is None:
+            name = function_name(function)
+            form_alone = name in _FORM_ALONE or name.startswith("new_")
+            known = self._known[id(function)] = name, form_alone, writes(function)
+        name, form_alone, in_place = known
+        changed = tuple(tensors(written_arguments(function, args, kwargs))) if in_place else ()
         reads, written = set[int](), set[int]()
-        if not _reads_form_alone(function):
+        if not form_alone:
             self._add_memories(args, reads)
             self._add_memories(tuple(kwargs.values()), reads)
         self._add_memories((out, *changed), written)
         return Operation(
+            name=name,
             function=function,
             args=args,
             kwargs=kwargs,
@@ -145,8 +154,10 @@ class Record:
         found = self._forms.get(number)
         if found is None:
             o, inside = self.operations[number], list[Tensor]()
-            form = _form_of((o.args, o.kwargs, o.out) if o.kwargs else (o.args, o.out), inside)
-            found = self._forms[number] = form, inside
+            form = [_form_of(x, inside) for x in (*o.args, o.out)]
+            if o.kwargs:
+                form.append(_form_of(o.kwargs, inside))
+            found = self._forms[number] = tuple(form), inside
         return found
 
     def alike(self, one: int, two: int, count: int) -> dict[int, int] | None:
@@ -180,7 +191,7 @@ class Record:
         activations (`dynamic`) or with other weights are excluded."""
 
         def is_weight(operation: Operation, found: set[int]) -> bool:
-            product = function_name(operation.function) in _PRODUCTS
+            product = operation.name in _PRODUCTS
             return dynamic.isdisjoint(operation.reads) and not (product and not operation.reads <= found | known)
 
         return self._spread(start, 0, None, is_weight)
@@ -258,19 +269,15 @@ class Record:
         return next((i for i in numbers if wanted in self.operations[i].makes), -1) + 1
 
 
-@functools.cache
-def _reads_form_alone(function: Function) -> bool:
-    """True of operators that make a tensor of the form of another one, whatever its numbers are."""
-    name = function_name(function)
-    return name in _FORM_ALONE or name.startswith("new_")
-
-
 _TENSOR = object()
 _CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})  # most arguments
 
 
 def _form_of(value: object, found: list[Tensor]) -> Hashable:
     """A value that is equal for arguments which differ in their tensors alone; collects these."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return kind, value
     if isinstance(value, Tensor):
         found.append(value)
         return _TENSOR
@@ -278,13 +285,19 @@ def _form_of(value: object, found: list[Tensor]) -> Hashable:
         return tuple([_form_of(x, found) for x in value])
     if isinstance(value, Mapping):
         return tuple([(name, _form_of(x, found)) for name, x in value.items()])
-    kind = type(value)
-    return kind, value if kind in _CONSTANTS or isinstance(value, Hashable) else id(value)
+    return kind, value if isinstance(value, Hashable) else id(value)
 
 
 def _same_layout(x: Tensor, y: Tensor) -> bool:
     """True if two tensors have the same sizes and number format, and lie in their memory alike."""
-    return x is y or (x.device == y.device and place(x)[1:] == place(y)[1:])
+    if x is y:
+        return True
+    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        return False
+    try:
+        return x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
+    except (RuntimeError, NotImplementedError):  # without memory of their own
+        return type(x) is type(y)
 
 
 class Repetition:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
@@ -167,6 +167,26 @@ def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the module's own table of buffers; writes change the module."""
     return module._buffers
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns every module once by its name, like `named_modules()`, without a generator for each level of modules."""
+    found, seen = dict[str, nn.Module](), set[int]()
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found[name] = module
+            inner = [(key, child) for key, child in module._modules.items() if child is not None]
+            left += [(f"{name}.{key}" if name else key, child) for key, child in reversed(inner)]
+    return found
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of the modules themselves, each once."""
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    return [*{id(p): p for p in held}.values()]
 
 
 def is_made(module: nn.Module) -> bool:

@@ -51,7 +51,10 @@ from qkeel.patching.modes import (
     Guarded,
     Kwargs,
     TorchOperator,
+    buffers_of,
+    modules_of,
     no_operators_seen,
+    parameters_in,
     running_stage,
     uncompiled,
     unguarded,
@@ -369,7 +372,9 @@ def check_devices(model: nn.Module, *example: object) -> None:
     Raises:
         InvalidValueError: with both devices.
     """
-    homes = {x.device for x in (*model.parameters(), *model.buffers())}
+    modules = modules_of(model).values()
+    buffers = [x for module in modules for x in buffers_of(module).values() if x is not None]
+    homes = {x.device for x in (*parameters_in(modules), *buffers)}
     for x in tensors(example):
         # A number on the CPU goes with anything.
         if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
@@ -397,7 +402,7 @@ class _Reading:
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
         self.visible: dict[str, VisibleSets] = {}
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._names = names_of(model)
+        self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
         self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end

@@ -151,6 +151,10 @@ class _Search:
         fused: Sequence[tuple[int, int]],
     ) -> None:
         self.record, self.dynamic, self.frames, self.known = record, dynamic, frames, known
+        self._inner: list[ModuleCall | None] = [None] * len(record.operations)  # the innermost call of each operator
+        for frame in frames:  # those inside others begin later
+            until = self._last(frame)
+            self._inner[frame.since : until] = [frame] * (until - frame.since)
         self.candidates = list(self._candidates(fused))
         self._negatives: collections.Counter[object] = collections.Counter()
         self._added_up: dict[int, list[tuple[int, bool]]] = {}
@@ -161,7 +165,7 @@ class _Search:
         """The operators whose output may be weights that no reader knows."""
         scores: dict[int, Tensor] = {}  # by memory: what it was computed from number by number
         for number, operation in enumerate(self.record.operations):
-            name, out = function_name(operation.function), operation.out
+            name, out = operation.name, operation.out
             if name not in _STARTS and operation.reads and scores.keys().isdisjoint(operation.reads):
                 continue
             given = _floats(operation.args)
@@ -222,7 +226,7 @@ class _Search:
         """True if some memory holds sums over what lies in other memory, apart from moves and constants."""
         carriers, sums = set(start), set[int]()
         for i in self._onward((carriers, sums), 0, until):
-            operation, name = self.record.operations[i], function_name(self.record.operations[i].function)
+            operation, name = self.record.operations[i], self.record.operations[i].name
             by_constants = name in ("mm", "bmm") and any(memory(x) not in self.dynamic for x in tensors(operation.args))
             if by_constants or name in _SUMS - _ADDITIONS - {"index_put", "segment_reduce"}:
                 sums |= operation.writes
@@ -267,7 +271,7 @@ class _Search:
         sums = self._sums(candidate)
         if not sums:
             return None
-        names = [function_name(o.function) for o in self.record.operations[inner.since : sums[-1][0] + 1]]
+        names = [o.name for o in self.record.operations[inner.since : sums[-1][0] + 1]]
         kind = (type(inner.module), candidate.number - inner.since, candidate.weights.shape, tuple(names))
         if self._negatives[kind] >= _SETTLED:
             return None
@@ -309,7 +313,7 @@ class _Search:
         inside, until = self._last(inner), self._last(inner.parent)
         for i in self._onward((carriers, products), candidate.number + 1, until):
             operation = self.record.operations[i]
-            name = function_name(operation.function)
+            name = operation.name
             if name in _ENDS:
                 continue
             made, of_products = _made(operation), operation.reads & products
@@ -355,8 +359,10 @@ class _Search:
 
     def _around(self, first: int, last: int) -> ModuleCall:
         """The innermost call of a module in which both operators ran."""
-        inside = [f for f in self.frames if f.since <= first and last < self._last(f)]
-        return max(inside, key=lambda f: (f.since, len(f.line())), default=self.frames[0])
+        frame = self._inner[first] if first < len(self._inner) else None
+        while frame is not None and last >= self._last(frame):
+            frame = frame.parent
+        return self.frames[0] if frame is None or frame.parent is None else frame
 
     def _last(self, frame: ModuleCall | None) -> int:
         return len(self.record.operations) if frame is None or frame.until is None else frame.until
@@ -425,7 +431,7 @@ class _Search:
         over: dict[int, int] = {}
         for number, operation in enumerate(self.record.operations):
             out = operation.out
-            if function_name(operation.function) != "div" or not isinstance(out, Tensor):
+            if operation.name != "div" or not isinstance(out, Tensor):
                 continue
             dims = self._own_sum(number, operation) if memory(out) in self.known else None
             if dims is None or len(dims) != 1:
