@@ -281,7 +281,7 @@ def _call(
     """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
     t, s = q.shape[-2], k.shape[-2]
     if q.ndim == 4:
-        q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
+        q4, k4 = q, k if k.shape[0] == q.shape[0] else k.expand(q.shape[0], *k.shape[1:])
     else:
         lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))

@@ -487,7 +487,10 @@ class _Reading:
         return [one for one in found if not watcher.accounts_for(one.module)]
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
-        """Returns the site with what its keys are made of, and stores the visible sets of its first call."""
+        """Returns the site with what its keys are made of, and stores the visible sets of its first call: neither where
+        only norms are read."""
+        if self._wanted.endswith("norms"):
+            return site
         origin: KeyOrigin = "tokens"
         if _of_other_source(calls[0]):
             origin = "other"

@@ -622,7 +622,7 @@ def _normalized_dim(x: Tensor) -> int | None:
     if x.layout != torch.strided:
         return None
     rounding = max(8 * torch.finfo(x.dtype).eps * max(x.shape, default=1), 1e-6)
-    total = float(x.sum(dtype=widest(x.device)))  # of lines that sum to one: their number
+    total = float(x.detach().sum(dtype=widest(x.device)))  # of lines that sum to one: their number
     for dim in reversed(range(x.ndim)):
         n = x.shape[dim]
         likely = n > 1 and abs(total * n / x.numel() - 1) < 2 * rounding and bool(x.isfinite().all())
