@@ -656,16 +656,16 @@ class _Kind:
     def alike(self, known: Tensor, others: Sequence[Tensor]) -> list[bool]:
         """Of each tensor, whether it may stand in the place of one that this site started from: where that depends on
         the model's input, if it is not all zero, else if it has zeros in the same places; indices must be equal."""
+        own = place(known)
+        apart = {id(x): x for x in others if x is not known and place(x) != own}
         if not (known.is_floating_point() or known.is_complex()):
-            return [place(x) == place(known) or torch.equal(x, known) for x in others]
-        if memory(known) in self.dynamic:
-            apart = [x for x in others if place(x) != place(known)]
-            some = {
-                id(x): y != 0
-                for x, y in zip(apart, torch.stack([x.abs().amax() for x in apart]).tolist() if apart else ())
-            }
-            return [some.get(id(x), True) for x in others]
-        return [place(x) == place(known) or torch.equal(x != 0, known != 0) for x in others]
+            same = {i: torch.equal(x, known) for i, x in apart.items()}
+        elif memory(known) in self.dynamic:
+            largest = torch.stack([x.abs().amax() for x in apart.values()]).tolist() if apart else []
+            same = {i: size != 0 for i, size in zip(apart, largest, strict=True)}
+        else:
+            same = {i: torch.equal(x != 0, known != 0) for i, x in apart.items()}
+        return [same.get(id(x), True) for x in others]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

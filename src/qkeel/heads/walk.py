@@ -166,7 +166,8 @@ class Record:
         Returns: the memory of the second run by that of the first, if the same operators ran on tensors of the same
             form, which were made of each other in the same way; else None.
         """
-        there, back, done = dict[int, int](), dict[int, int](), set[tuple[int, int]]()
+        there, back, done = dict[int, int](), dict[int, int](), dict[int, int]()
+        known = self._memory  # of all tensors here
         for i in range(count):
             if self.operations[one + i].function is not self.operations[two + i].function:
                 return None
@@ -174,10 +175,10 @@ class Record:
             if form != other:
                 return None
             for x, y in zip(mine, its, strict=True):
-                if (id(x), id(y)) in done:
+                if done.get(id(x)) == id(y):
                     continue
-                done.add((id(x), id(y)))
-                m, n = self._memory_of(x), self._memory_of(y)
+                done[id(x)] = id(y)
+                m, n = known.get(id(x)) or self._memory_of(x), known.get(id(y)) or self._memory_of(y)
                 if there.setdefault(m, n) != n or back.setdefault(n, m) != m or not _same_layout(x, y):
                     return None
         return there

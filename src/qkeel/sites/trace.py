@@ -629,7 +629,8 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
     elif first.added is not None:
         lost = first.added.lost
         products += first.added.products
-    used = next((found for _, b in products if b is not None and (found := key_heads(b)) is not None), None)
+    repeated = () if read.endswith("norms") else (key_heads(b) for _, b in products if b is not None)
+    used = next((found for found in repeated if found is not None), None)
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
         products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
