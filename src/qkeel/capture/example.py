@@ -131,7 +131,8 @@ class ModuleStack:
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A call of this module begins."""
-        inputs = tuple(tensors((args, kwargs)))
+        plain = not kwargs and all([isinstance(x, Tensor) for x in args])  # noqa: C419
+        inputs = args if plain else tuple(tensors((args, kwargs)))
         batch = 0
         for x in inputs:
             if x.ndim > 1:
@@ -159,7 +160,7 @@ class ModuleStack:
 
     def _pop(self, module: nn.Module, args: object, output: object) -> None:
         # A frame above this one was left by an exception inside a module without hooks.
-        for frame in self.top.line():
+        for frame in (self.top,) if self.top.module is module else self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
                 if self._clock is not None:

@@ -679,9 +679,9 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func in ASKED or (self.only is not None and func not in self.only):
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
         if wanted is False or wanted is None:
