@@ -189,11 +189,18 @@ PEERS: Mapping[str, Watcher] = {
 }
 
 
+def applied_and_removed(remedy: str) -> Watcher:
+    """A watcher that applies a remedy and removes it at once."""
+    return lambda model, optimizer, ids: qkeel.apply(remedy, model, optimizer, example=ids).remove()
+
+
 # What looks for attention in a model: once, not in every step.
 SEARCHES: Mapping[str, Watcher] = {
     "find_sites": lambda model, _, ids: qkeel.find_sites(model, ids),
-    'apply("qk_norm")': lambda model, optimizer, ids: qkeel.apply("qk_norm", model, optimizer, example=ids).remove(),
-    'apply("qk_clip")': lambda model, optimizer, ids: qkeel.apply("qk_clip", model, optimizer, example=ids).remove(),
+    'apply("qk_norm")': applied_and_removed("qk_norm"),
+    'apply("qk_clip")': applied_and_removed("qk_clip"),
+    'apply("lalr")': applied_and_removed("lalr"),
+    'apply("softcap")': applied_and_removed("softcap"),
 }
 
 

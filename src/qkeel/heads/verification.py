@@ -177,19 +177,22 @@ class _Experiment:
         patterns = [p for slices in (self._site.query, self._site.key) for p in _patterns(slices, self._site)]
         factors = [] if self._site.normed else [*self._factors()]
         changes = [self._weights.rotated(chosen) for chosen, _, _ in patterns]
-        changes += [self._weights.multiplied(f.chosen, c**f.power) for f in factors for c in (4.0, 16.0)]
+        changes += [self._weights.multiplied(f.chosen, c**f.power) for c in (4.0, 16.0) for f in factors]
         others, inputs = self._other_inputs()
-        rest, found = list[list[Tensor]](), iter(())
+        rest, found = list[Tensor](), list[Tensor]()
         if _same_operations(self._narrow, Repetition(self.path.wide, set(self.path.weights))):
             # With its input as it was, the module does what the operators behind its products with weights do.
-            found = self._after(self._wide, [[], *others, *changes], [self._one, *inputs, *[self._one] * len(changes)])
-            same, *rest = (next(found) for _ in range(1 + len(others)))
-            rest = [] if any(self._heads_that_change(self._base, same)) else rest
-        found = found if rest else self._after(self._narrow, changes)
-        yield from self._heads(patterns, [next(found) for _ in patterns], now)
-        yield from self._rest(rest or [*self._after(self._wide, others, inputs)])
+            all_inputs = [self._one, *inputs, *[self._one] * len(changes)]
+            found = self._after(self._wide, [[], *others, *changes], all_inputs)
+            n = 1 + len(others)
+            if not any(self._heads_that_change(self._base, [z[0] for z in found])):
+                rest, found = [z[1:n] for z in found], [z[n:] for z in found]
+        if not rest:
+            found = self._after(self._narrow, changes)
+        yield from self._heads(patterns, [z[: len(patterns)] for z in found], now)
+        yield from self._rest(rest or self._after(self._wide, others, inputs))
         # nobody asks for more unless no doubt was found
-        self.unscaled = next(self._disproportions(factors, found), "")
+        self.unscaled = next(self._disproportions(factors, [z[len(patterns) :] for z in found]), "")
         self.kind = dataclasses.replace(self.kind, unscaled=self.unscaled)
         self._among.kinds[self._form] = self.kind
 
@@ -218,11 +221,11 @@ class _Experiment:
         return (tuple(steps), tuple(rows), tuple(logits), heads, terms, boundary, changed), found
 
     def _heads(
-        self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], afters: Sequence[list[Tensor]], now: Lookup
+        self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], after: Sequence[Tensor], now: Lookup
     ) -> Iterator[str]:
         """Rows that move the logits of other heads than theirs, or none."""
-        for (chosen, expected, several), after in zip(patterns, afters, strict=True):
-            moved = self._heads_that_change(self._base, after)
+        each = zip(patterns, self._heads_that_change_in_each(after), strict=True)
+        for (chosen, expected, several), moved in each:
             if moved != expected and not (sum(moved) == 0 and several and self._idle(chosen, now)):
                 yield _words(chosen, moved, expected)
                 return
@@ -242,20 +245,25 @@ class _Experiment:
                 chosen: list[Chosen] = [(s, numbers) for s in slices if s.n == most]
                 yield _Factor(words, chosen, numbers, _expected(site, most, set(numbers)), power)
 
-    def _disproportions(self, factors: Sequence[_Factor], afters: Iterator[list[Tensor]]) -> Iterator[str]:
+    def _disproportions(self, factors: Sequence[_Factor], after: Sequence[Tensor]) -> Iterator[str]:
         """Rows that are multiplied by a factor c, and logits that are then no constant plus c times another.
 
-        A clip multiplies rows of q and of k, and a bound on steps counts on the same: logits are a product.
+        A clip multiplies rows of q and of k, and a bound on steps counts on the same: logits are a product. `after` are
+        the logits after multiplication by 4, for each of the factors, and then by 16.
         """
+        if not factors:
+            return
         several = len(self._site.query) + len(self._site.key) > 2
-        for factor in factors:
-            one, two = next(afters), next(afters)
-            bent, whole = (_per_head(self._base, one, two, c) for c in (4.0, 0.0))
+        pairs = [z.chunk(2) for z in after]
+        bent, whole = (
+            _largest([(two - one) - c * (one - z) for (one, two), z in zip(pairs, self._base)]) for c in (4.0, 0.0)
+        )
+        noise = 64 * self._rounding
+        for factor, curved, grown in zip(factors, bent.tolist(), whole.tolist(), strict=True):
             for h, should in enumerate(factor.expected):
-                noise = 64 * self._rounding
-                if should and not several and whole[h] <= self._rounding:
+                if should and not several and grown[h] <= self._rounding:
                     grew = "left them as they were"
-                elif bent[h] > max(1e-2 * whole[h], noise) if should else whole[h] > noise:
+                elif curved[h] > max(1e-2 * grown[h], noise) if should else grown[h] > noise:
                     grew = "did not change them in proportion" if should else f"also changed those of head {h}"
                 else:
                     continue
@@ -267,32 +275,39 @@ class _Experiment:
 
     def _after(
         self, repetition: Repetition, changes: Sequence[Edits], inputs: Sequence[Contents] | None = None
-    ) -> Iterator[list[Tensor]]:
-        """The logits after each of several changes of the weights: of small ones all at once.
+    ) -> list[Tensor]:
+        """The logits [n b h t s] of each call after each of n changes of the weights: of small ones all at once.
 
         `inputs` is the memory of the module's input in each of them, where it is not as it was.
         """
         numbers = sum(p.numel() for p in self._weights.parameters.values())
-        together = min(len(changes), _AT_ONCE // max(1, numbers)) if self._logits.foldable else 1
-        alone = inputs is not None and not self.path.plain(repetition)
-        for start in range(0, len(changes), max(1, together)):
-            some = changes[start : start + max(1, together)]
-            given = None if inputs is None else inputs[start : start + max(1, together)]
+        together = max(1, min(len(changes), _AT_ONCE // max(1, numbers)) if self._logits.foldable else 1)
+        alone = together == 1 or (inputs is not None and not self.path.plain(repetition))
+        parts: list[list[Tensor]] = []
+        for start in range(0, len(changes), together):
+            some = changes[start : start + together]
+            given = None if inputs is None else inputs[start : start + together]
             found = None
-            if len(some) > 1 and not alone:
+            if not alone:
                 values = self._weights.several(some)
-                if given is not None:
-                    values |= {
-                        place(x): torch.stack([at_place(x, one[memory(x)]) for one in given])
-                        for x in self.path.boundary
-                    }
-                found = repetition.at_once(values, self._logits.tensors)
+                found = repetition.at_once(values | self._inputs_of_several(given), self._logits.tensors)
             if found is not None:
-                yield from self._logits.of_several(found)
+                parts.append(self._logits.of_several(found))
                 continue
             for i, edits in enumerate(some):
                 values = {where: x[0] for where, x in self._weights.several([edits]).items()}
-                yield self._logits(repetition(values, None if given is None else given[i]))
+                parts.append([z[None] for z in self._logits(repetition(values, None if given is None else given[i]))])
+        return [torch.cat(zs) for zs in zip(*parts, strict=True)]
+
+    def _inputs_of_several(self, given: Sequence[Contents] | None) -> dict[Place, Tensor]:
+        """The inputs [n ...] of the module from their memory in each of n changes."""
+        distinct = {id(one): one for one in given or ()}
+        which = torch.tensor([[*distinct].index(id(one)) for one in given or ()])
+        found = {}
+        for x in self.path.boundary if distinct else ():
+            each = torch.stack([at_place(x, one[memory(x)]) for one in distinct.values()])
+            found[place(x)] = each[which.to(x.device)]
+        return found
 
     def _idle(self, chosen: Sequence[Chosen], before: Lookup) -> bool:
         """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
@@ -329,13 +344,13 @@ class _Experiment:
             for side, own, dim in sides
         ]
 
-    def _rest(self, found: Sequence[list[Tensor]]) -> Iterator[str]:
+    def _rest(self, found: Sequence[Tensor]) -> Iterator[str]:
         """An additive part of the logits whose weights are unknown, from the logits after the changes of
         `_other_inputs`."""
-        changed, *zeros = found
-        scale = [float(difference(a, b).max()) for a, b in zip(self._base, changed)]
-        n = len(zeros) // 2
-        for (where, words, _, dim), after, before in zip(self._sides, zeros[:n], zeros[n:], strict=True):
+        scale = [float(difference(a, z[0]).max()) for a, z in zip(self._base, found)]
+        n = len(self._sides)
+        for i, (where, words, _, dim) in enumerate(self._sides):
+            after, before = ([z[1 + i + j] for z in found] for j in (0, n))
             if dim is not None:
                 # A constant in the place of a query makes one number per key, which is not a product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
@@ -353,10 +368,18 @@ class _Experiment:
         steps = 4 if torch.finfo(least).bits < 32 else 64
         return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._seen)
 
-    def _heads_that_change(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
+    def _heads_that_change(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[bool]:
         """Of each head, whether its logits changed by more than rounding."""
-        change = torch.stack([difference(a, b).amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
-        return (change > self._rounding).tolist()
+        return (_largest([(b - a)[None] for a, b in zip(before, after)])[0] > self._rounding).tolist()
+
+    def _heads_that_change_in_each(self, after: Sequence[Tensor]) -> list[list[bool]]:
+        """The same for each of n changes, after which the logits are [n b h t s]."""
+        return (_largest([z - a for a, z in zip(self._base, after)]) > self._rounding).tolist()
+
+
+def _largest(changes: Sequence[Tensor]) -> Tensor:
+    """The largest size [n h] of n changes [n b h t s] of the logits of calls, where no key is hidden."""
+    return torch.stack([z.abs().nan_to_num(0.0).amax((1, 3, 4)) for z in changes]).amax(0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -403,12 +426,6 @@ def _each_once(slices: Sequence[HeadSlice]) -> list[HeadSlice]:
         if not any(s.parameter == other.parameter and s.same(other) for other in found):
             found.append(s)
     return found
-
-
-def _per_head(base: list[Tensor], one: list[Tensor], two: list[Tensor], factor: float) -> list[float]:
-    """The largest |(two - one) - factor · (one - base)| of each head, where no key is hidden."""
-    bent = [((c - b) - factor * (b - a)).abs().nan_to_num(0.0).amax((0, 2, 3)) for a, b, c in zip(base, one, two)]
-    return torch.stack(bent).amax(0).tolist()
 
 
 def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
@@ -813,9 +830,9 @@ def _visible(known: Seen, calls: Sequence[Seen]) -> Iterator[list[Tensor]]:
         for call in calls
     ]
     tensors = [_tensors(call) for call, yes in zip(calls, together, strict=True) if yes]
-    several = iter(like.of_several([torch.stack(parts) for parts in zip(*tensors)]) if tensors else ())
+    several = iter(like.of_several([torch.stack(parts) for parts in zip(*tensors)])[0] if tensors else ())
     for call, yes in zip(calls, together, strict=True):
-        yield [z.isfinite() for z in (next(several) if yes else RepeatedLogits([call])())]
+        yield [z.isfinite() for z in ([next(several)] if yes else RepeatedLogits([call])())]
 
 
 def _same_mask(one: AttentionCall, two: AttentionCall) -> bool:
@@ -898,16 +915,16 @@ class RepeatedLogits:
         return not self._headless and all(type(call) in (AttentionCall, ScoresCall) for call in self._calls)
 
     @torch.no_grad()
-    def of_several(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The logits of each of n changes, from the values of `self.tensors` under each, [n ...]."""
+    def of_several(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The logits [n b h t s] of each call under n changes, from the values of `self.tensors`, [n ...]."""
         n, given = len(tensors[0]), iter(tensors)
         found = []
         for call, rows in zip(self._calls, self._rows):
             b = call.query_shape[0]
             now = {id(x): _folded(next(given), b) for x in _tensors(call)}
             z = _logits(_of_batch(call, n), rows, lambda x, now=now: now.get(id(x), x))
-            found.append(z.unflatten(0, (n, b)).unbind(0))
-        return [list(parts) for parts in zip(*found)]
+            found.append(z.unflatten(0, (n, b)))
+        return found
 
 
 def _folded(x: Tensor, b: int) -> Tensor:
