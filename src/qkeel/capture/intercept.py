@@ -141,6 +141,7 @@ class CaptureMode(CallObserver):
         guard: calls everything in here and `report` while the model runs.
         only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
             there, None for all. None to look at the whole pass.
+        names: the names of the model's parameters by identity, where the caller has them.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class CaptureMode(CallObserver):
         layouts: Mapping[str, HeadLayout] | None = None,
         guard: Guarded = unguarded,
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
+        names: dict[int, str] | None = None,
     ) -> None:
         super().__init__(guard)
         self.stack = ModuleStack(
@@ -183,7 +185,7 @@ class CaptureMode(CallObserver):
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, frozenset[tuple[int, int]], Scores | Lost]] = {}
-        self._names = names_of(model) if probing else None
+        self._names = (names_of(model) if names is None else names) if probing else None
         self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),

@@ -118,7 +118,8 @@ class Record:
         reads, written = set[int](), set[int]()
         if not form_alone:
             self._add_memories(args, reads)
-            self._add_memories(tuple(kwargs.values()), reads)
+            if kwargs:
+                self._add_memories(kwargs.values(), reads)
         self._add_memories((out, *changed), written)
         return Operation(
             name=name,
@@ -185,7 +186,13 @@ class Record:
 
     def reached(self, start: Iterable[int], since: int = 0, until: int | None = None) -> set[int]:
         """The memory whose numbers depend on given memory, by the operators from number `since` on."""
-        return self._spread(start, since, until, lambda _operation, _found: True)
+        if since or until is not None:
+            return self._spread(start, since, until, lambda _operation, _found: True)
+        found = set(start)  # of the model's input: most of what the pass computes
+        for operation in self.operations:
+            if not found.isdisjoint(operation.reads):
+                found |= operation.writes
+        return found
 
     def weights_of(self, start: Iterable[int], known: set[int], dynamic: set[int]) -> set[int]:
         """The memory of weights computed from given weights, as by a transpose or a parametrization; products with

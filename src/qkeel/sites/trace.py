@@ -391,8 +391,16 @@ class _Reading:
     are read there, as nothing of its graph is kept; the others are read at the end of the pass."""
 
     def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.watcher = CaptureMode(
-            model, self._note, probing=True, dispatch=dispatch, record=read == "verified", guard=_guard(model)
+            model,
+            self._note,
+            probing=True,
+            dispatch=dispatch,
+            record=read == "verified",
+            guard=_guard(model),
+            names=self._names,
         )
         self.watcher.values = {}
         self.given = given
@@ -401,8 +409,6 @@ class _Reading:
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
         self.visible: dict[str, VisibleSets] = {}
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
         self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
