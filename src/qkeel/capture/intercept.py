@@ -271,7 +271,8 @@ class CaptureMode(CallObserver):
         batch = 0
         if self.only is None:  # the layout of hand-written scores may depend on it
             batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
-        self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch)
+        inputs = tuple(tensors((args, kwargs))) if self.probing else ()
+        self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch, inputs=inputs)
         self.called_in.append(frame)
 
     def _left(self, module: nn.Module) -> None:

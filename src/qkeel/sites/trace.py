@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, final
 
 import torch
@@ -46,8 +46,10 @@ from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, name
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
+    SDPA_BY_NAME,
     Args,
     DeferredError,
+    Function,
     Guarded,
     Kwargs,
     TorchOperator,
@@ -68,6 +70,7 @@ SEARCH = "the search for attention in a model that is split over processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
 
 Gains = tuple[NormGain, ...]
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]  # see `CaptureMode`: modules to look at, by name
 # How much is read of the sites of a pass: whether a norm precedes the logit ("norms": also where only operators are
 # seen), also the weights, or also whether an experiment confirms these.
 Wanted = Literal["plain norms", "norms", "weights", "verified"]
@@ -143,6 +146,14 @@ class ModelTrace:
         checks = Verification(self.model, self.operators, self.given)
         return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
 
+    def places(self) -> Places | None:
+        """Returns the modules that made the calls, by name, if all attentions are calls of
+        F.scaled_dot_product_attention by that name in modules inside the model; else None."""
+        calls = [one.captured for each in self.calls.values() for one in each]
+        named = all(c.named and c.frame.name and not c.below and not c.headless for c in calls)
+        plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
+        return {c.frame.name: (c.frame.module, SDPA_BY_NAME) for c in calls} if plain and calls else None
+
     @functools.cached_property
     def record(self) -> Record:
         """The operators, with an index of the memory that each reads and writes."""
@@ -212,12 +223,25 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) -> ModelTrace:
+def seen(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True, earlier: ModelTrace | None = None
+) -> ModelTrace:
     """Returns the trace of a pass over the whole example: its sites and whether their q or k is normed, without the
-    weights of their heads. With `below` the operators are observed too."""
+    weights of their heads.
+
+    Args:
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        below: observe operators too.
+        earlier: a pass on the same example. If all its attentions were calls of F.scaled_dot_product_attention by that
+            name, only such calls in the modules that made these are looked at.
+    """
     model = uncompiled(model)
+    places = None if earlier is None or below else earlier.places()
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        return _traced(model, args, kwargs, undo, expected=True, read="norms" if below else "plain norms")
+        read: Wanted = "norms" if below else "plain norms"
+        return _traced(model, args, kwargs, undo, expected=True, read=read, places=places)
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -252,11 +276,18 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
 
 
 def _traced(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, expected: bool, read: Wanted = "verified"
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    undo: Undo,
+    *,
+    expected: bool,
+    read: Wanted = "verified",
+    places: Places | None = None,
 ) -> ModelTrace:
     """The trace of one pass over this example, with as much of its sites as `read` says."""
     check_devices(model, args, kwargs)
-    reading, below = _watched(model, args, kwargs, undo, read)
+    reading, below = _watched(model, args, kwargs, undo, read, places)
     undo()
     watcher = reading.watcher
     unrecognized = tuple(reading.unrecognized())
@@ -390,7 +421,16 @@ class _Reading:
     """The sites of a pass, read from the first call of each. Those that are complete at the end of a checkpointed part
     are read there, as nothing of its graph is kept; the others are read at the end of the pass."""
 
-    def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        given: tuple[Args, Kwargs],
+        read: Wanted,
+        *,
+        dispatch: bool,
+        keep: bool,
+        places: Places | None = None,
+    ) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.watcher = CaptureMode(
@@ -400,6 +440,7 @@ class _Reading:
             dispatch=dispatch,
             record=read == "verified",
             guard=_guard(model),
+            only_in=places,
             names=self._names,
         )
         self.watcher.values = {}
@@ -438,7 +479,9 @@ class _Reading:
     def run(self) -> None:
         """Runs the pass."""
         torch.clear_autocast_cache()  # else a weight's cast may be one of an earlier pass
-        forward(self.watcher.stack.root.module, self.watcher, *self.given, parts=self.parts)
+        forward(self.watcher.stack.root.module, _looking(self.watcher), *self.given, parts=self.parts)
+        if isinstance(self.watcher.guard, DeferredError):
+            self.watcher.guard.settle()
 
     def finished(self) -> bool:
         """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
@@ -512,11 +555,21 @@ class _Reading:
         return site if self.checks is None else self.checks.site(site, [self.order[call.name] for call in calls])
 
 
-def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
+@contextmanager
+def _looking(watcher: CaptureMode) -> Iterator[None]:
+    """A context in which a mode observes the calls of a pass, and which of them are made by their name."""
+    with ExitStack() as around:
+        watcher.look(around)
+        yield
+
+
+def _watched(
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None
+) -> tuple[_Reading, str]:
     """One forward pass as it was read, and the reason if its operators could not be recorded. Where weights and the
     logits that they make lie in two checkpointed parts, a second pass keeps both, and a warning says so."""
     for keep in (False, True):
-        reading, failed, why = _passed(model, args, kwargs, undo, read, keep=keep)
+        reading, failed, why = _passed(model, args, kwargs, undo, read, places, keep=keep)
         if failed is None and reading.finished():
             if keep:
                 caution(_KEPT.format(type(model).__name__))
@@ -535,14 +588,14 @@ def _failed(model: nn.Module, why: str) -> InvalidValueError:
 
 
 def _passed(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
     """A pass whose operators are recorded, or an ordinary one where that fails; its error, and why recording failed."""
     try:
         given = copied(args), copied(kwargs)
     except Exception as error:  # what is no tensor may refuse to be copied
         raise _failed(model, f"{type(error).__name__}: {error}") from error
-    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep)
+    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep, places=places)
     below = _failure(reading, undo)
     if below is None or read == "plain norms":
         return reading, below, "" if below is None else f"{type(below).__name__}: {below}"
