@@ -363,6 +363,13 @@ def layout_of(
     Heads are the dimensions along which q changes its features, or k where q does not change at all. Among the others,
     the queries are the last along which k does not change or, without one, the last but one of all.
     """
+    with no_operators_seen():  # what the experiment computes is no part of the pass
+        return _layout_of(sides, shape, keys, frame, names)
+
+
+def _layout_of(
+    sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall, names: dict[int, str]
+) -> HeadLayout | None:
     walks = [_walk(side, frame, names) for side in (sides.query, sides.key)]
     splits: dict[int, Split] = {}
     for dim in range(len(shape)):
