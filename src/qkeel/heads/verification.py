@@ -13,11 +13,12 @@ computed for all sites of a kind at once.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -61,8 +62,7 @@ class Verification:
     def __init__(self, model: nn.Module, operators: Sequence[TorchOperator], given: tuple[Args, Kwargs]) -> None:
         self.model, self.record = model, Record(operators)
         self.dynamic = self.record.reached(map(memory, tensors(given)))
-        self.kinds: dict[Hashable, _Kind] = {}
-        self._patterns: dict[type[nn.Module], _Pattern] = {}  # of the site of each class that was confirmed last
+        self._patterns: dict[type[nn.Module], list[Pattern]] = collections.defaultdict(list)
         self._names = {place(p): name for name, p in reversed([*model.named_parameters()])}
 
     @torch.no_grad()
@@ -84,22 +84,24 @@ class Verification:
                 f"{type(error).__name__}: {error}"
             )
         site = dataclasses.replace(site, unverified=why, unscaled="" if why else experiment.unscaled)
-        if not why:
-            pattern = _Pattern.of(self.record, experiment.kind, experiment.path, experiment.operations, site, calls)
-            if pattern is not None:
-                self._patterns[type(site.module)] = pattern
+        if not why and (pattern := Pattern.of(experiment, site, calls)) is not None:
+            self._patterns[type(site.module)].append(pattern)
         return site
 
     @torch.no_grad()
-    def another(self, calls: Sequence[RecordedCall]) -> Copy | None:
+    def another(self, calls: Sequence[RecordedCall], tried: Collection[int] = ()) -> Copy | None:
         """The site of a call in a module of the class of a confirmed site's, if its weights pass through the same
-        operators on the way to its logits; None if they do not. `same_numbers` completes the comparison."""
-        pattern = self._patterns.get(type(calls[0].captured.frame.module))
-        return (
-            None
-            if pattern is None or len(calls) > 1
-            else pattern.copy(self.record, self.dynamic, self._names, calls[0])
-        )
+        operators on the way to its logits; None if they do not. `same_numbers` completes the comparison.
+
+        Args:
+            calls: the calls of the site.
+            tried: patterns, by identity, that the site does not follow.
+        """
+        if len(calls) > 1:
+            return None
+        patterns = self._patterns.get(type(calls[0].captured.frame.module), ())
+        copies = (p.copy(self.record, self.dynamic, self._names, calls[0]) for p in patterns if id(p) not in tried)
+        return next((copy for copy in copies if copy is not None), None)
 
     @torch.no_grad()
     def same_numbers(self, copies: Sequence[Copy]) -> list[bool]:
@@ -111,7 +113,7 @@ class Verification:
         same: dict[int, bool] = {}
         for group in by_pattern.values():
             try:
-                found = group[0].pattern.same_numbers(self.record, self.model, group)
+                found = group[0].pattern.same_numbers(self, group)
             except Exception:
                 found = [False] * len(group)
             same |= {id(copy): yes for copy, yes in zip(group, found, strict=True)}
@@ -123,10 +125,8 @@ class _Experiment:
     """The experiment on one site."""
 
     def __init__(self, among: Verification, site: AttentionSite, calls: Sequence[RecordedCall]) -> None:
-        self._among, self._site, self._calls = among, site, calls
+        self.among, self._site, self._calls = among, site, calls
         self.unscaled = ""  # once `doubts` found none: how the logits do not grow with the rows
-        self.path: Path
-        self.kind: _Kind
 
     def unfit(self) -> Iterator[str]:
         """The reasons why no experiment is possible."""
@@ -135,28 +135,12 @@ class _Experiment:
             yield "the recorded pass did not show it again"
             return
         self._logits = RepeatedLogits([call.captured.call for call in self._calls])
-        self._seen = self._logits()
-        if any(z.shape[1] != site.n_heads for z in self._seen):
-            yield f"the recorded pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
+        self.seen = self._logits()
+        if any(z.shape[1] != site.n_heads for z in self.seen):
+            yield f"the recorded pass showed {self.seen[0].shape[1]} heads in the place of {site.n_heads}"
             return
-        if not any(bool(z.isfinite().any()) for z in self._seen):
+        if not any(bool(z.isfinite().any()) for z in self.seen):
             yield "every key is hidden from its queries in this example"
-
-    def is_known(self) -> bool:
-        """True if the experiment would give the same result as at another site."""
-        chains = [side for term in self._site.terms for side in (term.query, term.key)]
-        self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key], chains)
-        parameters = self._weights.parameters
-        self.path = Path(self._among.record, self._among.dynamic, self._site, parameters, self._logits, self._calls)
-        self._narrow = Repetition(self.path.own, set(map(memory, parameters.values())))
-        self._wide = Repetition(self.path.wide, self.path.changed)
-        self.operations = [*self._narrow.operations, *self._wide.operations]
-        self._form, self.kind = self._looked_at(self.operations)
-        known = self._among.kinds.get(self._form)
-        if known is None or not self.kind.zeros_as_in(known):
-            return False
-        self.unscaled = known.unscaled
-        return True
 
     def doubts(self) -> Iterator[str]:
         """The reasons not to trust the weights that are known, the simplest first."""
@@ -164,20 +148,25 @@ class _Experiment:
         if unfit:
             yield unfit
             return
-        if self.is_known():
-            return
+        chains = [side for term in self._site.terms for side in (term.query, term.key)]
+        self.weights = ChangedWeights(self.among.model, [*self._site.query, *self._site.key], chains)
+        parameters = self.weights.parameters
+        self.path = Path(self.among.record, self.among.dynamic, self._site, parameters, self._logits, self._calls)
+        self._narrow = Repetition(self.path.own, set(self.path.weights))
+        self._wide = Repetition(self.path.wide, self.path.changed)
+        self.operations = [*self._narrow.operations, *self._wide.operations]
         again = now = self._narrow({})
         self._base = self._logits(again)
-        if any(self._heads_that_change(self._seen, self._base)):
+        if any(self._heads_that_change(self.seen, self._base)):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
-        if any(self._weights.empty):
-            now = self._narrow(self._weights.base())
+        if any(self.weights.empty):
+            now = self._narrow(self.weights.base())
             self._base = self._logits(now)
         patterns = [p for slices in (self._site.query, self._site.key) for p in _patterns(slices, self._site)]
         factors = [] if self._site.normed else [*self._factors()]
-        changes = [self._weights.rotated(chosen) for chosen, _, _ in patterns]
-        changes += [self._weights.multiplied(f.chosen, c**f.power) for c in (4.0, 16.0) for f in factors]
+        changes = [self.weights.rotated(chosen) for chosen, _, _ in patterns]
+        changes += [self.weights.multiplied(f.chosen, c**f.power) for c in (4.0, 16.0) for f in factors]
         others, inputs = self._other_inputs()
         rest, found = list[Tensor](), list[Tensor]()
         if _same_operations(self._narrow, Repetition(self.path.wide, set(self.path.weights))):
@@ -193,32 +182,6 @@ class _Experiment:
         yield from self._rest(rest or self._after(self._wide, others, inputs))
         # nobody asks for more unless no doubt was found
         self.unscaled = next(self._disproportions(factors, [z[len(patterns) :] for z in found]), "")
-        self.kind = dataclasses.replace(self.kind, unscaled=self.unscaled)
-        self._among.kinds[self._form] = self.kind
-
-    def _looked_at(self, operations: Sequence[Operation]) -> tuple[Hashable, _Kind]:
-        """The form of all that decides which rows move which logits, and the numbers that it starts from."""
-        site = self._site
-        own = set(map(memory, self._weights.parameters.values()))
-        form = _Form()
-        steps = [(id(o.function), form.of(o.args), form.of(o.kwargs), form.of(o.out, made=True)) for o in operations]
-        rows = [
-            (s.axis, s.index.shape, s.index.cpu().numpy().tobytes(), s.bias_shift, *map(form.of, self._weights.of(s)))
-            for s in (*site.query, *site.key)
-        ]
-        logits = [form.of((_signature(call.captured.call), *_tensors(call.captured.call))) for call in self._calls]
-        heads = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
-        terms = tuple((len(t.query), len(t.key)) for t in site.terms)
-        boundary = form.of(self.path.boundary)
-        changed = frozenset(form.number(m) for m in self.path.changed)
-        found = _Kind(
-            parameters=self._weights.parameters,
-            given=[x for x in form.given if memory(x) not in own],
-            dynamic=self._among.dynamic,
-            visible=[z.isfinite() for z in self._seen],
-            empty=self._weights.empty,
-        )
-        return (tuple(steps), tuple(rows), tuple(logits), heads, terms, boundary, changed), found
 
     def _heads(
         self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], after: Sequence[Tensor], now: Lookup
@@ -280,7 +243,7 @@ class _Experiment:
 
         `inputs` is the memory of the module's input in each of them, where it is not as it was.
         """
-        numbers = sum(p.numel() for p in self._weights.parameters.values())
+        numbers = sum(p.numel() for p in self.weights.parameters.values())
         together = max(1, min(len(changes), _AT_ONCE // max(1, numbers)) if self._logits.foldable else 1)
         alone = together == 1 or (inputs is not None and not self.path.plain(repetition))
         parts: list[list[Tensor]] = []
@@ -289,13 +252,13 @@ class _Experiment:
             given = None if inputs is None else inputs[start : start + together]
             found = None
             if not alone:
-                values = self._weights.several(some)
+                values = self.weights.several(some)
                 found = repetition.at_once(values | self._inputs_of_several(given), self._logits.tensors)
             if found is not None:
                 parts.append(self._logits.of_several(found))
                 continue
             for i, edits in enumerate(some):
-                values = {where: x[0] for where, x in self._weights.several([edits]).items()}
+                values = {where: x[0] for where, x in self.weights.several([edits]).items()}
                 parts.append([z[None] for z in self._logits(repetition(values, None if given is None else given[i]))])
         return [torch.cat(zs) for zs in zip(*parts, strict=True)]
 
@@ -312,9 +275,9 @@ class _Experiment:
     def _idle(self, chosen: Sequence[Chosen], before: Lookup) -> bool:
         """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
         narrow = self._narrow
-        changed = self._weights.several([self._weights.rotated(chosen)])
+        changed = self.weights.several([self.weights.rotated(chosen)])
         after = narrow({where: x[0] for where, x in changed.items()})
-        made = {memory(self._weights.parameters[s.parameter]) for s, _ in chosen}
+        made = {memory(self.weights.parameters[s.parameter]) for s, _ in chosen}
         outputs = [x for operation in narrow.products(made) for x in tensors((operation.out,))]
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
@@ -322,7 +285,7 @@ class _Experiment:
         """Changes of the weights for the experiment on the input of the module, and the input's memory in each: all as
         it is with other inputs, and all that is known at zero with these inputs and with those it had."""
         self._one, other = self.path.inputs()
-        zeros = [self._weights.zeroed(slices) for _, _, slices, _ in self._sides]
+        zeros = [self.weights.zeroed(slices) for _, _, slices, _ in self._sides]
         return [[], *zeros, *zeros], [other] * (1 + len(zeros)) + [self._one] * len(zeros)
 
     @property
@@ -364,9 +327,9 @@ class _Experiment:
     @functools.cached_property
     def _rounding(self) -> float:
         """The most that rounding may change of a logit."""
-        least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
+        least = min(self.weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
         steps = 4 if torch.finfo(least).bits < 32 else 64
-        return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._seen)
+        return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self.seen)
 
     def _heads_that_change(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[bool]:
         """Of each head, whether its logits changed by more than rounding."""
@@ -645,52 +608,11 @@ def _rows_of(s: HeadSlice | None, weight: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kind:
-    """The numbers that a site's logits start from, besides its weights, and where there are zeros among them.
-
-    Args:
-        parameters: its weights and biases by name.
-        given: the tensors that its operators read and do not make.
-        dynamic: the memory of all that depends on the model's input.
-        visible: which logits are not hidden.
-        empty: the heads without a number in each weight.
-        unscaled: as of a site.
-    """
-
-    parameters: Parameters
-    given: list[Tensor]
-    dynamic: set[int]
-    visible: list[Tensor]
-    empty: list[tuple[int, ...]]
-    unscaled: str = ""
-
-    def zeros_as_in(self, other: _Kind) -> bool:
-        """True if whatever is zero, hidden or an index here is so there too."""
-        if self.empty != other.empty or not all(map(torch.equal, self.visible, other.visible)):
-            return False
-        return all(other.alike(y, [x])[0] for x, y in zip(self.given, other.given))
-
-    def alike(self, known: Tensor, others: Sequence[Tensor]) -> list[bool]:
-        """Of each tensor, whether it may stand in the place of one that this site started from: where that depends on
-        the model's input, if it is not all zero, else if it has zeros in the same places; indices must be equal."""
-        own = place(known)
-        apart = {id(x): x for x in others if x is not known and place(x) != own}
-        if not (known.is_floating_point() or known.is_complex()):
-            same = {i: torch.equal(x, known) for i, x in apart.items()}
-        elif memory(known) in self.dynamic:
-            largest = torch.stack([x.abs().amax() for x in apart.values()]).tolist() if apart else []
-            same = {i: size != 0 for i, size in zip(apart, largest, strict=True)}
-        else:
-            same = {i: torch.equal(x != 0, known != 0) for i, x in apart.items()}
-        return [same.get(id(x), True) for x in others]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
     """A site that is like a confirmed one, operator by operator: the pattern that it follows, its call, and the number
     of the first operator."""
 
-    pattern: _Pattern
+    pattern: Pattern
     site: AttentionSite
     call: RecordedCall
     since: int
@@ -698,42 +620,41 @@ class Copy:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Pattern:
+class Pattern:
     """A confirmed site, with the run of operators of a module's call that all of its experiment lies in.
 
     Attributes:
-        site, call, kind: the site, its call, and the numbers that its logits start from.
+        site, call: the site and its call.
+        parameters: its weights and biases by name.
         level: how far out the module's call is, 0 for that which the attention was seen in.
         since, count: the operators.
         started: how many of them had run when each module's call inside began, innermost first.
-        given: the places of `kind.given` among the tensors of the operators: the operator and which of its tensors.
+        given: the places of what the experiment's operators read and do not make, besides its weights: the operator and
+            which of its tensors.
         first: the memory of weights and of the input, which nothing may read before.
+        visible: which logits are not hidden.
+        empty: the heads without a number in each weight.
     """
 
     site: AttentionSite
     call: RecordedCall
-    kind: _Kind
+    parameters: Parameters
     level: int
     since: int
     count: int
     started: tuple[int, ...]
     given: tuple[tuple[int, int], ...]
     first: frozenset[int]
+    visible: list[Tensor]
+    empty: list[tuple[int, ...]]
 
     @classmethod
-    def of(
-        cls,
-        record: Record,
-        kind: _Kind,
-        path: Path,
-        operations: Sequence[Operation],
-        site: AttentionSite,
-        calls: Sequence[RecordedCall],
-    ) -> _Pattern | None:
+    def of(cls, experiment: _Experiment, site: AttentionSite, calls: Sequence[RecordedCall]) -> Pattern | None:
         """The pattern of a site; None if its experiment is not one of the operators of a single call of a module."""
+        record, path = experiment.among.record, experiment.path
         if len(calls) > 1 or calls[0].captured.headless or path.begin is None:
             return None
-        call, used = calls[0], {id(o) for o in operations}
+        call, used = calls[0], {id(o) for o in experiment.operations}
         line, until = call.captured.frame.line(), call.until
         found = (
             (level, numbers)
@@ -745,25 +666,21 @@ class _Pattern:
         if level < 0:
             return None
         since = line[level].since
-        wanted = {id(x): i for i, x in reversed([*enumerate(kind.given)])}
-        places: dict[int, tuple[int, int]] = {}
-        for i in numbers:
-            for j, x in enumerate(record.tensors_of(i)):
-                if (n := wanted.get(id(x))) is not None:
-                    places.setdefault(n, (i - since, j))
         first = frozenset(map(memory, path.boundary)) | path.weights
         if record.readers(first, since):
             return None
         return cls(
             site=site,
             call=call,
-            kind=dataclasses.replace(kind, given=[kind.given[n] for n in places]),
+            parameters=experiment.weights.parameters,
             level=level,
             since=since,
             count=until - since,
             started=tuple([f.since - since for f in line[: level + 1]]),
-            given=tuple(places.values()),
+            given=tuple([(i - since, j) for i, j in _given(record, numbers, path.weights)]),
             first=first,
+            visible=[z.isfinite() for z in experiment.seen],
+            empty=experiment.weights.empty,
         )
 
     def copy(self, record: Record, dynamic: set[int], names: Mapping[Place, str], call: RecordedCall) -> Copy | None:
@@ -783,8 +700,7 @@ class _Pattern:
         seen = zip(_tensors(known.call), _tensors(captured.call), strict=True)
         if any(there.get(memory(x), 0) != memory(y) or place(x)[1:] != place(y)[1:] for x, y in seen):
             return None
-        parameters = self.kind.parameters
-        named = {n: names.get((there[memory(p)], *place(p)[1:])) for n, p in parameters.items()}
+        named = {n: names.get((there[memory(p)], *place(p)[1:])) for n, p in self.parameters.items()}
         if None in named.values():
             return None
 
@@ -795,19 +711,48 @@ class _Pattern:
         site = dataclasses.replace(self.site, name=captured.name, module=captured.frame.module, terms=terms)
         return Copy(pattern=self, site=site, call=call, since=since)
 
-    def same_numbers(self, record: Record, model: nn.Module, copies: Sequence[Copy]) -> list[bool]:
+    def same_numbers(self, among: Verification, copies: Sequence[Copy]) -> list[bool]:
         """Whether what is zero, hidden or an index at each of the copies is so at the confirmed site too."""
-        same = [self._same_weights(model, copy.site) for copy in copies]
-        for (i, j), known in zip(self.given, self.kind.given, strict=True):
-            others = [record.tensors_of(copy.since + i)[j] for copy in copies]
-            found = self.kind.alike(known, others)
+        same = [self._same_weights(among.model, copy.site) for copy in copies]
+        for i, j in self.given:
+            known = among.record.tensors_of(self.since + i)[j]
+            others = [among.record.tensors_of(copy.since + i)[j] for copy in copies]
+            found = _may_replace(known, others, dynamic=memory(known) in among.dynamic)
             same = [a and b for a, b in zip(same, found, strict=True)]
         seen = _visible(self.call.captured.call, [copy.call.captured.call for copy in copies])
-        return [yes and all(map(torch.equal, one, self.kind.visible)) for yes, one in zip(same, seen, strict=True)]
+        return [yes and all(map(torch.equal, one, self.visible)) for yes, one in zip(same, seen, strict=True)]
 
     def _same_weights(self, model: nn.Module, site: AttentionSite) -> bool:
         chains = [side for term in site.terms for side in (term.query, term.key)]
-        return ChangedWeights(model, [*site.query, *site.key], chains).empty == self.kind.empty
+        return ChangedWeights(model, [*site.query, *site.key], chains).empty == self.empty
+
+
+def _given(record: Record, numbers: Sequence[int], weights: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Where operators read tensors that lie in memory which none of them made, other than weights: the number of the
+    operator, and which of its tensors; of each tensor the first place."""
+    made, seen = set[int](), set[int]()
+    for i in numbers:
+        for j, x in enumerate(record.tensors_of(i)):
+            if memory(x) not in made and memory(x) not in weights and id(x) not in seen:
+                seen.add(id(x))
+                if memory(x) in record.operations[i].reads or memory(x) not in record.operations[i].makes:
+                    yield i, j
+        made |= record.operations[i].makes
+
+
+def _may_replace(known: Tensor, others: Sequence[Tensor], *, dynamic: bool) -> list[bool]:
+    """Of each tensor, whether it may stand in the place of one that a confirmed site started from: where that depends
+    on the model's input, if it is not all zero, else if it has zeros in the same places; indices must be equal."""
+    own = place(known)
+    apart = {id(x): x for x in others if x is not known and place(x) != own}
+    if not (known.is_floating_point() or known.is_complex()):
+        same = {i: torch.equal(x, known) for i, x in apart.items()}
+    elif dynamic:
+        largest = torch.stack([x.abs().amax() for x in apart.values()]).tolist() if apart else []
+        same = {i: size != 0 for i, size in zip(apart, largest, strict=True)}
+    else:
+        same = {i: torch.equal(x != 0, known != 0) for i, x in apart.items()}
+    return [same.get(id(x), True) for x in others]
 
 
 def _fixed(captured: CapturedCall) -> Hashable:
@@ -845,41 +790,6 @@ def _same_mask(one: AttentionCall, two: AttentionCall) -> bool:
     return all(masks) and all(
         same(x, y) or torch.equal(x, y) for x, y in ((one.pos_q, two.pos_q), (one.pos_k, two.pos_k))
     )
-
-
-@final
-class _Form:
-    """Numbers memory in the order in which it is met, so that equal operators on other tensors have one form."""
-
-    def __init__(self) -> None:
-        self.given: list[Tensor] = []  # every tensor in memory that an operator read before any wrote it
-        self._outside: set[int] = set()  # that memory
-        self._numbers: dict[int, int] = {}
-        self._met: dict[int, tuple[Tensor, Hashable]] = {}  # by id: an operator's output is the argument of others
-
-    def number(self, m: int) -> int:
-        """The number of a piece of memory."""
-        return self._numbers.setdefault(m, len(self._numbers))
-
-    def of(self, value: object, *, made: bool = False) -> Hashable:
-        """Returns a value for arguments, or for what an operator `made`, that is equal if they differ only in
-        numbers."""
-        if isinstance(value, Tensor):
-            if (known := self._met.get(id(value))) is not None:
-                return known[1]
-            where = place(value)
-            if where[0] not in self._numbers and not made:
-                self._outside.add(where[0])
-            if where[0] in self._outside:
-                self.given.append(value)
-            form = (self.number(where[0]), *where[1:], value.device)
-            self._met[id(value)] = (value, form)
-            return form
-        if isinstance(value, (tuple, list)):
-            return tuple([self.of(x, made=made) for x in value])
-        if isinstance(value, Mapping):
-            return tuple([(name, self.of(x)) for name, x in value.items()])
-        return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 def _signature(call: Seen) -> Hashable:

@@ -487,43 +487,53 @@ class _Reading:
         """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
         which was not kept."""
         if self.watcher.operations:
-            self.checks = checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
+            self.checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
             for name, site in self.sites.items():
-                self.sites[name] = checks.site(site, self._recorded[name])
+                self.sites[name] = self._checked(site, self._recorded[name])
         try:
             with torch.enable_grad():
-                left = self._of_known_kinds([*grouped(self._waiting)])
-                for calls in left:
-                    self.sites[calls[0].name] = self._with_origin(self._site(calls), calls)
+                self._read_by_kind([*grouped(self._waiting)])
         except RuntimeError:
             if not self.parts.missed:
                 raise
         return not self.parts.missed
 
-    def _of_known_kinds(self, groups: Sequence[list[CapturedCall]]) -> list[list[CapturedCall]]:
-        """Reads the sites of these calls, of each kind of module one, and those that are like it; returns the calls of
-        the others."""
-        if self.checks is None:
-            return [*groups]
-        copies: list[tuple[Copy, list[CapturedCall]]] = []
-        left: list[list[CapturedCall]] = []
-        for calls in groups:
-            copy = self.checks.another([self.order[call.name] for call in calls])
-            if copy is not None:
-                copies.append((copy, calls))
-            else:
-                self.sites[calls[0].name] = self._with_origin(self._site(calls), calls)
-        for (copy, calls), same in zip(copies, self.checks.same_numbers([copy for copy, _ in copies]), strict=True):
-            if not same:
-                left.append(calls)
-                continue
-            site = copy.site
-            if site.normed:
-                with unrounded(scored(calls[0])):
-                    query, key = _gains(calls, calls[0].call.q, calls[0].call.k, self._names)
-                site = dataclasses.replace(site, query_gains=query, key_gains=key)
-            self.sites[calls[0].name] = self._with_origin(site, calls)
-        return left
+    def _read_by_kind(self, groups: Sequence[list[CapturedCall]]) -> None:
+        """Reads the sites of these calls: one of each kind from the graph, and as that one those that are like it."""
+        tried: dict[str, set[int]] = {calls[0].name: set() for calls in groups}
+        while groups:
+            copies: list[tuple[Copy, list[CapturedCall]]] = []
+            for calls in groups:
+                recorded, name = [self.order[call.name] for call in calls], calls[0].name
+                copy = None if self.checks is None else self.checks.another(recorded, tried[name])
+                if copy is None:
+                    with unrounded(scored(calls[0])):
+                        site = _site(calls, self._names, self._wanted)
+                    site = site if self.checks is None else self.checks.site(site, recorded)
+                    self.sites[name] = self._with_origin(site, calls)
+                else:
+                    copies.append((copy, calls))
+                    tried[name].add(id(copy.pattern))
+            same = [] if self.checks is None else self.checks.same_numbers([copy for copy, _ in copies])
+            for (copy, calls), yes in zip(copies, same, strict=True):
+                if yes:
+                    self.sites[calls[0].name] = self._with_origin(self._with_gains(copy.site, calls), calls)
+            groups = [calls for (_, calls), yes in zip(copies, same, strict=True) if not yes]
+
+    def _with_gains(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
+        if not site.normed:
+            return site
+        with unrounded(scored(calls[0])):
+            query, key = _gains(calls, calls[0].call.q, calls[0].call.k, self._names)
+        return dataclasses.replace(site, query_gains=query, key_gains=key)
+
+    def _checked(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
+        """A site that was read earlier, with what the experiment shows, on it or on one that it is like."""
+        assert self.checks is not None
+        copy = self.checks.another(calls)
+        if copy is not None and _same_terms(copy.site, site) and all(self.checks.same_numbers([copy])):
+            return dataclasses.replace(site, unscaled=copy.site.unscaled)
+        return self.checks.site(site, calls)
 
     def unrecognized(self) -> list[UnrecognizedAttention]:
         """The attentions of a recorded pass that no reader of calls has seen."""
@@ -548,11 +558,14 @@ class _Reading:
         self.visible[site.name] = visible_sets(calls[0].call, origin)
         return dataclasses.replace(site, origin=origin)
 
-    def _site(self, calls: list[CapturedCall]) -> AttentionSite:
-        """The site of a call, with what an experiment shows of it in a recorded pass."""
-        with unrounded(scored(calls[0])):
-            site = _site(calls, self._names, self._wanted)
-        return site if self.checks is None else self.checks.site(site, [self.order[call.name] for call in calls])
+
+def _same_terms(one: AttentionSite, two: AttentionSite) -> bool:
+    """True if two sites have the same rows of the same weights in the same terms."""
+    if [(len(t.query), len(t.key)) for t in one.terms] != [(len(t.query), len(t.key)) for t in two.terms]:
+        return False
+    mine, others = ([s for t in site.terms for s in (*t.query, *t.key)] for site in (one, two))
+    pairs = zip(mine, others, strict=True)
+    return all(s.parameter == o.parameter and s.bias == o.bias and s.same(o) for s, o in pairs)
 
 
 @contextmanager
