@@ -209,6 +209,7 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         for short in () if dist.world() > 1 else shorter(args, kwargs):
             try:
                 trace = _traced(model, short.args, short.kwargs, undo, expected=expected)
+                undo()
                 sites = trace.sites
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
                 if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
@@ -288,7 +289,6 @@ def _traced(
     """The trace of one pass over this example, with as much of its sites as `read` says."""
     check_devices(model, args, kwargs)
     reading, below = _watched(model, args, kwargs, undo, read, places)
-    undo()
     watcher = reading.watcher
     unrecognized = tuple(reading.unrecognized())
     if not reading.sites and expected:
