@@ -482,9 +482,8 @@ class _Reading:
     def run(self) -> None:
         """Runs the pass."""
         torch.clear_autocast_cache()  # else a weight's cast may be one of an earlier pass
-        forward(self.watcher.stack.root.module, _looking(self.watcher), *self.given, parts=self.parts)
-        if isinstance(self.watcher.guard, DeferredError):
-            self.watcher.guard.settle()
+        watcher = self.watcher
+        forward(watcher.stack.root.module, _looking(watcher), *self.given, parts=self.parts, guard=watcher.guard)
 
     def finished(self) -> bool:
         """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
@@ -662,6 +661,7 @@ def forward(
     *,
     graph: bool = True,
     parts: CheckpointedParts | None = None,
+    guard: Guarded = unguarded,
 ) -> None:
     """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
 
@@ -670,6 +670,7 @@ def forward(
         watcher: what is entered around it.
         graph: whether there are gradients.
         parts: its checkpointed parts; by default nothing of their graphs is kept.
+        guard: what calls the readers of the pass; an error that it has kept is raised when the pass is over.
 
     Raises: ApartError if it involves all processes and fails on only some of them.
     """
@@ -681,8 +682,8 @@ def forward(
     try:
         with agreed, eager, unoptimised, grads[0], grads[1], noticed, watcher:
             model(*args, **kwargs)
-        if isinstance(watcher, CaptureMode) and isinstance(watcher.guard, DeferredError):
-            watcher.guard.settle()
+        if isinstance(guard, DeferredError):
+            guard.settle()
     except Exception as error:
         if spread(model) and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)
