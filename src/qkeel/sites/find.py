@@ -21,7 +21,16 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Site
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import WRAPPED_AS, Args, Kwargs, buffers_of, parameters_of, submodules_of
+from qkeel.patching.modes import (
+    WRAPPED_AS,
+    Args,
+    Kwargs,
+    buffers_of,
+    modules_of,
+    parameters_in,
+    parameters_of,
+    submodules_of,
+)
 from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced, whole_weights
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
@@ -301,7 +310,7 @@ def _unverified(sites: Sites) -> str:
 
 
 def _own_sites(model: nn.Module) -> list[AttentionSite]:
-    return [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
+    return [_site(name, module) for name, module in modules_of(model).items() if isinstance(module, _OWN)]
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
@@ -373,7 +382,7 @@ def is_normed(site: AttentionSite) -> bool:
 
 def on_meta(model: nn.Module) -> bool:
     """Returns whether weights of a model are on the meta device."""
-    return any(p.is_meta for p in model.parameters())
+    return any([p.is_meta for p in parameters_in(modules_of(model).values())])  # noqa: C419
 
 
 def with_values(model: nn.Module) -> nn.Module:
