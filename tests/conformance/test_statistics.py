@@ -185,17 +185,22 @@ def test_merging_batch_halves_gives_the_statistics_of_the_whole_batch(name: str)
 
 
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4, -1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_entropy_is_accurate_at_any_size_of_the_logits(size: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_entropy_is_accurate_at_any_size_of_the_logits(
+    size: float, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_entropy(size, dtype)
+
+
+def check_entropy(size: float, dtype: torch.dtype) -> None:
     # Logits are small integers plus `size` on every key: exact in float32, so only the entropy formula can err.
     spec = AttentionSpec(scale=Fixed(1.0))
-    q = torch.zeros(1, 1, 3, 4)
-    q[..., 0] = size / 4 if abs(size) > 1 else 0
-    q[0, 0, :, 1] = torch.tensor([0.0, 1.0, 3.0])
-    k = torch.stack(
-        [torch.full((5,), 4.0), torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0]), torch.zeros(5), torch.zeros(5)], 1
-    )
-    q, k = q.to(dtype), k[None, None].to(dtype)
+    q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 5, 8)
+    q[..., 0], q[0, 0, :, 1] = size / 4 if abs(size) > 1 else 0, torch.tensor([0.0, 1.0, 3.0])
+    k[..., 0], k[0, 0, :, 1] = 4.0, torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
+    q, k = q.to(dtype), k.to(dtype)
     stats = attention(q, k, k, spec=spec, causal=False, stats=True)[1]
     shift = 4 * float(q[0, 0, 0, 0])
     z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)[:, None] * torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])

@@ -41,7 +41,7 @@ from qkeel.kernels.statistics import (
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, without_gradients
+from qkeel.patching.modes import in_vmap, no_operators_seen, without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -238,13 +238,13 @@ def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     """Returns keys [b g s d] without repetition, from keys [b h s d] that are repeated in blocks for grouped
     queries."""
     h = k.shape[1]
-    if not bool(k.any()):
-        return k
-    for r in (r for r in range(h, 1, -1) if h % r == 0):
-        groups = k.unflatten(1, (h // r, r))
-        if torch.equal(groups, groups[:, :, :1].expand_as(groups)):
-            return groups[:, :, 0]
-    return k
+    with no_operators_seen():  # these comparisons make no number of the pass
+        if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
+            return k
+        each = (r for r in range(h, 1, -1) if h % r == 0)
+        apart = ((r, k.unflatten(1, (h // r, r))) for r in each)
+        repeats = next((r for r, x in apart if torch.equal(x, x[:, :, :1].expand_as(x))), 1)
+    return k if repeats == 1 else k.unflatten(1, (h // repeats, repeats))[:, :, 0]
 
 
 def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:

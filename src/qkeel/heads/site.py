@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -72,6 +73,13 @@ class HeadSlice:
         if self.bias is None:
             return None
         return HeadSlice(parameter=self.bias, axis=0, index=self.index + self.bias_shift)
+
+    def renamed(self, parameter: str, bias: str | None) -> HeadSlice:
+        """The same rows of another weight."""
+        other = copy.copy(self)  # all that would be checked is known of this one
+        object.__setattr__(other, "parameter", parameter)
+        object.__setattr__(other, "bias", bias)
+        return other
 
     def same(self, other: HeadSlice) -> bool:
         """True if both give the same heads the same rows or columns (of weights that may differ)."""

@@ -328,20 +328,26 @@ def fresh_directory(path: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
+def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
+    """Returns nested values by dotted name.
+
+    >>> flat({"optim": {"lr": 1.0}, "seed": 0})
+    {'optim.lr': 1.0, 'seed': 0}
+    """
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{under}{name}.") if isinstance(value, Mapping) else {under + name: value}
+    return found
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Returns the keys (dotted if nested) at which two configurations differ.
 
     >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
     ['optim.lr']
     """
-    found: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(prefix + key)
-    return found
+    a, b = flat(old), flat(new)
+    return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
 
 
 @contextmanager

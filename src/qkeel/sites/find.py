@@ -9,7 +9,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +21,17 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Site
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import WRAPPED_AS, Args, Kwargs, buffers_of, gathered, parameters_of, submodules_of
-from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced
+from qkeel.patching.modes import (
+    WRAPPED_AS,
+    Args,
+    Kwargs,
+    buffers_of,
+    modules_of,
+    parameters_in,
+    parameters_of,
+    submodules_of,
+)
+from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced, whole_weights
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
 
@@ -292,11 +300,7 @@ def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mode
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
     dist.gather_messages(SEARCH, "begins")
-    with ExitStack() as undo:
-        with dist.agreed_collectives(SEARCH):
-            undo.enter_context(gathered(model))
-        if spread(model):  # by heads, which stay so
-            undo.enter_context(dist.agreed_collectives(SEARCH))
+    with whole_weights(model):
         return _searched(model, args, kwargs)[0]
 
 
@@ -306,7 +310,7 @@ def _unverified(sites: Sites) -> str:
 
 
 def _own_sites(model: nn.Module) -> list[AttentionSite]:
-    return [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
+    return [_site(name, module) for name, module in modules_of(model).items() if isinstance(module, _OWN)]
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
@@ -378,7 +382,7 @@ def is_normed(site: AttentionSite) -> bool:
 
 def on_meta(model: nn.Module) -> bool:
     """Returns whether weights of a model are on the meta device."""
-    return any(p.is_meta for p in model.parameters())
+    return any([p.is_meta for p in parameters_in(modules_of(model).values())])  # noqa: C419
 
 
 def with_values(model: nn.Module) -> nn.Module:

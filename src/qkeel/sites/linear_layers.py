@@ -51,10 +51,11 @@ def linear_layers(
     blocks = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(lists)))})\d+(?:\.|$)")
     verdicts: dict[tuple[type[nn.Module], int], bool] = {}
     found: list[ModuleCall] = []
+    around = {outer for home in homes for outer in _line(home)}  # what attends, and whatever that is a part of
     for frame in sorted(frames, key=lambda f: -len(f.line())):
-        if not blocks.match(frame.name) or any(_is_within(home, frame.name) for home in homes):
+        if not blocks.match(frame.name) or frame.name in around:
             continue
-        if any(_is_within(frame.name, home) for home in homes) or any(_is_within(f.name, frame.name) for f in found):
+        if not homes.isdisjoint(_line(frame.name)) or any(frame.name in _line(f.name) for f in found):
             continue
         until = len(record.operations) if frame.until is None else frame.until
         kind = type(frame.module), until - frame.since
@@ -65,8 +66,14 @@ def linear_layers(
     return tuple(dict.fromkeys(f.name for f in sorted(found, key=lambda f: f.since)))
 
 
-def _is_within(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(f"{outer}.")
+def _line(name: str) -> list[str]:
+    """The names of a module and of those that it is a part of.
+
+    >>> _line("layers.0.attn")
+    ['layers.0.attn', 'layers.0', 'layers']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
 def _mixes_positions(record: Record, dynamic: set[int], frame: ModuleCall, until: int) -> bool:
