@@ -321,7 +321,7 @@ def test_a_rotation_is_differentiable_twice_and_a_norm_once(door: Door) -> None:
             for x in torch.autograd.grad(total, [q, k]):
                 torch.testing.assert_close(x, torch.full_like(x, 2.0))
         else:
-            with pytest.raises(RuntimeError, match="differentiated( only)? once"):
+            with pytest.raises(RuntimeError, match=r"differentiated( only)? once"):
                 torch.autograd.grad(total, [q, k])
 
 
