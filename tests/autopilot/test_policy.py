@@ -50,7 +50,7 @@ def test_a_forecast_is_printed_once_whether_the_alarm_quotes_it_or_not(quoted: b
     forecast = Forecast(threshold=1e3, value=240.7, exponent=1.5, step=28.0, low=17.0, high=53.0)
     reason = f"max logit 240.7 {forecast}" if quoted else "max logit 240.7 is over 100"
     one = Decision(step=12, action=Action.CLIP, rule="", forecast=forecast, expected="", reason=reason)
-    assert str(one).count("passes 1e3 at step 28") == 1
+    assert str(one).count("will pass 1,000 at step 28") == 1
 
 
 def test_it_escalates_by_head_and_site_and_lets_go_with_hysteresis() -> None:

@@ -68,11 +68,11 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: found(SCRIPT, r"watching (\d) attention layers of GPT"),
     ),
     (
-        r"alarm at step (14), blocks.0.attn, head 0: max logit (83.65) passes 1e3 at step (43) "
+        r"alarm at step (14), blocks.0.attn, head 0: max logit (83.65) will pass 1,000 at step (43) "
         r"\(90 % interval (23) to (101)\)",
         lambda: found(
             SCRIPT,
-            r"alarm at step (\d+), blocks.0.attn, head 0: max logit ([\d.]+) passes 1e3 at step (\d+) "
+            r"alarm at step (\d+), blocks.0.attn, head 0: max logit ([\d.]+) will pass 1,000 at step (\d+) "
             r"\(90 % interval (\d+) to (\d+)\)",
         ),
     ),

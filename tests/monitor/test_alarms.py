@@ -82,7 +82,7 @@ def test_one_odd_batch_raises_no_growth_alarm() -> None:
 
 def test_a_forecast_alarm_says_threshold_step_and_interval() -> None:
     (alarm,) = replay(history(power(1.0, 700.0)), [Approach(threshold=1e3)])
-    assert "passes 1e3 at step 14" in str(alarm)
+    assert "will pass 1,000 at step 14" in str(alarm)
     assert "90 % interval" in str(alarm)
     assert alarm.step < 100
     assert replay(history(power(0.2, 60.0)), [Approach(threshold=1e3)]) == []

@@ -71,20 +71,25 @@ def test_a_farther_threshold_has_a_wider_interval() -> None:
 
 def test_it_reads_like_a_sentence() -> None:
     said = Forecast(threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0)
-    assert str(said) == "passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340) if the learning rate stays the same"
+    assert (
+        str(said) == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340) if the learning rate stays the same"
+    )
     known = dataclasses.replace(said, end=5000)
-    assert str(known) == "passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340)"
-    assert str(dataclasses.replace(known, high=math.inf)) == "passes 1e4 at step 2,140 (90 % interval 1,950 to never)"
+    assert str(known) == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)"
+    assert (
+        str(dataclasses.replace(known, high=math.inf))
+        == "will pass 10,000 at step 2,140 (90 % interval 1,950 to never)"
+    )
     never = dataclasses.replace(known, step=math.inf, high=math.inf)
-    assert str(never) == "does not pass 1e4 within this run"
+    assert str(never) == "will not pass 10,000 within this run"
     assert never.interval == "90 % interval 1,950 to never"
 
 
 def test_a_forecast_that_says_nothing_names_no_step() -> None:
     vague = Forecast(threshold=100.0, value=20.0, exponent=0.1, step=1.16e6, low=4300.0, high=5.2e8)
-    assert str(vague) == "does not pass 100 before step 4,300 if the learning rate stays the same"
+    assert str(vague) == "will not pass 100 before step 4,300 if the learning rate stays the same"
     near = Forecast(threshold=1e3, value=83.65, exponent=1.0, step=43.0, low=23.0, high=101.0)
-    assert str(near) == "passes 1e3 at step 43 (90 % interval 23 to 101) if the learning rate stays the same"
+    assert str(near) == "will pass 1,000 at step 43 (90 % interval 23 to 101) if the learning rate stays the same"
 
 
 def test_rates_and_steps_must_pair() -> None:

@@ -110,6 +110,6 @@ def alarms(one: Sample, names: tuple[str, ...]) -> list[Alarm]:
         remedy=hold, source=kimi, **place,
     )  # fmt: skip
     harm = "Wortsman et al. 2023, arXiv 2309.14322: with transplanted logits of 1e3 the loss degrades"
-    meaning = "max logit 104 passes 1e3 at step 2,140 ± 200 (90 % interval 1,950 to 2,340)"
+    meaning = "max logit 104 will pass 1,000 at step 2,140 ± 200 (90 % interval 1,950 to 2,340)"
     alarm = dataclasses.replace(notice, rule="forecast 1000", severity=Severity.ALARM, meaning=meaning, source=harm)
     return [notice, alarm]

@@ -83,14 +83,16 @@ class Forecast:
     end: int | None = None
 
     def __str__(self) -> str:
-        """`passes 1e4 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition; where the interval is so
-        wide that its middle says nothing, the step before which it does not."""
+        """`will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)`, and on what condition.
+
+        If the interval is so wide that its middle says nothing: the step before which the logit will not pass it.
+        """
         condition = " if the learning rate stays the same" if self.end is None else ""
         if not math.isfinite(self.step):
-            return f"does not pass {_short(self.threshold)} within this run"
+            return f"will not pass {self.threshold:,g} within this run"
         if self.vague:
-            return f"does not pass {_short(self.threshold)} before step {_round(self.low):,}{condition}"
-        return f"passes {_short(self.threshold)} at step {_round(self.step):,} ({self.interval}){condition}"
+            return f"will not pass {self.threshold:,g} before step {_round(self.low):,}{condition}"
+        return f"will pass {self.threshold:,g} at step {_round(self.step):,} ({self.interval}){condition}"
 
     @property
     def vague(self) -> bool:
@@ -102,11 +104,6 @@ class Forecast:
         """`90 % interval 1,950 to 2,340`; `never` is not within this run."""
         low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
         return f"90 % interval {low} to {high}"
-
-
-def _short(x: float) -> str:
-    text = f"{x:.0e}".replace("e+0", "e").replace("e+", "e")
-    return f"{x:g}" if x < 1000 or float(text) != x else text
 
 
 def _round(x: float) -> int:
@@ -380,8 +377,8 @@ class History:
         """Draws the records with matplotlib and returns the Axes.
 
         what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
-        "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 1e4. field: a
-        name of records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
+        "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 10,000. field:
+        a name of records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
 
         Raises: UnknownNameError for another figure or a field that was not recorded, MissingLibraryError without
         matplotlib.
@@ -413,7 +410,7 @@ class History:
         elif len(self) < LEAST_POINTS:
             title = f"{len(self)} records are too few for a forecast; it takes {LEAST_POINTS}"
         elif found is None or farthest < found.step < np.inf:
-            title = f"does not pass 1e4 by step {farthest:,.0f} if it continues as now"
+            title = f"will not pass 10,000 by step {farthest:,.0f} if it continues as now"
         else:
             title = str(found)
             tables.draw_forecast(ax, found.threshold, (now, value), (found.low, found.step, found.high), farthest)

@@ -266,8 +266,9 @@ class SpectralScale(nn.Module):
         again = self.training and not torch.compiler.is_compiling() and recomputing()
         if again and self._forwards > 1:
             raise RefusedError(
-                f"sigma_reparam: gradient checkpointing computes a layer again that ran {self._forwards} times before "
-                "this backward pass, each time with another vector. Call backward after each forward pass, or leave "
+                f"sigma_reparam: gradient checkpointing recomputes a layer that ran {self._forwards} times before "
+                "this backward pass, each time with a different vector. Call backward after each forward pass, or "
+                "leave "
                 "the layer out of checkpointing"
             )
         sigma, right = self._sigma(weight, self._started if again else self.right)

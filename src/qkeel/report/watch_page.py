@@ -392,7 +392,10 @@ def _growth_or_angle(run: Watched) -> str:
         cause = f" It grew {cause}."
     since = run.steps[int(fine[0])]
     text = f"Since step {since:,} the logit of {head.name} head {head.head} grew {h.number(logit, 2)}-fold: "
-    return f"{text}|q|\u2060·\u2060|k| by {h.number(norm, 2)}, the largest cosine by {h.number(angle, 2)}.{cause}"
+    text += (
+        f"|q|\u2060·\u2060|k| is {h.number(norm, 2)} times what it was, the largest cosine {h.number(angle, 2)} times."
+    )
+    return text + cause
 
 
 def _entropy(run: Watched) -> str:

@@ -69,7 +69,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
     for part, model in itertools.permutations(models, 2):
         if id(unwrapped(models[part])) in inside[model]:
             raise InvalidValueError(
-                f"expected models that do not contain each other, got {part!r} inside {model!r}: give each once"
+                f"expected models that do not contain each other, got {part!r} inside {model!r}: give each only once"
             )
     return models
 
