@@ -369,7 +369,7 @@ class BenchRow:
         return statistics.median(self.ratios)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row as results files have it."""
+        """Returns the row in the form of results files."""
         return {
             "case": self.name,
             "cpu_ms": [round(f(self.times), 4) for f in (min, statistics.median, max)],

@@ -284,7 +284,8 @@ class HowFlags:
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Train runs that differ only in seed, steps and rates as one model: auto, for small models, off, or how many."""
+    """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
+    the number of runs."""
     shard: Unset[str] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Switch = False

@@ -173,7 +173,7 @@ def _check_source(to: str, shape: TargetArchitecture, config: ModelConfigFields)
     for key, right in (("mlp_bias", (False, None)), ("attn_logit_softcapping", (None,))):
         if key in config and config[key] not in right:
             raise RefusedError(
-                f"config.json says {key} = {config[key]!r}, which {to} does not have; train it away first"
+                f"config.json says {key} = {config[key]!r}, which {to} does not have; train the model without it first"
             )
     if to == "gemma3" and "attn_logit_softcapping" not in config:
         raise RefusedError(
