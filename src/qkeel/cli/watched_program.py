@@ -546,8 +546,8 @@ class WatchSession:
         return out if first == model else out.with_name(f"{out.name}-{model}")
 
     def close(self, *, complete: bool) -> None:
-        """Stops watching and reports how it went and where the runs are. `complete`: whether the script ended "
-        "without an error."""
+        """Stops watching and reports how it went and where the runs are. `complete`: whether the script ended
+        without an error."""
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
         for run in self._runs if complete else ():
