@@ -348,7 +348,7 @@ class RemedyManager:
     def _parsed(self, key: RemedyKey) -> QKClip | LALR:
         (asked,) = parse(key[0])
         if not isinstance(asked, (QKClip, LALR)):
-            raise RefusedError(f"expected qk_clip or lalr, which have an option heads, got {key[0]!r} from the policy")
+            raise RefusedError(f"expected qk_clip or lalr, which have the option heads, got {key[0]!r} from the policy")
         return asked
 
     def _applied(self, key: RemedyKey, heads: SiteHeads) -> Handle:
