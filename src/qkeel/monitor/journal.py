@@ -428,7 +428,7 @@ class PendingResults:
             self._said = True
             caution(
                 "qk_spectral_norm is not measured for heads that no process holds whole: qkeel does not gather "
-                f"weights to compute one number. Weights are split through heads of {', '.join(unknown)}"
+                f"weights to compute one number. Heads are split over processes in {', '.join(unknown)}"
             )
 
     def has(self, phase: Phase) -> bool:

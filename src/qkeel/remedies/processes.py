@@ -35,8 +35,9 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
     the passes, so remedies of the passes alone are possible there."""
     if (stage := dist.zero_stage(model)) and (stage == 3 or any(remedy.on_steps for remedy in remedies)):
         raise RefusedError(
-            f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer steps flat pieces of the "
-            "weights and knows no heads. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a remedy that "
+            f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer steps flattened pieces of the "
+            "weights, in which heads cannot be found. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a "
+            "remedy that "
             "changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
         )
     if any(map(dist.is_flat, dist.wrappers(model))):
