@@ -78,7 +78,7 @@ LENGTHS: tuple[Claim, ...] = (
         kept("kna+nope"),
     ),
     Claim(
-        "Plain models fail since long texts bring more unseen angles than under KeyNorm (share of pairs)",
+        "Plain models fail because long texts bring more unseen angles than under KeyNorm (share of pairs)",
         SU,
         "lengths",
         unseen("baseline"),

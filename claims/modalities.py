@@ -133,7 +133,7 @@ MODALITIES: tuple[Claim, ...] = (
         mixed("val_loss", 0.1, remedy=LAYER),
     ),
     Claim(
-        "QK-norm alone leaves the hidden states of the last block to grow; norms after the branches hold them (LR 0.1)",
+        "QK-norm alone lets the hidden states of the last block grow; norms after the branches hold them (LR 0.1)",
         CHAMELEON,
         "mixed",
         mixed(HIDDEN, 0.1, remedy=LAYER),

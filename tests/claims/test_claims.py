@@ -158,7 +158,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("research/extrapolation.md", "contradicted"): [
         (
             "Long texts do not bring plain models a share of unseen angles that is larger than under KNA by a point.",
-            "Plain models fail since long texts bring more unseen angles than under KeyNorm (share of pairs)",
+            "Plain models fail because long texts bring more unseen angles than under KeyNorm (share of pairs)",
         ),
     ],
 }

@@ -477,7 +477,7 @@ def test_what_lies_just_inside_of_what_a_slot_takes_is_taken_and_just_outside_re
         (lambda: Llama3(factor=8, train_length=64, low=0.0), "0 < low < high turns, got low=0.0"),
         (lambda: FloorLogTemperature(alpha=math.inf), "a finite alpha, got inf"),
         (lambda: RMSNorm(over="nope"), "leaves the rotated part"),  # type: ignore[arg-type]
-        (lambda: LayerNorm(gain="scalar", bias=True), "a bias goes with gain 'dim' or 'head_dim', got gain 'scalar'"),
+        (lambda: LayerNorm(gain="scalar", bias=True), "a bias requires gain 'dim' or 'head_dim', got gain 'scalar'"),
     ):
         with pytest.raises(QkeelError, match=re.escape(says)):
             make()

@@ -141,7 +141,7 @@ class GainNorm(Norm):
         check(self.eps >= 0, "eps >= 0", self.eps)
         for gain in (self._gain(part) for part in _PARTS if self.bias and part in self.on):
             if gain not in ("dim", "head_dim"):
-                raise InvalidValueError(f"a bias goes with gain 'dim' or 'head_dim', got gain {gain!r}")
+                raise InvalidValueError(f"a bias requires gain 'dim' or 'head_dim', got gain {gain!r}")
 
     @abc.abstractmethod
     def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
