@@ -103,7 +103,13 @@ def test_factor_one_changes_no_score() -> None:
         (AttentionSpec(position=ALiBi()), "yarn", {"train_length": 9}, RefusedError, "ALiBi"),
         (SPEC.extrapolate("pi", factor=2), "ntk", {"factor": 2}, RefusedError, "as trained"),
         (preset("kna_logn", train_length=16), "log_n", {"train_length": 16}, RefusedError, "already"),
-        (AttentionSpec(position=Rope(pairing="interleaved")), "rerope", {"window": 3}, RefusedError, "half pairs"),
+        (
+            AttentionSpec(position=Rope(pairing="interleaved")),
+            "rerope",
+            {"window": 3},
+            RefusedError,
+            "the two halves of a head",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(spec, method, options, error, words) -> None:
