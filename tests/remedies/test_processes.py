@@ -135,7 +135,7 @@ def test_sites_are_known_again_by_their_names() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RefusedError, match="was found in a model with other weights"):
         qkeel.apply("lalr", torch.nn.Sequential(model), optimizer, sites=sites)
-    with pytest.raises(InvalidTypeError, match=r"expected what qkeel.find_sites returned as sites"):
+    with pytest.raises(InvalidTypeError, match=r"expected sites as qkeel.find_sites returned them"):
         qkeel.apply("lalr", model, optimizer, sites=["attention"])  # type: ignore[list-item]
     with pytest.raises(RefusedError, match="give an example in place of the sites"):
         qkeel.apply("softcap", model, optimizer, sites=sites)

@@ -228,7 +228,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[QkeelError], str]] = {
     "multiplier": (lambda: InverseSqrt(multiplier=math.inf), InvalidValueError, "a finite multiplier, got inf"),
     "learned init": (lambda: Learned(init=-1.0), InvalidValueError, "initial scale above 0, got -1"),
     "learned per": (lambda: Learned(init=1.0, per="heads"), UnknownNameError, "Did you mean 'head'"),  # type: ignore[arg-type]
-    "maximum without log": (lambda: Learned(init=1.0, maximum=9.0), InvalidValueError, "goes with log=True"),
+    "maximum without log": (lambda: Learned(init=1.0, maximum=9.0), InvalidValueError, "requires log=True"),
     "maximum 0": (lambda: Learned(init=1.0, log=True, maximum=0.0), InvalidValueError, "a maximum above 0, got 0"),
     "train_length": (lambda: LogN(train_length=1), InvalidValueError, "at least 2, got 1"),
     "learned": (lambda: LogN(train_length=8, learned="row"), UnknownNameError, "learned factor"),  # type: ignore[arg-type]

@@ -327,8 +327,8 @@ class MLA(SpecModule):
             layer = self.get_submodule(name)
             if not isinstance(layer, nn.Linear) or layer.bias is not None:
                 raise RefusedError(
-                    f"with a latent cache {name} is multiplied into the query and the output, which takes a plain "
-                    f"nn.Linear without bias, and {name} is {type(layer).__name__}; merge adapters first"
+                    f"a latent cache multiplies {name} into the query and the output, so {name} must be a plain "
+                    f"nn.Linear without bias, got {type(layer).__name__}; merge adapters first"
                 )
 
     def _heads(self, x: Tensor) -> Tensor:

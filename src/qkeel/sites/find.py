@@ -189,7 +189,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         RefusedError: the model has no module of such a name, or lacks rows of a weight that a site names.
     """
     if not all(isinstance(site, AttentionSite) for site in sites):
-        raise InvalidTypeError("expected what qkeel.find_sites returned as sites")
+        raise InvalidTypeError("expected sites as qkeel.find_sites returned them")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     found = []
     for site in map(functools.partial(_site_now, model), sites):

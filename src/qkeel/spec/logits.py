@@ -154,7 +154,7 @@ class Learned(Scale):
         check(self.init > 0, "an initial scale above 0", self.init)
         check_known("extent of a learned scale", self.per, ("layer", "head"))
         if self.maximum is not None and not self.log:
-            raise InvalidValueError("a maximum goes with log=True (Swin V2)")
+            raise InvalidValueError("a maximum requires log=True (Swin V2)")
         check(self.maximum is None or self.maximum > 0, "a maximum above 0", self.maximum)
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
