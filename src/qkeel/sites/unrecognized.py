@@ -41,7 +41,7 @@ from torch import Tensor
 
 from qkeel.capture.example import ModuleCall, mapped, tensors
 from qkeel.heads.site import UnrecognizedAttention
-from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place
+from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place, stored
 from qkeel.patching.modes import function_name
 
 _SOFTMAX = frozenset({"softmax", "safe_softmax", "sparse_softmax"})
@@ -543,7 +543,7 @@ class _Run:
         contents = {}
         if dim is not None:
             content = self.given.detach().untyped_storage().clone()
-            part = at_place(self.given.detach(), content).select(dim, position)
+            part = stored(at_place(self.given.detach(), content).select(dim, position))
             noise = torch.Generator().manual_seed(1000 * seed + position)
             size = self.given.detach().float().std().nan_to_num(1.0).clamp_min(0.1).item()
             part.add_(size * torch.randn(part.shape, generator=noise).to(part))
