@@ -448,6 +448,7 @@ NORMAL: Mapping[str, Normal] = {
     "squared relu": _alone(lambda z: torch.relu(z).square() / z.shape[-1]),
     "tanh": _alone(torch.tanh),
 }
+SINKS = {"null key", "softmax plus one"}  # what weights lack of one is the weight of a logit without a value
 TWO_SIDED = {"sinkhorn": 2, "dual softmax": 1}  # normalised over queries too
 
 
@@ -609,7 +610,7 @@ class Idiom(nn.Module):
                 w = _two_sided(self.plan.normal, z, seen, 3, 2)
             else:
                 w = NORMAL[self.plan.normal][1](z, seen)
-        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal == "null key")]
+        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal in SINKS)]
 
 
 _BY_HEAD = ("a", "c", "form", "asks", "first", "second")
