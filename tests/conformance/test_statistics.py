@@ -96,6 +96,7 @@ def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str
     return {
         "normalized_entropy": _mean(relative),
         "sink_share": _mean(p.gather(-1, first)[free]),
+        "logit_gap": _mean((logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]),
         "share_above": _mean((z > threshold).to(z.dtype)),
         "n_free": free.sum(),
     }
@@ -351,6 +352,7 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: s
         "entropy": entropy[:, rows].mean(1),
         "normalized_entropy": relative.mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
         "sink_share": first[:, free].mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
+        "logit_gap": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free].mean(1).nan_to_num(0.0),
         "share_above": (z > 1).sum((1, 2)) / visible.sum().double(),
         "qk_frobenius": dots.norm(dim=(1, 2)),
         "cos_max": cosines.masked_fill(~visible, -1.0).amax((1, 2)),

@@ -45,6 +45,9 @@ FLASH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 )
+# What these call in turn, where it is a Python function (before flash-attn 2.7). Code that joins several attentions by
+# their logsumexps calls it itself, as MoBA does; what it returns is in no order that its signature shows.
+FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
 LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
 _ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them
 _ONE_HOME = (
@@ -120,7 +123,7 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
     seen: set[int] = set()
     places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *others)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
-        places += [(sys.modules.get(home), name) for name in FLASH]
+        places += [(sys.modules.get(home), name) for name in (*FLASH, *FLASH_FORWARD)]
     for module, name in places:
         function = None if module is None else vars(module).get(name)
         if isinstance(function, types.FunctionType) and id(function) not in seen:
@@ -485,5 +488,5 @@ FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
     "run_with_weights": qkeel_call,
     "flex_attention": flex,
     "varlen_attn": flash,
-    **dict.fromkeys(FLASH, flash),
+    **dict.fromkeys((*FLASH, *FLASH_FORWARD), flash),
 }

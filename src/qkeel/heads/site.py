@@ -380,6 +380,8 @@ class Sites(list[AttentionSite]):
         missed: attentions that were seen but not understood.
         indexers: modules whose scores choose keys for one of the sites: a top-k takes them, no softmax, and no remedy
             acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
+        linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
+            attention and state-space layers: nothing is measured of them, and no remedy acts on them.
     """
 
     def __init__(
@@ -387,10 +389,12 @@ class Sites(list[AttentionSite]):
         sites: Iterable[AttentionSite] = (),
         missed: Iterable[UnrecognizedAttention] = (),
         indexers: Iterable[AttentionSite] = (),
+        linear: Iterable[str] = (),
     ) -> None:
         super().__init__(sites)
         self.missed = tuple(dict.fromkeys(missed))
         self.indexers = tuple(indexers)
+        self.linear = tuple(linear)
 
     @property
     def share(self) -> str:
@@ -402,11 +406,12 @@ class Sites(list[AttentionSite]):
         return share(len(self), len(self.missed))
 
     def _repr_html_(self) -> str:
-        """One row per site, and a line for each attention that was not understood."""
+        """One row per site, and a line for each attention that was not understood and each layer without logits."""
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
-        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
+        said = [f"not understood: {one}" for one in self.missed] + [f"linear, without logits: {n}" for n in self.linear]
+        return Frame(columns)._repr_html_() + join(tag("p", {}, one) for one in said)
 
 
 INDEX = "#index"  # what the name of an indexer ends with

@@ -566,6 +566,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gap_of_sinks": lambda values: _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD),
     "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
     "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
+    "max_over_mean": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _mean(values),
 }
 
 

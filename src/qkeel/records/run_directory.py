@@ -27,13 +27,14 @@ from qkeel.records.files import (
     whole_bytes,
     write_json,
 )
+from qkeel.records.names_and_units import LINEAR
 
 TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
 
 
 def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
     """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
-    versions say none.
+    versions say none. Layers without logits come last.
 
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}
@@ -41,6 +42,8 @@ def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, objec
     sites = about.get("sites")
     known = [site for site in sites if isinstance(site, dict)] if isinstance(sites, (list, tuple)) else []
     types = {str(site["name"]): str(site["type"]) for site in known if "type" in site and "name" in site}
+    linear = about.get(LINEAR)
+    types |= dict.fromkeys(map(str, linear if isinstance(linear, (list, tuple)) else ()), LINEAR)
     for event in events:
         if event.get("event") == TYPES_EVENT and isinstance(changed := event.get("types"), dict):
             types |= {str(layer): str(of) for layer, of in changed.items()}

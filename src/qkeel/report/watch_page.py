@@ -20,6 +20,7 @@ from qkeel.records import (
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
+    LINEAR,
     MONITOR_FIELDS,
     VALUE_FIELDS,
     Field,
@@ -460,6 +461,9 @@ def _cautions(run: Watched) -> list[str]:
         others = "; ".join(f"{one.get('module') or 'the model itself'}: {one.get('reason')}" for one in missed)
         text = f"{watched} of {watched + len(missed)} attentions were watched. Not understood: {others}."
         found.append(text)
+    linear = [name for name, of in run.types.items() if of == LINEAR]
+    if linear:
+        found.append(f"Layers without logits, of which nothing is measured: {listing(linear)}.")
     if run.status is not RunStatus.DONE and run.records:
         found.append(f"The run is not finished: the page shows it up to step {run.steps[-1]:,}.")
     peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan
@@ -886,8 +890,10 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         folded = {n: values[-1] for n, values in known.items() if values is not None and not np.isnan(values[-1]).all()}
         shown = list(folded)
         names = ("Layer", "Type")[: 1 + any(of != "full" for of in run.types.values())]
+        linear = [name for name, of in run.types.items() if of == LINEAR]
         head = [*columns(*names, kind="text"), *columns(*(COLUMNS[name] for name in shown))]
         body = [_layer(run, i, folded, typed=len(names) > 1) for i in range(len(run.layers))]
+        body += [table_row(name, words(LINEAR), *[measured(math.nan)] * len(shown)) for name in linear]
         inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
         parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))

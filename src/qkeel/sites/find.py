@@ -121,7 +121,8 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
     pairs = [(inside, sites) for inside, sites in named]
     indexers = (_renamed(site, inside) for inside, sites in pairs for site in sites.indexers)
-    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers)
+    linear = (inside(name) for inside, sites in pairs for name in sites.linear)
+    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers, linear)
 
 
 def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
@@ -201,7 +202,10 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             f"none of the sites ({', '.join(site.name for site in sites)}) has a module of its name in this "
             f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
         )
-    return Sites(found, sites.missed, _bound_indexers(sites, model)) if isinstance(sites, Sites) else Sites(found)
+    if not isinstance(sites, Sites):
+        return Sites(found)
+    linear = [now for n in sites.linear if (now := _name_now(model, n, of_module=True)) in modules]
+    return Sites(found, sites.missed, _bound_indexers(sites, model), linear)
 
 
 def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
@@ -283,7 +287,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
 def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
     own = _own_sites(model)
     trace = traced(model, args, kwargs, expected=not own)
-    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
+    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers, trace.sites.linear), trace
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:

@@ -25,7 +25,7 @@ from qkeel import dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.capture.scores import reached
+from qkeel.capture.scores import is_projected, reached
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -43,6 +43,7 @@ from qkeel.heads.site import (
 )
 from qkeel.heads.verification import RecordedCall, Verification
 from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
+from qkeel.nn.attention import SpecModule
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
@@ -56,6 +57,7 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
+from qkeel.sites.linear_layers import linear_layers
 from qkeel.sites.unrecognized import unrecognized_attention
 from qkeel.spec import AttentionCall
 
@@ -199,7 +201,7 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
                 if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
                     minima, types = whole
-                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers)
+                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers, sites.linear)
                     if short.cut and any(s.normed for s in sites):
                         sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
                     return dataclasses.replace(trace, sites=sites, minima=minima)
@@ -268,9 +270,10 @@ def _traced(
     groups = grouped([call.captured for call in reading.order.values()])
     calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
     least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
+    missed, linear = (*watcher.missed, *unrecognized), reading.linear(unrecognized)
     return ModelTrace(
         model=model,
-        sites=Sites(sites, (*watcher.missed, *unrecognized), _indexers(watcher, [site.name for site in sites])),
+        sites=Sites(sites, missed, _indexers(watcher, [site.name for site in sites]), linear),
         unrecognized=unrecognized,
         given=reading.given,
         calls=calls,
@@ -355,7 +358,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
     found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
-    return Sites(found, sites.missed, sites.indexers)
+    return Sites(found, sites.missed, sites.indexers, sites.linear)
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
@@ -458,6 +461,16 @@ class _Reading:
         record, dynamic = self.checks.record, self.checks.dynamic
         found = unrecognized_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
         return [one for one in found if not watcher.accounts_for(one.module)]
+
+    def linear(self, unrecognized: Sequence[UnrecognizedAttention]) -> tuple[str, ...]:
+        """The modules of a recorded pass that mix positions without logits."""
+        if self.checks is None:
+            return ()
+        own = [
+            name for name, module in self.watcher.stack.root.module.named_modules() if isinstance(module, SpecModule)
+        ]
+        attending = [*self.order, *own, *(one.module for one in (*self.watcher.missed, *unrecognized))]
+        return linear_layers(self.checks.record, self.checks.dynamic, self.watcher.stack.frames, attending)
 
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
         """Returns the site with what its keys are made of, and stores the visible sets of its first call."""
@@ -663,7 +676,11 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
 
 
 def _of_other_source(captured: CapturedCall) -> bool:
-    """True if queries and keys come from different inputs of the call's module, or of one around it."""
+    """True if queries and keys come from different inputs of the module that projects them.
+
+    That is the call's module, or one around it: a module that is given queries and keys only multiplies them, and two
+    projections of one hidden state are two inputs of it.
+    """
     call = captured.call
     pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     nodes = [[None if x is None else x.grad_fn for x in pair] for pair in pairs[:1]]
@@ -673,7 +690,7 @@ def _of_other_source(captured: CapturedCall) -> bool:
     for frame in captured.frame.line():
         stops = nodes_of(frame.inputs)
         of_query, of_key = reached(query, stops), reached(key, stops)  # type: ignore[arg-type]
-        if of_query and of_key:
+        if of_query and of_key and any(is_projected(way, stops) for way in (query, key)):  # type: ignore[arg-type]
             return of_query.isdisjoint(of_key)
     return False
 
