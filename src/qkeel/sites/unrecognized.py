@@ -398,14 +398,12 @@ class _Search:
                 base = run.at()
                 for dim, n in enumerate(x.shape):
                     near = range(max(0, n // 2 - _NEAR), min(n, n // 2 + _NEAR + 1))
-                    states = [run.at(dim, at) for at in dict.fromkeys((0, n - 1, *near))] if n > 1 else []
-                    if any(itertools.islice(_verdicts(candidate, normalized, base, states), _PAIRS)):
+                    states = {at: run.at(dim, at) for at in dict.fromkeys((0, n - 1, *near))} if n > 1 else {}
+                    if any(itertools.islice(_verdicts(candidate, normalized, base, [*states.values()]), _PAIRS)):
                         return True
-                    if outside is not None and n > 2:
-                        near = range(max(0, n // 2 - 1), min(n, n // 2 + 2))
-                        changed = {at: run.at(dim, at) for at in sorted({0, *near, n - 1})}
-                        if _joins_positions(base, changed, x.shape, dim):
-                            return True
+                    few = {at: state for at, state in states.items() if at in (0, n - 1) or abs(at - n // 2) < 2}
+                    if outside is not None and n > 2 and _joins_positions(base, few, x.shape, dim):
+                        return True
         return False
 
     def _outside(self, end: int, frame: ModuleCall) -> tuple[int, Tensor | None]:
