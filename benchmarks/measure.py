@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,7 +21,8 @@ import torch
 import qkeel
 from qkeel.cli.inspect import BenchRow, interleave, processor_ms
 
-__all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "restored", "take_turns"]
+__all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "median_interval", "restored"]
+__all__ += ["take_turns"]
 
 Case = Callable[[], object]
 Cases = dict[str, Case]
@@ -124,6 +126,24 @@ def between(rows: Sequence[BenchRow], over: str, base: str) -> float:
     """Returns the median over rounds of one case over another, each in the same round."""
     times = {row.name: row.times for row in rows}
     return statistics.median(a / b for a, b in zip(times[over], times[base]))
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Returns an interval for the median of what the values are drawn from, whatever its distribution.
+
+    It is from the k-th smallest to the k-th largest value, with the largest k for which fewer than k of n values are
+    below the median with a probability of at most (1 - level) / 2. Infinite if n is too small for the level.
+
+    >>> median_interval([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    (1.0, 6.0)
+    >>> median_interval([1.0, 2.0])
+    (-inf, inf)
+    """
+    n, k, below = len(values), 0, 0.0
+    while k < n and (below := below + math.comb(n, k) / 2**n) <= (1 - level) / 2:
+        k += 1
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)
 
 
 def restored(variable: str, run: Callable[[], Any], value: str | None = None) -> Any:

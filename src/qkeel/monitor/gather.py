@@ -208,7 +208,7 @@ class Measurement:
         shares = {key: x for key, x in single.items() if isinstance(x, PartialValue)}
         weights = dict(zip(shares, change([x.weight for x in shares.values()])))
         found: dict[NumberKey, Tensor | PartialValue] = {
-            key: x.masked_fill(~(weights[key] > 0), torch.nan) if key in shares else x for key, x in zip(single, known)
+            key: x.where(weights[key] > 0, torch.nan) if key in shares else x for key, x in zip(single, known)
         }
         kept = [
             SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=None)
@@ -275,7 +275,7 @@ class Transfer:
             by_dtype.setdefault(x.dtype, []).append(i)
         parts = []
         for of in by_dtype.values():
-            own = [given[i].detach() for i in of]
+            own = [x.detach() if x.requires_grad else x for x in [given[i] for i in of]]
             flat = [
                 (x if x.ndim == 1 else x.reshape(-1)) if x.device == device else on_device(device, dtype, x)
                 for x in own
