@@ -489,12 +489,9 @@ def show(title: str, found: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"\n{title}: per layer over the plain step of {plain:.2f} ms; median and its 95 % interval")
     for case, row in found.items():
         goal = f"goal {row['goal']:g}: {row['verdict']}" if "goal" in row else ""
-        print(
-            f"  {case:<46} {row['ms_per_layer']:7.3f} ms ({row['low']:6.3f} to {row['high']:6.3f}; {row['pairs']} pairs) "
-            f"ratio {row['ratio']:5.3f} {row['calls_per_layer']:6.1f} calls {row['operators_per_layer']:6.1f} operators  "
-            f"{goal}",
-            flush=True,
-        )
+        milliseconds = f"{row['ms_per_layer']:7.3f} ms ({row['low']:6.3f} to {row['high']:6.3f}; {row['pairs']} pairs)"
+        counts = f"{row['calls_per_layer']:6.1f} calls {row['operators_per_layer']:6.1f} operators"
+        print(f"  {case:<46} {milliseconds} ratio {row['ratio']:5.3f} {counts}  {goal}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

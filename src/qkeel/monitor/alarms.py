@@ -186,7 +186,7 @@ class VanishingGradient(Rule):
         if series is None or len(series) < 2:
             return None
         larger = series[-2:].max(0)  # of the two records; NaN where one was not measured
-        if np.isnan(larger).all() or not np.nanmin(larger) < 1:
+        if not np.fmin.reduce(larger, axis=None) < 1:  # NaN where no head was measured
             return None
         at = peak("grad_over_eps", -larger)
         now = float(series[-1, at.layer, at.head])

@@ -356,7 +356,7 @@ class Monitor(Handle):
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(
-                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, extras=extras
+                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, tree=tap.tree, extras=extras
             )
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None

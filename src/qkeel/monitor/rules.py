@@ -381,6 +381,9 @@ class EntropyCollapse(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
+        series = history.series("entropy")
+        if series is None or not len(series) or not np.fmin.reduce(series[-1], axis=None) <= self.threshold:
+            return None  # no mean is less than the least of its terms, so most records need no more than this
         means = _layer_means(history)
         if means is None or np.isnan(means[1]).all():
             return None
