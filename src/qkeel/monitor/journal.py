@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
@@ -182,13 +183,13 @@ class Recorder:
         numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
         table = self._table
         table.begin()
-        for block in stats.blocks:
-            table.add_statistics(block)
+        for block, own in itertools.zip_longest(stats.blocks, measured.arrays):
+            table.add_statistics(block, own)
         seen = set(table.heads)
         values = {"step": float(step)}
         for row in numbers.rows:
             if row.counts and row.name in HEAD_FIELDS:
-                table.put(row.name, row.sites, row.counts, row.values.double().numpy())
+                table.put(row.name, row.sites, row.counts, row.values.numpy())
             elif not row.counts:
                 names = self._names.get((row.name, row.sites))
                 if names is None:
@@ -247,13 +248,17 @@ class HeadRows:
                 table = self.heads[name] = self._nothing.copy()
             table.reshape(-1)[to] = values[of]
 
-    def add_statistics(self, block: ScoreBlock) -> None:
-        """Takes the statistics of a block of sites."""
+    def add_statistics(self, block: ScoreBlock, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Takes the statistics of a block of sites; `arrays` are those with one number per head, where they are known
+        as arrays already."""
         stats, (names, heads, kv_heads) = block.joint, block.layout
         if self.place.keys().isdisjoint(names):
             return
         self.classes = self.classes or stats.classes is not None
-        own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
+        if arrays is None:
+            own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
+        else:
+            own = {**arrays}
         with_maxima = own["max_logit"] != -np.inf
         own[NON_FINITE] = statistics.is_not_finite(*(own[name] for name in _FINITE))
         found = {name: own[name] if name in own else stats.value(name) for name in self._made_of}

@@ -219,7 +219,8 @@ class HiddenNorms:
 
 def _norms(state: Tensor) -> Tensor:
     """Of each token, in float32 or wider."""
-    return torch.linalg.vector_norm(state, dim=-1, dtype=wide(state.dtype))
+    kind = wide(state.dtype)
+    return torch.linalg.vector_norm(state, dim=-1, dtype=None if state.dtype == kind else kind)
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

@@ -52,9 +52,9 @@ def norms_and_grams(
         for own in _small_together(weights, rows, squared):
             x = _heads(weights[own[0]] if len(own) == 1 else torch.cat([weights[i] for i in own]), rows[own[0]])
             kind = wide(x.dtype)
-            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
+            x = x if x.dtype == kind else x.to(kind)
+            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2))))
             if own[0] < squared:
-                x = x if x.dtype == kind else x.to(kind)
                 grams.append((own, torch.bmm(x, x.mT)))
         return norms, grams
     heads = [_heads(x, r) for x, r in zip(weights, rows)]
