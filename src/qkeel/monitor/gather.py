@@ -343,7 +343,7 @@ def _arrays(stats: SiteStats, flat: np.ndarray, firsts: Mapping[int, int]) -> li
         own = {}
         for name, x in block.joint.tensors().items():
             if x.ndim == 1:
-                own[name] = flat[firsts[i] : firsts[i] + len(x)]
+                own[name] = flat[firsts[i] : firsts[i] + x.numel()]
             i += 1
         found.append(own)
     return found

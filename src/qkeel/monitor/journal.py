@@ -261,15 +261,15 @@ class HeadRows:
             own = {**arrays}
         with_maxima = own["max_logit"] != -np.inf
         own[NON_FINITE] = statistics.is_not_finite(*(own[name] for name in _FINITE))
-        found = {name: own[name] if name in own else stats.value(name) for name in self._made_of}
-        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
+        given = {name: own[name] if name in own else stats.value(name) for name in self._made_of}
+        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in given.items() if x is not None}
         counts = {count: own[count] > 0 for count in self._made_of.values()}
         if heads != kv_heads:
             group = self._group(heads, kv_heads)
-            for table in (values, counts):
-                for name in table:
-                    if len(table[name]) == sum(kv_heads):  # of key heads
-                        table[name] = table[name][group]
+            for rows in (values, counts):
+                for name in rows:
+                    if len(rows[name]) == sum(kv_heads):  # of key heads
+                        rows[name] = rows[name][group]
         # All names as one table: there are some twenty in every measured step.
         table = np.array([*values.values()], dtype=np.float64)
         known = np.array([counts[self._made_of[name]] for name in values])
@@ -286,8 +286,12 @@ class HeadRows:
         blank = np.empty((len(new), *self._nothing.shape))
         blank.fill(np.nan)
         self.heads |= zip(new, blank)
-        for name, row in zip(values, table if len(of) == table.shape[1] else table[:, of]):
-            self.heads[name].reshape(-1)[to] = row
+        table = table if len(of) == table.shape[1] else table[:, of]
+        if len(new) == len(values):
+            blank.reshape(len(new), -1)[:, to] = table
+        else:
+            for name, row in zip(values, table):
+                self.heads[name].reshape(-1)[to] = row
 
     def _group(self, heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> np.ndarray:
         """The place of each query head's key head among those of all sites."""

@@ -49,13 +49,14 @@ def norms_and_grams(
     """
     norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
     if all([x.device.type in UNSTACKED for x in weights]):  # noqa: C419
-        for own in _small_together(weights, rows, squared):
+        for own in _small_together(weights, rows):
             x = _heads(weights[own[0]] if len(own) == 1 else torch.cat([weights[i] for i in own]), rows[own[0]])
             kind = wide(x.dtype)
-            x = x if x.dtype == kind else x.to(kind)
-            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2))))
-            if own[0] < squared:
-                grams.append((own, torch.bmm(x, x.mT)))
+            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=None if x.dtype == kind else kind)))
+            if some := [i for i in own if i < squared]:  # they come first
+                x = x if len(some) == len(own) else x[: len(x) * len(some) // len(own)]  # weights of one shape
+                x = x if x.dtype == kind else x.to(kind)
+                grams.append((some, torch.bmm(x, x.mT)))
         return norms, grams
     heads = [_heads(x, r) for x, r in zip(weights, rows)]
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
@@ -84,16 +85,16 @@ def _heads(weight: Tensor, r: int) -> Tensor:
     return weight if weight.ndim == 3 else weight.view(-1, r, weight.shape[1])
 
 
-def _small_together(weights: Sequence[Tensor], rows: Sequence[int], squared: int) -> Iterator[list[int]]:
-    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype, of which
-    products are wanted or not. What an operation costs is more than a copy of them."""
+def _small_together(weights: Sequence[Tensor], rows: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype. What an
+    operation costs is more than a copy of them."""
     waiting: dict[object, list[int]] = {}
     for i, x in enumerate(weights):  # no call of Python's for each: there are some hundred in a step
         n = x.numel()
         if n > TOGETHER:
             yield [i]
             continue
-        kind = x.shape, rows[i], x.dtype, i < squared
+        kind = x.shape, rows[i], x.dtype
         own = waiting.get(kind)
         if own is None:
             own = waiting[kind] = []
