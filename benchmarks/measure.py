@@ -89,12 +89,17 @@ class Bench:
             print(f"  {name:<40} {value:9.6g}")
         self.tables[title] = dict(values)
 
-    def write(self, device: str, **more: object) -> Path:
-        """Writes the tables, or `more` with them, into DEVICE-DATE.json; returns the file."""
+    def write(self, device: str, *, add: bool = False, **more: Any) -> Path:
+        """Writes the tables, or `more` with them, into DEVICE-DATE.json; returns the file.
+
+        With `add`, the entries of each part of `more` are added to those that the file already has."""
         notes = about(self.command, self.rounds)
         path: Path = self.options.out / f"{device}-{notes['date']}{'-toy' if self.toy else ''}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        notes |= more.pop("about", {})  # type: ignore[operator]
+        notes |= more.pop("about", {})
+        if add and path.exists():
+            known = json.loads(path.read_text())
+            more = {name: {**known.get(name, {}), **part} for name, part in more.items()}
         text = json.dumps({"about": notes, **(more or {"tables": self.tables})}, indent=1, ensure_ascii=False)
         path.write_text(text + "\n")
         print(f"\nwritten: {path}")

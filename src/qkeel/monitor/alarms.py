@@ -363,16 +363,15 @@ class Recording:
         Raises: ShapeError if a step does not come after the last one, or a shape is not that of the record before.
         """
         heads = {} if heads is None else heads
-        self._check(values, heads)
+        shapes = self._check(values, heads)
         row = self._next_row()
         step, rate = number(values["step"]), number(values.get("lr"))
         self._rated = self._rated and bool(np.isfinite(rate))
         self._put("own", row, ("index", "step", "rate"), np.array([self._seen, step, rate]))
         numbers = [value if type(value) is float else number(value) for value in values.values()]
         self._put("values", row, tuple(values), np.array(numbers, dtype=np.float64))
-        shapes = dict.fromkeys([np.shape(value) for value in heads.values()])
-        for shape in shapes:
-            names = tuple([name for name, value in heads.items() if np.shape(value) == shape])
+        for shape in dict.fromkeys(shapes):
+            names = tuple([name for name, own in zip(heads, shapes) if own == shape])
             with np.errstate(over="ignore"):  # beyond float32 is infinite
                 record = np.array([heads[name] for name in names], dtype=np.float64).astype(np.float32)
             self._put("heads", row, names, record)
@@ -422,17 +421,23 @@ class Recording:
         """Records appended, kept or not."""
         return self._seen
 
-    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> None:
+    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+        """Returns the shapes of the numbers of heads."""
         step = number(values.get("step"))
         last = self._own("step")[self._kept - 1] if self._kept else -np.inf
         if not step > last:
             raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
-        for name, value in heads.items():
-            shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
+        shapes = [value.shape if isinstance(value, np.ndarray) else np.shape(value) for value in heads.values()]
+        for name, shape in zip(heads, shapes):
+            columns = self._columns.get(("heads", shape))
+            if columns is not None and name in columns.places:
+                continue  # as before
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")
-            if not self._is_known(name, shape) and (known := self._shapes(name)):
+            known = [own for (kind, own), of in self._columns.items() if kind == "heads" and name in of.places]
+            if known:
                 raise ShapeError(f"expected {name!r} of shape {known[0]} as before, got {shape}")
+        return shapes
 
     def _next_row(self) -> int:
         """The index of the new record: after the last, which first replaces the one before it if that is dropped."""
@@ -472,14 +477,6 @@ class Recording:
     def _own(self, name: str) -> np.ndarray:
         columns = self._columns["own", ()]
         return columns.array[:, columns.places[name]]
-
-    def _is_known(self, name: str, shape: tuple[int, ...]) -> bool:
-        known = self._columns.get(("heads", shape))
-        return known is not None and name in known.places
-
-    def _shapes(self, name: str) -> list[tuple[int, ...]]:
-        """The shape of the records of a name of heads so far, if there were any."""
-        return [shape for (kind, shape), columns in self._columns.items() if kind == "heads" and name in columns.places]
 
     def _of(self, kind: str, shape: tuple[int, ...]) -> _Columns:
         """The columns of a kind and shape, made when they first come."""

@@ -272,6 +272,7 @@ class Transfer:
     def alone(cls, measured: Measurement) -> Transfer:
         """Starts the transfer of this process's measurement to its host."""
         given = measured.parts()
+        sizes = [x.numel() for x in given]
         device = _device(measured)
         dtype = widest(device)  # exact for counts under 2^53
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -287,7 +288,7 @@ class Transfer:
             parts.append(torch.cat(flat).to(dtype))
         lengths = [x.numel() for x in parts]
         order = list(itertools.chain.from_iterable(by_dtype.values()))
-        places = itertools.accumulate([given[i].numel() for i in order], initial=0)
+        places = itertools.accumulate([sizes[i] for i in order], initial=0)
         firsts = dict(zip(order, places))  # of each part in the vector
 
         def read(rows: list[Tensor]) -> Measurement:
@@ -295,7 +296,7 @@ class Transfer:
             groups = rows[0].split_with_sizes(lengths)
             for (kind, of), group in zip(by_dtype.items(), groups):
                 group = group if kind.is_floating_point else group.to(kind)
-                for i, x in zip(of, group.split_with_sizes([given[i].numel() for i in of])):
+                for i, x in zip(of, group.split_with_sizes([sizes[i] for i in of])):
                     values[i] = x if given[i].ndim == 1 else x.view(given[i].shape)
             at = iter(values)
             found = measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
