@@ -536,7 +536,7 @@ class CountedRows(NamedTuple):
         )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def whole_rows(
     batch: int, queries: int, keys: int, causal: bool, kind: torch.dtype, device: torch.device
 ) -> CountedRows:

@@ -312,9 +312,10 @@ class _Columns:
         """Returns the places of these columns, which are made when a name first comes."""
         if self._last[0] != names:
             new = [name for name in names if name not in self.places]
-            self.places |= {name: len(self.places) + i for i, name in enumerate(new)}
-            blank = np.full((len(self.array), len(new), *self.array.shape[2:]), np.nan, self.array.dtype)
-            self.array = np.concatenate([self.array, blank], axis=1)
+            if new:
+                self.places |= {name: len(self.places) + i for i, name in enumerate(new)}
+                blank = np.full((len(self.array), len(new), *self.array.shape[2:]), np.nan, self.array.dtype)
+                self.array = np.concatenate([self.array, blank], axis=1)
             self._last = names, np.array([self.places[name] for name in names], dtype=np.intp)
         return self._last[1]
 
