@@ -747,7 +747,7 @@ def _binned(keys: Shaped[Tensor, "g s"]) -> Shaped[Tensor, "g bins"]:
 @functools.lru_cache(maxsize=64)
 def _ends(n_keys: int) -> Int[Tensor, "1 edges"]:
     firsts = [a for a, _ in _bins(n_keys)]
-    return torch.tensor([[*firsts, *[n_keys] * (POSITION_BINS + 1 - len(firsts))]])
+    return torch.tensor([[*firsts, *[n_keys] * (POSITION_BINS + 1 - len(firsts))]], device="cpu")
 
 
 @functools.lru_cache(maxsize=64)
