@@ -24,6 +24,7 @@ import cProfile
 import functools
 import importlib.util
 import itertools
+import json
 import pstats
 import statistics
 import sys
@@ -495,6 +496,23 @@ def show(title: str, found: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"  {case:<46} {milliseconds} ratio {row['ratio']:5.3f} {counts}  {goal}", flush=True)
 
 
+def markdown(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Returns the milliseconds of tables of `per_layer` for internals/benchmarks.md: a row for each case."""
+    cases = dict.fromkeys(case for found in tables.values() for case in found)
+    lines = [
+        f"| ms per layer, median (95 % interval) | {' | '.join(tables)} | goal |",
+        "|---" * (len(tables) + 2) + "|",
+    ]
+    for case in cases:
+        cells = []
+        for found in tables.values():
+            row = found.get(case)
+            said = "" if row is None else f"{row['ms_per_layer']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+            cells.append(f"{said} {'' if row is None else row.get('verdict', '')}".strip())
+        lines.append(f"| {case} | {' | '.join(cells)} | {GOALS.get(case, '')} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prints and writes the tables."""
     flags = {
@@ -553,7 +571,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"{training['plain_ms']:.0f} ms  goal {training['goal']}: {training['verdict']}"
         )
     about = {"width": WIDTH, "tokens": TOKENS, "batch": BATCH, "models": list(known), "layers": sizes}
-    bench.write("host-time", add=options.add, about=about, tables=tables, searches=searches, training=training)
+    path = bench.write("host-time", add=options.add, about=about, tables=tables, searches=searches, training=training)
+    path.with_suffix(".md").write_text(markdown(json.loads(path.read_text())["tables"]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ looked at."""
 
 from __future__ import annotations
 
-from benchmarks.host_time import STEPS, WARM, Case, Own, verdict, watched
+from benchmarks.host_time import STEPS, WARM, Case, Own, markdown, verdict, watched
 from benchmarks.measure import median_interval
 
 
@@ -18,6 +18,13 @@ def test_a_goal_is_decided_by_a_whole_interval() -> None:
         "holds",
         "undecided",
         "missed",
+    ]
+
+
+def test_the_table_for_the_page_has_a_row_for_each_case() -> None:
+    row = {"ms_per_layer": 0.1, "low": 0.05, "high": 0.2, "verdict": "undecided"}
+    assert markdown({"8 layers": {"qk_clip": row}, "32 layers": {}}).splitlines()[2:] == [
+        "| qk_clip | 0.100 (0.050 to 0.200) undecided |  | 0.15 |"
     ]
 
 
