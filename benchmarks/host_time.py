@@ -241,7 +241,7 @@ class Case:
             yield from ((vars(module), name) for name in names if name in vars(module))
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             yield vars(self.optimizer), name
-        yield vars(F), "scaled_dot_product_attention"
+        yield F.__dict__, "scaled_dot_product_attention"
 
     def _set(self, *, watched: bool) -> None:
         for table, name, bare, own in self._slots:
@@ -298,9 +298,10 @@ class Case:
 
     def operators(self, steps: int = 4, *, watched: bool = True) -> float:
         """Returns how many operators of torch a step calls, those that others call included."""
+        profile = torch.autograd.profiler.profile(use_kineto=False)  # the newer one takes seconds to begin
         self._set(watched=watched)
         try:
-            with torch.autograd.profiler.profile(use_kineto=False) as profile:  # the newer one takes seconds to begin
+            with profile:
                 for _ in range(steps):
                     self.step()
         finally:
