@@ -12,7 +12,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims ladder drawn setup demo test machines slow trackers fuzz crash mutation zoo foreign suites gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims ladder drawn setup demo test machines slow trackers fuzz crash mutation zoo foreign suites programs gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -71,6 +71,18 @@ zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes internals/
 suites: $(VENV)/.dev  ## peers' own tests with qkeel in them (QKEEL_TRANSFORMERS: a checkout of transformers); writes internals/suites.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest==0.3.0 parameterized==0.9.0 httpx==0.28.1  # of torch's and transformers' tests
 	$(ONE_THREAD) $(BIN)/python -m tests.suites --out internals/suites.md
+
+PROGRAMS := .venv-programs
+
+$(PROGRAMS)/.done: constraints-programs.txt constraints.txt pyproject.toml
+	test -x $(PROGRAMS)/bin/python || $(PYTHON) -m venv $(PROGRAMS)
+	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,images]'
+	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-programs.txt
+	touch $@
+
+programs: $(PROGRAMS)/.done  ## others' training programs, plain and watched, from checkouts in QKEEL_PROGRAMS; writes internals/programs.md
+	test -e "$(QKEEL_PROGRAMS)/data/tinyllama" || $(PROGRAMS)/bin/python -m tests.programs.data "$(QKEEL_PROGRAMS)"
+	$(ONE_THREAD) $(PROGRAMS)/bin/python -m tests.programs --out internals/programs.md
 
 FOREIGN := .venv-foreign
 

@@ -10,6 +10,7 @@ is written next to the results, and never changed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -44,6 +45,9 @@ def step_aside() -> None:
     """Gives this process only the time that no other one wants: SCHED_IDLE on Linux, else the lowest priority."""
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        # Where the kernel groups processes by session, SCHED_IDLE ranks them within their group alone.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text("19", encoding="ascii")
     elif sys.platform != "win32":
         os.nice(19)
 

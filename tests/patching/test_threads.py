@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 import qkeel
+from qkeel.patching.modes import FaultGuard
 
 
 class Gated(nn.Module):
@@ -130,3 +132,20 @@ def run(acts: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
+
+
+def test_the_time_in_a_guard_is_counted_once_in_each_thread_and_nested_calls_not_again() -> None:
+    guard, inside, over = FaultGuard("{}"), threading.Event(), threading.Event()
+
+    def other() -> None:
+        guard(lambda: (inside.set(), over.wait(5)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(5)
+    guard(lambda: guard(time.sleep, 0.01))  # while the other thread is inside
+    alone = guard.seconds
+    over.set()
+    thread.join()
+    assert alone >= 0.01
+    assert guard.seconds >= 2 * alone  # the other waited all that time too

@@ -10,7 +10,7 @@ _PARTS = {"spectral_cap": "refused: needs all rows and columns of a head at once
 # Each process has all weights.
 WHOLE: dict[str, str] = _ALL | _NEW_PARAMETERS
 # Each has parts, which are gathered for a pass.
-GATHERED: dict[str, str] = _ALL | _PARTS | _NEW_PARAMETERS
+GATHERED: dict[str, str] = _ALL | _PARTS | _NEW_PARAMETERS | {"qk_norm after": "equal"}
 # Each has the weights of some heads. (Torch itself cannot split layers with a parametrization, as sigma_reparam makes.)
 BY_HEADS: dict[str, str] = (
     _ALL | _PARTS | {"qk_norm before": "refused: tensor parallelism has split", "qk_norm after": "refused"}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.forked import Forked
 from tests.processes.setups import SETUPS
+from torch import nn
 
 import qkeel
 from qkeel import dist
@@ -139,3 +142,52 @@ def test_sites_are_known_again_by_their_names() -> None:
     assert not optimizer._optimizer_step_pre_hooks
     with qkeel.apply("lalr", model, optimizer, sites=sites) as handle:
         assert [*handle.state()] == ["0.q_proj.weight", "0.k_proj.weight"]
+
+
+class Engine(nn.Module):
+    """What qkeel asks of DeepSpeed's engine."""
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        super().__init__()
+        self.module, self.stage = module, stage
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", SimpleNamespace(DeepSpeedEngine=Engine))  # type: ignore[arg-type]
+    refused = pytest.raises(RefusedError, match=f"ZeRO, stage {stage}")
+    for remedy in ("lalr", "qk_clip", "qk_norm", "softcap"):
+        model = attention()
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = Engine(model, stage)
+        if stage == 0 or (stage < 3 and remedy == "softcap"):
+            qkeel.apply(remedy, engine, optimizer).remove()
+        elif remedy == "qk_norm" and stage < 3:
+            with pytest.raises(RefusedError, match="to a model that ZeRO has spread"):
+                qkeel.apply(remedy, engine, optimizer)
+        else:
+            with refused:
+                qkeel.apply(remedy, engine, optimizer)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())  # type: ignore[arg-type]
+    model = attention()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = qkeel.apply("lalr", model, optimizer)
+    engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
+    for _ in range(2):
+        engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
+        if stage:
+            with refused:
+                optimizer.step()
+        else:
+            optimizer.step()
+    handle.remove()
+    if stage == 3:
+        with pytest.raises(RefusedError, match="ZeRO"):
+            qkeel.watch(engine)
+    else:
+        qkeel.watch(engine).close()

@@ -33,6 +33,7 @@ from qkeel.dist.sharding import (
     whole,
     wrapped_by,
     wrappers,
+    zero_stage,
 )
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "world",
     "wrapped_by",
     "wrappers",
+    "zero_stage",
 ]

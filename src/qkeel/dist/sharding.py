@@ -76,6 +76,7 @@ def _is(value: object, kind: tuple[str, str]) -> bool:
 
 _PIPELINE = "torch.distributed.pipelining"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_DEEPSPEED = "deepspeed.runtime.engine"
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
@@ -93,6 +94,17 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 def is_flat(wrapper: nn.Module) -> bool:
     """True for FullyShardedDataParallel (version 1), which flattens parameters."""
     return issubclass(type(wrapper), _kinds()[1:])
+
+
+def zero_stage(model: nn.Module) -> int:
+    """Returns the stage of DeepSpeed's ZeRO under which a model trains, 1 to 3; 0 without it.
+
+    From stage 1 on the optimizer steps flat pieces of the weights, which are copied back behind its hooks; in stage 3 a
+    process holds no weights between two passes.
+    """
+    home = sys.modules.get(_DEEPSPEED)
+    engines = [] if home is None else _living(home.DeepSpeedEngine)
+    return max((e.zero_optimization_stage() for e in engines if any(m is model for m in e.modules())), default=0)
 
 
 def wrapped_by(model: nn.Module) -> str:

@@ -29,6 +29,7 @@ from qkeel.functional.class_statistics import (
     merge_rules,
     merged,
     one_hot,
+    row_formulas,
     rule,
     tensors,
 )
@@ -85,6 +86,9 @@ class LogitStats:
     qk_frobenius: PerHead = field(metadata=rule("root"))
     cos_max: PerHead = field(metadata=rule("max", -torch.inf))
     cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
+    logit_gap: PerHead = field(  #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
+        metadata=rule("mean", count="n_free", of=lambda rows: rows.max_logit - rows.total / rows.n_keys)
+    )
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
     key_norm_by_position: Float[Tensor, "g bins"] = field(metadata=rule("mean", count="n_keys_by_position"))
@@ -141,6 +145,7 @@ def is_not_finite(max_logit: Any, min_logit: Any, entropy: Any, n_pairs: Any) ->
 
 
 MERGES = merge_rules(LogitStats)
+FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` makes the numbers of heads
 # Of each field its neutral number and whether it is a count, whether it is of key heads, and its other sizes.
 _FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
     name: (
@@ -492,6 +497,7 @@ class CountedRows(NamedTuple):
     The n rows of all sequences are one dimension; h is 1 where the heads are alike.
 
     Attributes:
+        n_keys: the number of keys that each row sees, 0 of rows that do not count.
         blank: True for rows that do not count; None if all do.
         bound: True for rows that do not count or see only one key; None if there are none.
         single: True for rows whose weights have nothing to choose from, neither a second key nor a sink; None if there
@@ -501,6 +507,7 @@ class CountedRows(NamedTuple):
         n_queries: the number of rows that count. n_free: of those that see two keys or more. n_pairs: of visible pairs.
     """
 
+    n_keys: Int[Tensor, "h n"]
     blank: Bool[Tensor, "h n"] | None
     bound: Bool[Tensor, "h n"] | None
     single: Bool[Tensor, "h n"] | None
@@ -524,6 +531,7 @@ class CountedRows(NamedTuple):
         of_rows, of_pairs, one = n_queries.clamp_min(1), n_pairs.clamp_min(1), torch.ones_like(n_pairs)
         means = {"total": of_pairs, "above": of_pairs, "cos_total": of_pairs, "entropy": of_rows, "query_norm": of_rows}
         return cls(
+            n_keys=n,
             blank=blank,
             bound=bound,
             single=n + sinks < 2,
@@ -625,8 +633,15 @@ def reduce_fields(
     most_norm = tops[_AT["query_norm"]]
     if rows.blank is not None:
         most_norm = most_norm.clamp_min(0)
+    by_head = RowsByHead(x, rows.n_keys)
+    over_rows = {"n_free": (rows.bound, rows.n_free), "n_queries": (rows.blank, rows.n_queries)}
+    own = {
+        name: _reduced(formula(by_head), *over_rows[MERGES[name].count or "n_queries"], MERGES[name])
+        for name, formula in FORMULAS.items()
+    }
     n_queries, n_free, n_pairs = (n.expand(h) for n in (rows.n_queries, rows.n_free, rows.n_pairs))
     return LogitStats(
+        **own,
         max_logit=tops[_AT["max_logit"]],
         min_logit=lows[_AT["min_logit"]],
         mean_logit=means[_AT["total"]],
@@ -648,6 +663,28 @@ def reduce_fields(
         classes=classes,
         **_keys(k_norm, keys_seen, of_key, fields),  # type: ignore[arg-type]
     )
+
+
+class RowsByHead:
+    """The statistics of rows by name, [h n], as the formulas of LogitStats read them."""
+
+    def __init__(self, fields: Float[Tensor, "fields h n"], n_keys: Int[Tensor, "#h n"]) -> None:
+        self.n_keys, self._fields = n_keys, fields
+
+    def __getattr__(self, name: str) -> Float[Tensor, "h n"]:
+        if name not in _AT:
+            raise AttributeError(f"expected one of {', '.join(ROW_FIELDS)} or n_keys, got {name}")
+        return self._fields[_AT[name]]
+
+
+def _reduced(x: Float[Tensor, "h n"], left_out: Tensor | None, n: Tensor, merge: Merge) -> PerHead:
+    """Returns the mean, largest or smallest number of each head over its n rows, by the rule that also merges data."""
+    if merge.how == "mean":
+        x = x if left_out is None else x.masked_fill(left_out, 0.0)
+        return x.sum(1) / n.clamp_min(1)
+    assert merge.how in ("max", "min")
+    x = x if left_out is None else x.masked_fill(left_out, merge.neutral)
+    return x.amax(1) if merge.how == "max" else x.amin(1)
 
 
 def _split(

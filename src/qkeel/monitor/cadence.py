@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, final, get_args
 
 import torch
@@ -132,9 +132,12 @@ class MeasuredSteps:
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._last: dict[tuple[Phase, str], int] = {}
         self._bound = BoundChange()
+        self.continued: Callable[[], int] | None = None  # steps before this run, asked when its first pass begins
 
     def due(self, model: str, training: bool, compiled: bool) -> Look:
         """Returns what to measure in the pass that begins; call it once per pass."""
+        if training and self.continued is not None:
+            self.done, self.continued = max(self.done, self.continued()), None
         phase: Phase = "train" if training else "eval"
         self._passes[phase, model] += 1
         now = self.done if training and self._by_optimizer else self._passes[phase, model] - 1

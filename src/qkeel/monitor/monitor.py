@@ -39,8 +39,8 @@ from qkeel.monitor.rules import Alarm, Rule
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
 from qkeel.patching.forward import owners, unwrapped
-from qkeel.patching.modes import FaultGuard, joined
-from qkeel.patching.optimizers import StepHooks, stepping
+from qkeel.patching.modes import FaultGuard, joined, restarted
+from qkeel.patching.optimizers import StepHooks, stepping, steps_taken
 from qkeel.sites.tap import Phase, Tap
 
 # The end of a step, which sends its numbers on, and the end of a training, which measures the final weights.
@@ -286,7 +286,9 @@ class Monitor(Handle):
     """Measures the attention of a model; made by `qkeel.watch`, undone by `remove()` or at the end of `with`.
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
-    the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a step.
+    the model after s steps, over all the micro-batches that go into the next. In a run that torchrun has started again
+    (`--max-restarts`) the numbers go on where the optimizer's loaded state is. Without an optimizer each training pass
+    is a step.
     Passes in eval mode are kept apart. An internal fault causes one warning and switches the monitor off.
 
     Numbers flow one way: the tap measures calls, the end of the step collects them, the group of processes merges
@@ -317,6 +319,9 @@ class Monitor(Handle):
         self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
+        if optimizer is not None and restarted():
+            # By then the script has loaded its checkpoint.
+            self._steps.continued = functools.partial(steps_taken, optimizer)
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)

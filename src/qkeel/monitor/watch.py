@@ -80,6 +80,9 @@ def watch(
             - `residual`: the numbers of records.BLOCK_FIELDS for each measured training pass: size and largest channel
               of what enters and leaves each block, and the share that attention and MLP add. The first measured pass is
               preceded by one more, which shows which modules add to the stream.
+            - `chosen`: what sparse attention chooses in each measured training pass, on up to 32 rows of each call:
+              how many keys, how far away, the weight that dense attention would give them, and the overlap with the
+              sparse layer before.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.
@@ -108,8 +111,8 @@ def watch(
         InvalidValueError: the optimizer holds none of the model's parameters; the forward takes no `query_mask`;
             classes are combined with other statistics than True; updates are asked for without an optimizer; there is
             no model, or one is given twice.
-        RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1), the sites are those of another model, or
-            a probe batch is given for several models.
+        RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1) or trains under DeepSpeed's ZeRO stage 3,
+            the sites are those of another model, or a probe batch is given for several models.
         MissingLibraryError: a sink needs a library that is not installed.
         UnknownNameError: there are no such statistics, or no sink has this name.
         AlreadyAppliedError: the model is already watched.
@@ -119,6 +122,11 @@ def watch(
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flat pieces of weights, from which no head can be read. Move to torch.distributed.fsdp.fully_shard"
+        )
+    if any(dist.zero_stage(one) == 3 for one in models.values()):
+        raise RefusedError(
+            "expected fully_shard, DistributedDataParallel or a plain model; DeepSpeed's ZeRO keeps no weights between "
+            "passes in stage 3, so no head can be read. Move to torch.distributed.fsdp.fully_shard, or to ZeRO stage 2"
         )
     if wanted(stats)[0] is not True and classes is not None:
         raise InvalidValueError(f"expected stats=True with classes: what {stats=} measures is not split by class")

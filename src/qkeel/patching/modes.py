@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
@@ -63,11 +65,12 @@ class FaultGuard:
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
         self.seconds = 0.0  # host time spent in guarded functions, nested calls counted once
-        self._inside = False
+        self._inside: set[int] = set()  # threads in which a guarded function runs
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
-        begun = None if self._inside else time.perf_counter()
-        self._inside = True
+        thread = threading.get_ident()
+        begun = None if thread in self._inside else time.perf_counter()
+        self._inside.add(thread)
         try:
             return act(*args)
         except Exception as error:
@@ -76,7 +79,7 @@ class FaultGuard:
             return None
         finally:
             if begun is not None:
-                self._inside = False
+                self._inside.discard(thread)
                 self.seconds += time.perf_counter() - begun
 
     def _report(self, error: Exception) -> None:
@@ -167,6 +170,26 @@ def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the module's own table of buffers; writes change the module."""
     return module._buffers
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns every module once by its name, like `named_modules()`, without a generator for each level of modules."""
+    found, seen = dict[str, nn.Module](), set[int]()
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found[name] = module
+            inner = [(key, child) for key, child in module._modules.items() if child is not None]
+            left += [(f"{name}.{key}" if name else key, child) for key, child in reversed(inner)]
+    return found
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of the modules themselves, each once."""
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    return [*{id(p): p for p in held}.values()]
 
 
 def is_made(module: nn.Module) -> bool:
@@ -386,6 +409,11 @@ def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mappin
     return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
 
 
+def writes(operator: object) -> bool:
+    """True if an operator writes to some of its arguments."""
+    return isinstance(operator, torch._ops.OpOverload) and bool(_written(operator))
+
+
 @functools.cache
 def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
     """Returns position and name of each argument that an operator writes to."""
@@ -500,6 +528,11 @@ def process_store() -> distributed.Store:
     return distributed.distributed_c10d._get_default_store()
 
 
+def restarted() -> bool:
+    """True in a process that torchrun has started again after a process of the run had failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 _STAGES = "torch.distributed.pipelining.stage"
 
 
@@ -597,6 +630,40 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
+    """Puts a new part of a model under fully_shard, with the settings of the group that holds the parameter `near`.
+
+    A part that is added after fully_shard is in none of the model's groups, so its gradients would not be reduced. It
+    gets a group of its own on the same mesh, with the same precision, offloading and division of gradients. All
+    processes call this together. Nothing happens where fully_shard does not hold `near`, or cannot hold the part: it
+    splits no scalars, and takes no new part of a mesh that it shares with tensor parallelism.
+    """
+    modules = _sharded_modules(model)
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    home = next((g for g in groups if any(near is x.sharded_param for x in g.fsdp_params)), None)
+    sizes = [p.ndim for p in part.parameters()]
+    if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    new = fully_shard(
+        part,
+        mesh=home.mesh_info.mesh,
+        # The part's inputs and outputs are those of a module inside the group, whose edges alone are cast.
+        mp_policy=dataclasses.replace(home.mp_policy, cast_forward_inputs=False, output_dtype=None),
+        offload_policy=home.offload_policy,
+        reshard_after_forward=home.post_forward_mesh_info is not None,
+    )
+    for group in new._get_fsdp_state()._fsdp_param_groups:
+        for name in _OF_A_GROUP:
+            setattr(group, name, getattr(home, name))
+
+
+# What users set of a group: by which factor its gradients are divided, whether they are reduced and how.
+_OF_A_GROUP = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
+_OF_A_GROUP += ("reshard_after_backward",)
+
+
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     found: list[FSDPModule] = []
@@ -623,7 +690,7 @@ _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_me
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
 _METHODS += ("storage_offset", "stride")
-_ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
+ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
@@ -657,11 +724,9 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in ASKED or (self.only is not None and func not in self.only):
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if self.only is not None and func not in self.only:
-            return func(*args, **kwargs)
-        if func in _ASKED:
-            return func(*args, **kwargs)
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
         if wanted is False or wanted is None:
@@ -720,15 +785,14 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
             if self._keep:
-                self.operations.append((func, args, kwargs, out))
+                self.operations.append((func, args, kwargs or {}, out))
             if self._wanted():
                 # `read` runs operators too, but no mode sees operators inside its own callback, so enter it again.
                 with _recording(), self if self._keep else nullcontext():
-                    self._guard(self._read, function_name(func), args, kwargs, out)
+                    self._guard(self._read, function_name(func), args, kwargs or {}, out)
         return out
 
 

@@ -125,6 +125,15 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
     return follow
 
 
+def steps_taken(optimizer: Optimizer) -> int:
+    """Returns how many steps the optimizer's state counts, which a checkpoint may have brought; 0 if it counts none.
+
+    torch counts 1 where it has only filled the state for a checkpoint, so 1 is taken for no step.
+    """
+    counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return n if (n := max(counts, default=0)) > 1 else 0
+
+
 def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
     """Calls `act(optimizer)` once, after all of the optimizer's own hooks behind the current step.
 

@@ -33,7 +33,14 @@ from qkeel.remedies.one_slot import (
 )
 from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.output_head import FinalSoftcap, ZLoss
-from qkeel.remedies.processes import WHAT, check_added, check_peers, check_wrapper, on_all_processes
+from qkeel.remedies.processes import (
+    WHAT,
+    check_added,
+    check_peers,
+    check_wrapper,
+    on_all_processes,
+    refused_under_zero,
+)
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
 from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SigmaReparam, SpectralCap
@@ -261,8 +268,9 @@ class AtNextPass(Handle):
         *,
         refused: Callable[[QkeelError], None] | None = None,
     ) -> None:
-        check_wrapper(unwrapped(model))
-        self.about = "+".join(remedy.name for remedy in parse(named, **more.options))
+        remedies = parse(named, **more.options)
+        check_wrapper(unwrapped(model), remedies)
+        self.about = "+".join(remedy.name for remedy in remedies)
         self._named, self._model, self._more = named, model, more
         self._refused = refused
         self._inner: Handle | None = None
@@ -372,7 +380,7 @@ def _apply(
             )
             bare.append((target, known[name]))
         for target, _ in bare:
-            check_wrapper(target.model)
+            check_wrapper(target.model, found)
         return found, bare
 
     def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
@@ -389,6 +397,8 @@ def _apply(
 
     handle = dist.run_on_all(WHAT, applied, lambda _: "applied", Handle.remove)
     whole = on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
+    for target, _ in bare:
+        whole = refused_under_zero(whole, target.model, found, optimizer)
     whole.about = "+".join(remedy.name for remedy in found)
     return whole
 

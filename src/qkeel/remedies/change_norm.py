@@ -269,7 +269,15 @@ class HeadNorm(nn.Module):
             y = y * (self.factor * self.logit_scale).to(y.dtype)
         elif self.factor != 1.0:
             y = y * self.factor
-        return y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
+        y = y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
+        return y.clone() if self.by_itself else y
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether fully_shard gathers its gain by itself, which gives a module another class.
+
+        Its hooks on an output are lost where that is a view and is changed in place."""
+        return type(self) is not HeadNorm
 
     def extra_repr(self) -> str:
         """Shows the norm in print(model)."""
@@ -418,9 +426,15 @@ class NormedProjection(InstanceForward):
             return out
         if self.cuts.groups == 1:
             parts = out.split(self.cuts.sizes, dim=-1)
-            return _joined([self._block(p, i) for p, i in zip(parts, self.cuts.owners)])
+            return self._joined([self._block(p, i) for p, i in zip(parts, self.cuts.owners)])
         parts = out.unflatten(-1, (self.cuts.groups, -1)).split(self.cuts.sizes, dim=-1)
-        return _joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
+        return self._joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """Returns the parts in one tensor, which the model may change in place: see `HeadNorm.by_itself`."""
+        if len(parts) > 1:
+            return torch.cat(parts, dim=-1)
+        return parts[0].clone() if any(norm.by_itself for norm in self.norms) else parts[0]
 
     def _block(self, x: Tensor, i: int) -> Tensor:
         """Norms adjacent heads, whose [... h d] share one dimension."""
@@ -451,10 +465,6 @@ class _LinearCalls(TorchFunctionMode):
 def _bias(args: Args, kwargs: Kwargs) -> Tensor | None:
     """Returns the bias argument of an F.linear call."""
     return args[2] if len(args) > 2 else kwargs.get("bias")
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -701,7 +711,8 @@ def _check_ran(
     for new in placed:
         new.seen = []
     try:
-        trace = seen(target.model, *target.short(), below=any(site.below for site in sites))
+        below = any(site.below for site in sites)
+        trace = seen(target.model, *target.short(), below=below, earlier=target.trace)
     finally:
         sizes = [new.seen for new in placed]
         for new in placed:

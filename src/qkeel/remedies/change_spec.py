@@ -17,7 +17,7 @@ from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import forwards_of
-from qkeel.patching.modes import names_in_use, parameters_of, submodules_of
+from qkeel.patching.modes import names_in_use, parameters_of, shard_alike, submodules_of
 from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
 from qkeel.remedies.head_steps import join
@@ -136,6 +136,8 @@ def add_submodules(
 ) -> Handle:
     """Adds submodules to a site's module, and their parameters to the optimizer (see `join`).
 
+    Where fully_shard holds the module's weights it holds the parts too.
+
     Args:
         target: the model and its optimizer.
         site: the attention whose module gets the parts.
@@ -148,6 +150,8 @@ def add_submodules(
     held = submodules_of(module)
     identities = {part: held[part] for part in added if over_identities and type(held.get(part)) is nn.Identity}
     _check_free(site, [part for part in added if part not in identities])
+    for new in added.values():
+        shard_alike(target.model, new, near)
     parameters = {inside(name, f"{part}.{n}"): p for part, new in added.items() for n, p in new.named_parameters()}
     joined = join(target.optimizer, parameters, near, matrices=matrices)
     for part, new in added.items():

@@ -209,7 +209,10 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name)
         if p.is_meta:
-            raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
+            raise RefusedError(
+                f"{name} is on the meta device; give it values before {remedy} is applied, after fully_shard if that "
+                "splits the model"
+            )
         if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
             raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
     for site in target.sites if per_head else ():

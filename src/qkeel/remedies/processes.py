@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -17,9 +18,9 @@ from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite
-from qkeel.patching.modes import joined, running_stage
+from qkeel.patching.modes import is_compiled, joined, running_stage
 from qkeel.patching.optimizers import go_first, in_real_steps, is_last
-from qkeel.remedies.base import Target, where
+from qkeel.remedies.base import Remedy, Target, where
 from qkeel.remedies.head_weights import innermost
 
 # Remedies on a model that several processes train: which are refused, and the handle of a change that all made.
@@ -27,10 +28,17 @@ from qkeel.remedies.head_weights import innermost
 WHAT = "qkeel.apply"
 
 
-def check_wrapper(model: nn.Module) -> None:
-    """Raises RefusedError for a model whose parameters FullyShardedDataParallel has flattened.
+def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
+    """Raises RefusedError for a model whose parameters FullyShardedDataParallel or DeepSpeed's ZeRO has flattened.
 
-    Between two passes its parameters are empty, or parts of one vector."""
+    Between two passes its parameters are empty, or parts of one vector. Stages 1 and 2 of ZeRO keep whole copies for
+    the passes, so remedies of the passes alone are possible there."""
+    if (stage := dist.zero_stage(model)) and (stage == 3 or any(remedy.on_steps for remedy in remedies)):
+        raise RefusedError(
+            f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer steps flat pieces of the "
+            "weights and knows no heads. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a remedy that "
+            "changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
+        )
     if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
@@ -41,35 +49,49 @@ def check_wrapper(model: nn.Module) -> None:
 def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
     """Raises RefusedError if a remedy has added parameters whose gradients are not reduced over the processes.
 
-    A wrapper reduces only the parameters that the model had when it was wrapped. Tensor parallelism, which may be
-    applied later, leaves each process with the gradient of its own heads, so every pass checks for it until the
-    returned handle is removed.
+    A wrapper reduces only the parameters that the model had when it was wrapped; fully_shard can take new modules.
+    Tensor parallelism leaves each process with the gradient of its own heads. It may be applied later, so every pass
+    checks for it until the returned handle is removed.
     """
     old, model = {id(p) for p in before.values()}, target.model
-    several = dist.world() > 1
-    added = [n for n, p in model.named_parameters() if n not in before and id(p) not in old] if several else []
-    if not added:
+    zero = dist.zero_stage(model) > 0
+    several = zero or dist.world() > 1
+    new = {n: p for n, p in model.named_parameters() if n not in before and id(p) not in old} if several else {}
+    if not new:
         return handle
-    wrapper = dist.wrapped_by(model)
-    if wrapper:
+    added, wrapper, reduced = [*new], "ZeRO" if zero else dist.wrapped_by(model), dist.fully_sharded(model)
+    if wrapper and not all(id(p) in reduced for p in new.values()):
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
             f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
             "their gradients would not be averaged, and the processes would part. Apply it before the model is wrapped "
             "or split, and make the optimizer after that"
         )
+    if wrapper and any(map(is_compiled, model.modules())):
+        raise RefusedError(
+            f"{remedy} adds modules ({added[0]}) to a model of which parts are compiled: fully_shard's hooks on them "
+            "break a compiled part in pieces, or stop it where fullgraph=True. Apply it before parts are compiled, or "
+            "compile the whole model afterwards"
+        )
 
-    def look(*_: object) -> None:
+    def check() -> bool:
         held = [p for site in target.sites for p in site.module.parameters()]
         if not any(map(dist.is_split, held)):
-            return
+            return False
         if dist.head_axes(model, held):
             raise RefusedError(
                 f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
-                "the heads over processes since: each would learn from its own heads only. Use fully_shard or "
+                "the heads over processes: each would learn from its own heads only. Use fully_shard or "
                 "DistributedDataParallel, or a remedy without parameters"
             )
-        hook.remove()
+        return True
+
+    if check():
+        return handle
+
+    def look(*_: object) -> None:
+        if check():
+            hook.remove()
 
     hook = model.register_forward_pre_hook(look)
 
@@ -144,6 +166,33 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     def undo() -> None:
         handle.remove()
         member.leave()
+
+    return Handle(undo, state=handle.state, load=handle.load)
+
+
+def refused_under_zero(
+    handle: Handle, model: nn.Module, remedies: Sequence[Remedy], optimizer: Optimizer | None
+) -> Handle:
+    """Returns the handle of remedies on steps that refuses every step if deepspeed.initialize came after them."""
+    if optimizer is None or "deepspeed" not in sys.modules or not any(remedy.on_steps for remedy in remedies):
+        return handle
+    verdict: list[RefusedError | None] = []
+
+    def look(*_: object) -> None:
+        if not verdict:
+            try:
+                check_wrapper(model, remedies)
+                verdict.append(None)
+            except RefusedError as error:
+                verdict.append(error)
+        if verdict[0] is not None:
+            raise verdict[0]
+
+    hook = optimizer.register_step_pre_hook(in_real_steps(look))
+
+    def undo() -> None:
+        hook.remove()
+        handle.remove()
 
     return Handle(undo, state=handle.state, load=handle.load)
 

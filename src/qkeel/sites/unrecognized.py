@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from qkeel.capture.example import ModuleCall, mapped, tensors
+from qkeel.functional.norms import widest
 from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place
 from qkeel.patching.modes import function_name
@@ -52,6 +53,7 @@ _ACTIVATIONS = frozenset(
     }
 )
 _CANDIDATES = _SOFTMAX | _POWERS | _ACTIVATIONS | {"div"}
+_STARTS = _CANDIDATES | {"log_softmax", "sub"}  # of numbers that others are computed from one by one
 _PRODUCTS = frozenset({"mul", "addcmul"})
 _CONTRACTIONS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "sparse_mm", "sparse_addmm"}
@@ -149,8 +151,13 @@ class _Search:
         fused: Sequence[tuple[int, int]],
     ) -> None:
         self.record, self.dynamic, self.frames, self.known = record, dynamic, frames, known
+        self._inner: list[ModuleCall | None] = [None] * len(record.operations)  # the innermost call of each operator
+        for frame in frames:  # those inside others begin later
+            until = self._last(frame)
+            self._inner[frame.since : until] = [frame] * (until - frame.since)
         self.candidates = list(self._candidates(fused))
         self._negatives: collections.Counter[object] = collections.Counter()
+        self._added_up: dict[int, list[tuple[int, bool]]] = {}
 
     # --- which operators may have computed weights
 
@@ -158,7 +165,10 @@ class _Search:
         """The operators whose output may be weights that no reader knows."""
         scores: dict[int, Tensor] = {}  # by memory: what it was computed from number by number
         for number, operation in enumerate(self.record.operations):
-            name, out, given = function_name(operation.function), operation.out, _floats(operation.args)
+            name, out = operation.name, operation.out
+            if name not in _STARTS and operation.reads and scores.keys().isdisjoint(operation.reads):
+                continue
+            given = _floats(operation.args)
             source = next((x for x in given if memory(x) in scores), None)
             start = None if source is None else scores[memory(source)]
             if source is not None and not (name in _MOVES and len(given) == 1):
@@ -216,7 +226,7 @@ class _Search:
         """True if some memory holds sums over what lies in other memory, apart from moves and constants."""
         carriers, sums = set(start), set[int]()
         for i in self._onward((carriers, sums), 0, until):
-            operation, name = self.record.operations[i], function_name(self.record.operations[i].function)
+            operation, name = self.record.operations[i], self.record.operations[i].name
             by_constants = name in ("mm", "bmm") and any(memory(x) not in self.dynamic for x in tensors(operation.args))
             if by_constants or name in _SUMS - _ADDITIONS - {"index_put", "segment_reduce"}:
                 sums |= operation.writes
@@ -258,10 +268,10 @@ class _Search:
     def examined(self, candidate: _Candidate) -> UnrecognizedAttention | None:
         """The attention whose weights a candidate computes; None if it computes none."""
         inner = self._around(candidate.number, candidate.number)
-        sums = list(self._sums(candidate))
+        sums = self._sums(candidate)
         if not sums:
             return None
-        names = [function_name(o.function) for o in self.record.operations[inner.since : sums[-1][0] + 1]]
+        names = [o.name for o in self.record.operations[inner.since : sums[-1][0] + 1]]
         kind = (type(inner.module), candidate.number - inner.since, candidate.weights.shape, tuple(names))
         if self._negatives[kind] >= _SETTLED:
             return None
@@ -285,7 +295,13 @@ class _Search:
         self._negatives[kind] += unknown is None
         return unknown
 
-    def _sums(self, candidate: _Candidate) -> Iterator[tuple[int, bool]]:
+    def _sums(self, candidate: _Candidate) -> list[tuple[int, bool]]:
+        """The operators that add up what the weights were multiplied by, and whether these are normalized there."""
+        if candidate.number not in self._added_up:
+            self._added_up[candidate.number] = [*self._sums_over(candidate)]
+        return self._added_up[candidate.number]
+
+    def _sums_over(self, candidate: _Candidate) -> Iterator[tuple[int, bool]]:
         """The operators that add up what the weights were multiplied by, where that depends on the input; and whether
         the weights are normalized there.
 
@@ -297,7 +313,7 @@ class _Search:
         inside, until = self._last(inner), self._last(inner.parent)
         for i in self._onward((carriers, products), candidate.number + 1, until):
             operation = self.record.operations[i]
-            name = function_name(operation.function)
+            name = operation.name
             if name in _ENDS:
                 continue
             made, of_products = _made(operation), operation.reads & products
@@ -343,8 +359,10 @@ class _Search:
 
     def _around(self, first: int, last: int) -> ModuleCall:
         """The innermost call of a module in which both operators ran."""
-        inside = [f for f in self.frames if f.since <= first and last < self._last(f)]
-        return max(inside, key=lambda f: (f.since, len(f.line())), default=self.frames[0])
+        frame = self._inner[first] if first < len(self._inner) else None
+        while frame is not None and last >= self._last(frame):
+            frame = frame.parent
+        return self.frames[0] if frame is None or frame.parent is None else frame
 
     def _last(self, frame: ModuleCall | None) -> int:
         return len(self.record.operations) if frame is None or frame.until is None else frame.until
@@ -413,7 +431,7 @@ class _Search:
         over: dict[int, int] = {}
         for number, operation in enumerate(self.record.operations):
             out = operation.out
-            if function_name(operation.function) != "div" or not isinstance(out, Tensor):
+            if operation.name != "div" or not isinstance(out, Tensor):
                 continue
             dims = self._own_sum(number, operation) if memory(out) in self.known else None
             if dims is None or len(dims) != 1:
@@ -601,11 +619,14 @@ def _made(operation: Operation) -> set[int]:
 
 def _normalized_dim(x: Tensor) -> int | None:
     """The dimension along which numbers sum to one; None if there is none."""
-    if x.layout != torch.strided or not bool(x.isfinite().all()):
+    if x.layout != torch.strided:
         return None
-    rounding = 8 * torch.finfo(x.dtype).eps * max(x.shape, default=1)
+    rounding = max(8 * torch.finfo(x.dtype).eps * max(x.shape, default=1), 1e-6)
+    total = float(x.detach().sum(dtype=widest(x.device)))  # of lines that sum to one: their number
     for dim in reversed(range(x.ndim)):
-        if x.shape[dim] > 1 and bool(((x.sum(dim) - 1).abs() < max(rounding, 1e-6)).all()):
+        n = x.shape[dim]
+        likely = n > 1 and abs(total * n / x.numel() - 1) < 2 * rounding and bool(x.isfinite().all())
+        if likely and bool(((x.sum(dim) - 1).abs() < rounding).all()):
             return dim
     return None
 

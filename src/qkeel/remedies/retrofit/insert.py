@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.capture.example import arguments
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check
 from qkeel.handle import Handle
@@ -126,8 +127,8 @@ def retrofit(
         fitting: settings; the defaults of RetrofitConfig if not given.
 
     Raises:
-        RefusedError: q and k are normed already, the norm has no gains, or the attention cannot be read. The model is
-            then unchanged.
+        RefusedError: q and k are normed already, the norm has no gains, the attention cannot be read, or several
+            processes train the model and it is wrapped or split. The model is then unchanged.
 
     Example:
         >>> from qkeel.nn import Decoder, DecoderConfig
@@ -142,6 +143,11 @@ def retrofit(
     several = _several(batches)
     given = [arguments(batch, "batch") for batch in several]
     plain = unwrapped(model)
+    if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
+        raise RefusedError(
+            f"retrofit fits gains on whole weights, and {wrapper} has spread this model over processes already. "
+            "Retrofit it before it is wrapped or split"
+        )
     with evaluating(plain):
         reference = Reference(plain, given)
         found_sites = find_sites(plain, *given[0][0], **given[0][1])
