@@ -28,8 +28,8 @@ MOST = {
 }
 # Operators beyond the plain step's, those included that others call, at most: of any step, and of each layer more.
 OPERATORS = {
-    "watch()": (470, 29),
-    'watch(stats="entropy")': (470, 29),
+    "watch()": (490, 29),
+    'watch(stats="entropy")': (490, 29),
     'watch(stats="max")': (385, 31),
     "watch, no step measured": (6, 0),
     "qk_clip": (10, 25),
