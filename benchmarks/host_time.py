@@ -7,7 +7,7 @@ but the host is timed, by process CPU time and in turns with the plain step; and
 is counted, which comes out the same on every machine. What a search for attention takes, in `find_sites` and `apply`,
 is given in plain steps of the same model, with the number of its forward passes.
 
-python -m benchmarks.host_time [--only llama] [--parts 'watch(stats="entropy")']
+python -m benchmarks.host_time [--only llama] [--parts 'watch(stats="entropy")'] [--searches]
 """
 
 from __future__ import annotations
@@ -189,11 +189,18 @@ PEERS: Mapping[str, Watcher] = {
 }
 
 
+def applied_and_removed(remedy: str) -> Watcher:
+    """A watcher that applies a remedy and removes it at once."""
+    return lambda model, optimizer, ids: qkeel.apply(remedy, model, optimizer, example=ids).remove()
+
+
 # What looks for attention in a model: once, not in every step.
 SEARCHES: Mapping[str, Watcher] = {
     "find_sites": lambda model, _, ids: qkeel.find_sites(model, ids),
-    'apply("qk_norm")': lambda model, optimizer, ids: qkeel.apply("qk_norm", model, optimizer, example=ids).remove(),
-    'apply("qk_clip")': lambda model, optimizer, ids: qkeel.apply("qk_clip", model, optimizer, example=ids).remove(),
+    'apply("qk_norm")': applied_and_removed("qk_norm"),
+    'apply("qk_clip")': applied_and_removed("qk_clip"),
+    'apply("lalr")': applied_and_removed("lalr"),
+    'apply("softcap")': applied_and_removed("softcap"),
 }
 
 
@@ -314,6 +321,17 @@ def searched(model: Callable[[int], nn.Module], layers: int, rounds: int) -> dic
     return found
 
 
+def print_searches(title: str, found: Mapping[str, Mapping[str, float]]) -> None:
+    """Prints what searches take, in plain steps of the model."""
+    print(f"\n{title}: plain steps, median and least")
+    for search, row in found.items():
+        print(
+            f"  {search:<48} {row['plain_steps']:8.2f} plain steps (least {row['least_plain_steps']:6.2f}) "
+            f"{row['ms']:9.1f} ms, {row['passes']:.0f} forward passes",
+            flush=True,
+        )
+
+
 # The parts of a step that is watched, by the file in src/qkeel and the function that begins them.
 PARTS = {
     "a pass begins": ("patching/forward.py", "_enter"),
@@ -357,6 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--cases": {"default": "", "metavar": "WORDS", "help": "cases whose name holds these words; nothing written"},
         "--parts": {"default": "", "metavar": "CASE", "help": "the parts of a step in this case; nothing written"},
         "--layers": {"default": "2,8,32", "help": "numbers of layers"},
+        "--searches": {"action": "store_true", "help": "find_sites and remedies that look for sites; nothing written"},
     }
     bench = Bench("host_time", __doc__, arguments, rounds=9, writes=True, flags=flags)
     warnings.simplefilter("ignore")
@@ -370,6 +389,11 @@ def main(arguments: list[str] | None = None) -> None:
             for layers in sizes:
                 shares = parts(Case(model, layers, WATCHERS[options.parts]))
                 bench.numbers(f"{name}, {layers} layers, {options.parts}: per cent of a step", shares)
+        return
+    if options.searches:
+        for name, model in known.items():
+            for layers in sizes:
+                print_searches(f"{name}, {layers} layers", searched(model, layers, bench.rounds))
         return
     tables: dict[str, object] = {}
     searches: dict[str, dict[str, dict[str, float]]] = {}
@@ -390,12 +414,7 @@ def main(arguments: list[str] | None = None) -> None:
                 )
             if not options.cases and not bench.toy:
                 searches[title] = searched(model, layers, bench.rounds)
-                for search, row in searches[title].items():
-                    print(
-                        f"  {search:<48} {row['plain_steps']:8.2f} plain steps (least {row['least_plain_steps']:6.2f}) "
-                        f"{row['ms']:9.1f} ms, {row['passes']:.0f} forward passes",
-                        flush=True,
-                    )
+                print_searches(title, searches[title])
     if not options.cases:
         size = {"width": WIDTH, "tokens": TOKENS, "batch": BATCH}
         bench.write(

@@ -12,8 +12,7 @@ from benchmarks.measure import Bench, Case, Cases
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
-from qkeel.lab.stack_arithmetic import choose_arithmetic
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.training import TrainingBackend, choose_arithmetic, train_step
 
 REMEDIES = (
     "none",

@@ -3,6 +3,9 @@
 A condition is what a processor, a compiler, a user or a system may be otherwise. What it could decide is run under it:
 tests that round, train or compile under those of the processor, tests of files, commands and processes under those of
 the system. The table of outcomes replaces the rows of the conditions that were run in internals/machines.md.
+
+--pieces N --minutes M runs a condition's tests as N pieces, starts no further piece after M minutes, and writes the row
+when all have run. Call it again to continue: pieces in which no test failed are not run again.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import json
 import os
 import platform
 import re
@@ -22,7 +26,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,7 +52,7 @@ ABOUT = """# The tests on other machines
 No outcome of a test may depend on the processor, the number of threads, a compiler, the user, the home folder, a space
 in a path, the locale, the order of tests or the load. `make machines` runs the quick tests under each condition below
 and writes this table. `python -m tests.machines --only "AVX2" "not root"` runs some conditions, and `--tests PATH`
-other tests than the usual ones.
+other tests than the usual ones. With `--pieces 4 --minutes 8` it stops after some minutes, and the next call continues.
 
 Tests that round, train or compile try the conditions of a processor. Tests of files, commands and processes try those
 of a system. `tests/machines.py` lists both, as `NUMBERS` and `SYSTEM`. Processor seconds are those of all processes,
@@ -140,6 +144,16 @@ class Outcome:
     failed: Sequence[str]
 
 
+def pieces_of(tests: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    """Deals the files of these paths out in turn; one piece is the paths themselves."""
+    if count == 1:
+        return [tuple(dict.fromkeys(tests))]
+    found = [ROOT / path for path in tests]
+    files = dict.fromkeys(file for path in found for file in (sorted(path.rglob("test_*.py")) or [path]))
+    names = [str(file.relative_to(ROOT)) for file in files]
+    return [tuple(names[i::count]) for i in range(count)]
+
+
 def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
     """Runs the tests under the condition.
 
@@ -212,6 +226,11 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
         failed = done.stdout.partition("= FAILURES =")[2].partition("= short test summary")[0].splitlines()[1:-1]
         failed += [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return Outcome(found, _processor_seconds() - before, failed)
+
+
+def _sum(outcomes: Collection[Outcome]) -> Outcome:
+    counts = {word: sum(found.counts[word] for found in outcomes) for word in ("passed", "failed", "skipped")}
+    return Outcome(counts, sum(found.seconds for found in outcomes), [line for o in outcomes for line in o.failed])
 
 
 def _processor_seconds() -> float:
@@ -332,23 +351,42 @@ def main() -> int:
     )
     reader.add_argument("--tests", nargs="+", help="paths in place of the usual ones; the table then names them")
     reader.add_argument("--jobs", type=int, default=2)
+    reader.add_argument("--pieces", type=int, default=1, help="run the tests of a condition as so many pieces")
+    reader.add_argument("--first", type=int, help="of the pieces run only so many; the table then says so")
+    reader.add_argument("--minutes", type=float, default=float("inf"), help="start no further piece after that time")
     reader.add_argument("--out", type=Path, default=ROOT / "internals" / "machines.md")
     options = reader.parse_args()
     _adopt_orphans()
+    last_start = time.monotonic() + 60 * options.minutes
     failures = 0
     for name in options.only:
         condition = CONDITIONS[name]
         how = condition.how + (f"; only {shlex.join(options.tests)}" if options.tests else "")
+        how += f"; {options.first} of {options.pieces} files" if options.first else ""
+        pieces = pieces_of(options.tests or condition.tests, options.pieces)[: options.first]
+        kept = ROOT / "build" / "machines" / f"{name}.json"
+        done = {tuple(p): Outcome(**found) for p, found in json.loads(kept.read_text())} if kept.exists() else {}
+        done = {piece: found for piece, found in done.items() if piece in pieces and not found.failed}
         try:
-            found = outcome(condition, options.tests or tuple(dict.fromkeys(condition.tests)), options.jobs)
+            for piece in pieces:
+                if piece not in done and time.monotonic() < last_start:
+                    done[piece] = outcome(condition, piece, options.jobs)
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    kept.write_text(json.dumps([(p, dataclasses.asdict(found)) for p, found in done.items()]))
         except CannotBeTried as reason:
             print(f"{name}: not tried: {reason}")
             row = f"| {name} | {how}; not tried: {reason} | | | | |\n"
         else:
+            found = _sum(done.values())
             failures += found.counts["failed"]
-            print(f"{name}: {dict(found.counts)}, {found.seconds:.0f} s", *found.failed, sep="\n  ", flush=True)
+            part = f", {len(done)} of {len(pieces)} pieces" if len(done) < len(pieces) else ""
+            print(f"{name}: {dict(found.counts)}, {found.seconds:.0f} s{part}", *found.failed, sep="\n  ", flush=True)
+            if part:
+                continue
             numbers = " | ".join(f"{found.counts[word]:,}" for word in ("passed", "failed", "skipped"))
             row = f"| {name} | {how} | {numbers} | {found.seconds:.0f} |\n"
+            if not found.failed:
+                kept.unlink()
         with _room_for(options.out) as rows:
             rows[name] = row
     print(f"{torch.__version__=}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}: {options.out}")

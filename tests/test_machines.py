@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.machines import ABOUT, CONDITIONS, _path_without_compilers, page, rows_of
+from tests.machines import ABOUT, CONDITIONS, _path_without_compilers, page, pieces_of, rows_of
 
 
 def test_a_page_is_read_back_row_by_row_in_the_order_of_the_conditions() -> None:
@@ -35,3 +35,12 @@ def test_every_path_of_every_condition_exists() -> None:
     root = Path(__file__).parents[1]
     for name, condition in CONDITIONS.items():
         assert [path for path in condition.tests if not (root / path).exists()] == [], name
+
+
+def test_pieces_have_each_file_once() -> None:
+    pieces = pieces_of(("tests/metrics", "tests/kernels", "tests/kernels/native", "tests/test_machines.py"), 3)
+    files = [file for piece in pieces for file in piece]
+    assert len(set(files)) == len(files) > 30
+    assert {"tests/test_machines.py", "tests/kernels/native/test_build.py"} < set(files)
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+    assert pieces_of(("tests/metrics",), 1) == [("tests/metrics",)]

@@ -76,32 +76,3 @@ def test_it_returns_logits_weights_and_their_product() -> None:
     assert torch.allclose(found.weights, (50 * torch.tanh(found.logits / 50)).softmax(-1))
     assert torch.equal(found.logits == -torch.inf, torch.ones(T, T, dtype=torch.bool).triu(1)[None, None])
     assert torch.allclose(found.weights.sum(-1), torch.ones(1, 1, T, dtype=torch.float64))
-
-
-def test_heads_of_a_group_share_their_key_head() -> None:
-    queries = torch.randn(2, 6, T, D, dtype=torch.float64)
-    keys, values = torch.randn(2, 2, T, D, dtype=torch.float64), torch.randn(2, 2, T, D, dtype=torch.float64)
-    out = reference.attend(AttentionSpec(), queries, keys, values).out
-    for h in range(6):
-        g = slice(h // 3, h // 3 + 1)
-        alone = reference.attend(AttentionSpec(), queries[:, h : h + 1], keys[:, g], values[:, g]).out
-        assert torch.allclose(out[:, h : h + 1], alone, atol=1e-14)
-
-
-def test_float64_stays_float64_and_lower_precision_is_computed_in_float32() -> None:
-    assert reference.attend(preset("baseline"), Q, K, V).logits.dtype == torch.float64
-    low = reference.attend(preset("baseline"), Q.bfloat16(), K.bfloat16(), V.bfloat16())
-    assert (low.out.dtype, low.logits.dtype, low.weights.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-
-
-def test_fewer_queries_than_keys_stand_at_the_end() -> None:
-    whole = reference.attend(preset("baseline"), Q, K, V).out
-    assert torch.allclose(reference.attend(preset("baseline"), Q[:, :, -2:], K, V).out, whole[:, :, -2:], atol=1e-14)
-
-
-def test_more_queries_than_keys_leave_the_first_rows_without_keys() -> None:
-    found = reference.attend(preset("baseline"), Q, K[:, :, :3], V[:, :, :3])
-    assert (found.out[:, :, :2] == 0).all()
-    assert (found.weights[:, :, :2] == 0).all()
-    assert (found.logits[:, :, :2] == -torch.inf).all()
-    assert (found.out[:, :, 2:] != 0).all()

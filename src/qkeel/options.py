@@ -122,14 +122,17 @@ Json = dict[str, Any]  # an object as JSON and TOML have it: plain values by nam
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """In an annotation: a finite number above `least`, or at least `least` where that is `included`."""
+    """In an annotation: a finite number above `least`, or at least `least` where that is `included`; at most `most`."""
 
     least: float = 0.0
     included: bool = False
+    most: float = math.inf
 
 
 Positive = Annotated[float, Bound()]
 NotNegative = Annotated[float, Bound(included=True)]
+Share = Annotated[float, Bound(included=True, most=1.0)]
+Natural = Annotated[int, Bound(included=True)]
 Count = Annotated[int, Bound(1, included=True)]
 _MOST = 1 << 53
 _SPOKEN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -186,7 +189,9 @@ def checked(value: Any, kind: Any, name: str) -> Any:
 def check_bound(value: float, bound: Bound, name: str) -> None:
     """Raise InvalidValueError unless a number is finite and within a bound."""
     sound = math.isfinite(value) and (value > bound.least or (bound.included and value == bound.least))
-    check(sound, f"a finite number {'of at least' if bound.included else 'above'} {bound.least:g} for {name}", value)
+    least = f"{'of at least' if bound.included else 'above'} {bound.least:g}"
+    most = "" if math.isinf(bound.most) else f" and at most {bound.most:g}"
+    check(sound and value <= bound.most, f"a finite number {least}{most} for {name}", value)
 
 
 def settle(config: object, of: str = "") -> None:

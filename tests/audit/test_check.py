@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import qkeel
 from qkeel.cli.app import main
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.metrics import Status, judged
-from qkeel.monitor import RunDirectorySink, Sample
+from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity
 
 Capture = pytest.CaptureFixture[str]
 
@@ -100,12 +102,15 @@ def test_the_verdict_and_its_sentence(largest: float, more: dict[str, object], s
     assert says in found[1]
 
 
-def run(path: Path, logits: list[float], entropy: float = 2.0) -> Path:
+def run(path: Path, logits: list[float], entropy: float = 2.0, alarms: Sequence[tuple[str, int]] = ()) -> Path:
     sink = RunDirectorySink(path)
     sink.open({"model": "Toy", "sites": [{"name": name, "n_heads": 2} for name in ("a", "b")]})
     for step, top in enumerate(logits):
         heads = {"max_logit": np.array([[0.5, 1.0], [0.1, top]]), "entropy": np.full((2, 2), entropy)}
         sink.write(Sample(step=step, layers=("a", "b"), heads=heads))
+    about: dict[str, Any] = {"rule": "r", "value": 1.0, "meaning": "", "trend": "", "remedy": "", "source": ""}
+    for severity, step in alarms:
+        sink.alarm(Alarm(severity=Severity(severity), step=step, **about))
     sink.close(complete=True)
     return path
 
@@ -120,6 +125,15 @@ def test_a_run_is_judged_by_all_its_records(tmp_path: Path, capsys: Capture) -> 
     assert main(["check", str(run(tmp_path / "flat", [1.0], entropy=0.01))]) == 1
     assert main(["check", str(tmp_path / "bad"), "--threshold", "2000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["largest"] == 1340.0
+
+
+def test_the_verdict_on_a_run_names_the_alarms_that_it_raised(tmp_path: Path) -> None:
+    """Its watcher said "grown too large": to call the run healthy without a word would contradict it."""
+    logits = [1.0, 863.0, 684.0]
+    assert str(qkeel.check(run(tmp_path / "a", logits))).endswith("is over 100 and under 1,000, where training suffers")
+    found = qkeel.check(run(tmp_path / "b", logits, alarms=[("notice", 1), ("alarm", 12), ("critical", 14)]))
+    assert str(found).endswith("where training suffers; the run raised 2 alarms, the first at step 12")
+    assert found.status is Status.HEALTHY
 
 
 def weights(path: Path, value: float) -> Path:

@@ -17,6 +17,7 @@ from qkeel.autopilot.policy import active_actions
 from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
 from qkeel.monitor import History, PlannedRates
 from qkeel.monitor.alarms import Recording
+from qkeel.monitor.history import Forecast
 
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
 WIDE = Ladder(calm=4, allow_new_parameters=True, ask_for_rate=True)
@@ -42,6 +43,14 @@ def grown(n: int, power: float, top: float = 30.0) -> np.ndarray:
     logits = np.full((n, 2, 2), 3.0)
     logits[:, 1, 1] = 1.0 + top * np.arange(n) ** power
     return logits
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+def test_a_forecast_is_printed_once_whether_the_alarm_quotes_it_or_not(quoted: bool) -> None:
+    forecast = Forecast(threshold=1e3, value=240.7, exponent=1.5, step=28.0, low=17.0, high=53.0)
+    reason = f"max logit 240.7 {forecast}" if quoted else "max logit 240.7 is over 100"
+    one = Decision(step=12, action=Action.CLIP, rule="", forecast=forecast, expected="", reason=reason)
+    assert str(one).count("passes 1e3 at step 28") == 1
 
 
 def test_it_escalates_by_head_and_site_and_lets_go_with_hysteresis() -> None:

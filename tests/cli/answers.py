@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 
-from qkeel.cli.inspect import made
+from qkeel.cli.inspect import explain
 from qkeel.cli.report import ANSWERS
+from qkeel.remedies.apply import remedies
+from qkeel.spec import presets
 
 
 def answers() -> str:
     """The file that qkeel.cli.report reads."""
-    return json.dumps(made(), indent=1, ensure_ascii=False) + "\n"
+    explained = {name: explain(name) for name in {**presets(), **remedies()}}
+    made = {"presets": presets(), "remedies": remedies(), "explained": explained}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

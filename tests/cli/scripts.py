@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 Start = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
+Result = tuple[int, str, str]  # exit code, output, errors
+Watch = Callable[..., Result]
 
 MODEL = """
 import torch

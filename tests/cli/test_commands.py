@@ -217,19 +217,10 @@ def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
         assert why in capsys.readouterr().out
 
 
-def test_a_dry_run_names_every_run_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    arguments = [
-        "study",
-        "lr",
-        "--full-grid",
-        "--seeds",
-        "0",
-        "--remedies",
-        "none",
-        *TINY,
-        "--out",
-        str(tmp_path / "s"),
-    ]
+def test_a_dry_run_names_every_run_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    arguments = [*shlex.split("study lr --full-grid --seeds 0 --remedies none --out s"), *TINY]
     assert main([*arguments, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert out.count("to do\n") == 7
@@ -361,26 +352,65 @@ BAD = [
     (["run", "--remedy", "qk_norm+lalr"], "lalr at"),
     (["run", "--attention", "gema2"], "Did you mean 'gemma2'"),
     (["run", "--lrr", "0.1"], "Did you mean --lr?"),
-    (
-        ["study", "lr", "--lrs=1,fast"],
-        'unable to convert "1,fast" into float. Where an option takes several values, ',
-    ),
-    (["run", "--lr", "0"], "expected a learning rate above 0, got 0.0"),
-    (["run", "--steps", "0"], "expected steps to be at least 1, got 0"),
+    (["study", "lr", "--lrs=1,fast"], 'unable to convert "1,fast" into float. Where an option takes several values, '),
+    (["run", "--lr", "0"], "expected a finite number above 0 for lr, got 0.0"),
+    (["run", "--steps", "0"], "expected a finite number of at least 1 for steps, got 0"),
     (["run", "--schedule", "cosin"], 'Did you mean "cosine"?'),
-    (["run", "--n-kv-heads", "3"], "multiple of n_kv_heads"),
     (["run", "--d-model", "12", "--n-heads", "4"], "even"),
     (["run", "--data", "nowhere.txt"], "no such file"),
     (["run", "--device", "cuda:99"], "expected a device of this machine"),
     (["run", "--recipe", "nowhere.toml"], "nowhere.toml is missing"),
     (["study", "lr", "--remedies", "none", "softcapp"], "Did you mean 'softcap'"),
-    (["study", "lr", "--lrs", "-1"], "expected a learning rate above 0"),
+    (["study", "lr", "--lrs", "-1"], "expected a finite number above 0 for lr"),
     (["study", "lr", "--shard", "3/2"], "expected a shard i/n"),
     (["study", "lr", "--jobs", "0"], "at least 1 worker"),
     (["study", "lr", "--stack", "many"], "expected stack to be auto, off or a number"),
     (["explain", "gemma"], "Did you mean 'gemma"),
     (["explain", "gemma2:capp=3"], "Did you mean 'cap'"),
     (["stdy"], 'Did you mean "study"?'),
+    (["bench", "--use"], "--use"),
+    (["bench", "--size", "tiny"], "Choose from"),
+    *(
+        (["study", "extrapolation", *flags.split()], said)
+        for flags, said in (
+            ("--test-lengths 100", "multiples of the training length 64, got 100"),
+            ("--posthoc rerop", "rerope"),
+            ("--posthoc rerope:window=64", "under the training length"),
+            ("--forms knaa", "kna"),
+            ("--forms cosa:gain=2", "expected true or false for option 'gain' of preset 'cosa', got 2"),
+            ("--forms kna --data topics --test-lengths 64000000", "the longest has"),
+            ("--positions rope window", "window:window=128"),
+            ("--positions alibii,rope", "spaces separate them: alibii rope"),
+            ("--forms kna+rerope:window=64", "under the training length, got 64 of 64"),
+            ("--continue-at 100", "larger multiple of the training length 64, got 100"),
+            ("--continue-at 0", "a length in tokens after the @"),
+            ("--continue-at 128 --continue-steps 0", "at least 1 step of continued training, got 0"),
+            ("--test-sequences 0", "at least 1 held-out sequence, got 0"),
+            ("--test-lengths 32", "multiples of the training length 64, got 32"),
+            ("--blocks mha4 --d-model 60", "an even number of dimensions; got 15"),
+            ("--needle 2", "at most 1 for needle"),
+            ("--needle 0.5 --needle-keys 9", "9 needles, each asked for 3 times, need a context of at least 71 tokens"),
+            ("--posthoc knaa/ntk", "kna"),
+            ("--posthoc ntk:windw=8", "option of ntk"),
+            ("--posthoc pi@64", "larger multiple of the training length 64, got 64"),
+            ("--posthoc pi@x", "length in tokens after the @"),
+            ("--forms kna+rerop", "rerope"),
+            ("--block mha", "--block"),
+        )
+    ),
+    *(
+        (["study", *flags.split()], said)
+        for flags, said in (
+            ("lr --task vision --images nowhere", "no images 'nowhere'"),
+            ("lr --task vision --image-size 16", "the images of digits are 8 × 8"),
+            ("lr --task vision --patch 3", "image_size to be a multiple of patch"),
+            ("multimodal --mixes mixx", "unknown data mix 'mixx'. Did you mean 'mix'"),
+            ("multimodal --mixes mix:norm=perri", "unknown norm_order 'perri'"),
+            ("multimodal --mixes mix:variance=big", "expected a number for image_variance"),
+            ("multimodal --context 40", "a canvas of 4 images takes 65 tokens"),
+            ("multimodal --data nothing_here", "no corpus 'nothing_here'"),
+        )
+    ),
 ]
 
 
@@ -390,6 +420,12 @@ def test_bad_usage_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refused(arguments, capsys)
+    assert "--jobs" in arguments or not list(tmp_path.iterdir())
+
+
+def test_a_task_brings_its_own_defaults(capsys: Capture) -> None:
+    assert main(["config", "--task", "vision", "--steps", "7"]) == 0
+    assert {'attention = "vit"', "batch = 32", "steps = 7"} <= set(capsys.readouterr().out.splitlines())
 
 
 def test_bad_corpora_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
@@ -527,10 +563,8 @@ def test_numbers_are_short() -> None:
 
 
 def test_the_ranking_has_a_column_per_rate() -> None:
-    rows = [
-        {"status": "done", "remedy": "none", "lr": lr, "val_loss": 2.0, "max_logit": 5.0, "seed": 0}
-        for lr in (0.1, 0.01)
-    ]
+    about = {"status": "done", "remedy": "none", "val_loss": 2.0, "max_logit": 5.0, "seed": 0}
+    rows = [{**about, "lr": lr} for lr in (0.1, 0.01)]
     assert [column.header for column in ranking(rows).columns] == ["remedy", "lr 0.01", "lr 0.1"]
 
 
@@ -552,35 +586,3 @@ def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(tmp_p
     assert not (tmp_path / "s" / "runs" / "x").exists()
     config = RunDirectory(next((tmp_path / "s" / "runs").iterdir())).config()
     assert (config["data"]["context"], config["model"]["block"], config["optim"]["weight_decay"]) == (8, "gau", 0.01)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--test-lengths 100", "multiples of the training length 64, got 100"),
-        ("--posthoc rerop", "rerope"),
-        ("--posthoc rerope:window=64", "under the training length"),
-        ("--forms knaa", "kna"),
-        ("--forms cosa:gain=2", "expected true or false for option 'gain' of preset 'cosa', got 2"),
-        ("--forms kna --data topics --test-lengths 64000000", "the longest has"),
-        ("--positions rope window", "window:window=128"),
-        ("--positions alibii,rope", "spaces separate them: alibii rope"),
-        ("--forms kna+rerope:window=64", "under the training length, got 64 of 64"),
-        ("--continue-at 100", "larger multiple of the training length 64, got 100"),
-        ("--continue-at 0", "a length in tokens after the @"),
-        ("--continue-at 128 --continue-steps 0", "at least 1 step of continued training, got 0"),
-        ("--test-sequences 0", "at least 1 held-out sequence, got 0"),
-        ("--test-lengths 32", "multiples of the training length 64, got 32"),
-        ("--blocks mha4 --d-model 60", "an even number of dimensions; got 15"),
-        ("--needle 2", "between 0 and 1"),
-        ("--needle 0.5 --needle-keys 9", "9 needles, each asked for 3 times, need a context of at least 71 tokens"),
-        ("--posthoc knaa/ntk", "kna"),
-        ("--block mha", "--block"),
-    ],
-)
-def test_bad_flags_of_the_extrapolation_study_are_told(
-    flags: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert says in refused(["study", "extrapolation", *flags.split()], capsys)
-    assert not list(tmp_path.iterdir())

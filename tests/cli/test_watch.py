@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shlex
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from qkeel.autopilot import replay
 from qkeel.cli.app import main
 from qkeel.records import RunDirectory, RunStatus
 
-from .scripts import Start, run, script, watched
+from .scripts import Start, Watch, run, script, watched
 
 CASES = Path(__file__).with_name("watch_cases.py")
-Capture = pytest.CaptureFixture[str]
 
 
 def train(folder: Path, text: str, start: Start = run) -> RunDirectory:
@@ -270,15 +268,6 @@ def test_the_option_that_is_wrong_is_the_one_that_is_named(tmp_path: Path) -> No
     assert "unknown option --evry of qkeel watch: did you mean --every?" in result.stderr
 
 
-def here(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
-    """`qkeel watch` in this process."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["qkeel", "watch", *words])
-    return main(["watch", *words])
-
-
 TWO = """
 one, two = Net(), Net(2)
 
@@ -292,14 +281,13 @@ for net, optimizer in pairs:
 """
 
 
-def test_each_model_has_a_directory_and_what_is_there_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_each_model_has_a_directory_and_what_is_there_stays(tmp_path: Path, here: Watch) -> None:
     script(tmp_path, TWO)
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "mine").write_text("x")
-    assert here(["--out", "r", "--log-spaced", "--", "python", "train.py"], monkeypatch, tmp_path) == 0
-    assert "qkeel report r-2 r-Critic r-3" in capsys.readouterr().err
+    code, _, err = here("--out", "r", "--log-spaced", "--", "python", "train.py")
+    assert code == 0
+    assert "qkeel report r-2 r-Critic r-3" in err
     models = {name: RunDirectory(tmp_path / name).config()["model"] for name in ("r-2", "r-3", "r-Critic")}
     assert models == {"r-2": "Net", "r-3": "Net", "r-Critic": "Critic"}
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["mine"]
@@ -367,22 +355,18 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("text", "reason"), REASONS)
-def test_where_nothing_is_measured_the_reason_is_said(
-    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_where_nothing_is_measured_the_reason_is_said(text: str, reason: str, tmp_path: Path, here: Watch) -> None:
     script(tmp_path, text)
-    assert here(["--", "python", "train.py"], monkeypatch, tmp_path) == 0
-    err = capsys.readouterr().err
+    code, _, err = here("--", "python", "train.py")
+    assert code == 0
     assert err.splitlines()[-1].startswith("qkeel: nothing was measured: ")
     assert reason in err
     assert not (tmp_path / "qkeel-runs").exists()
 
 
-def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(tmp_path: Path, here: Watch) -> None:
     script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))\nraise SystemExit(9)")
-    assert here(["--", "train.py"], monkeypatch, tmp_path) == 9
+    assert here("--", "train.py")[0] == 9
     directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
     assert [one["step"] for one in directory.metrics()] == [0, 2]  # every second of the first steps
     assert directory.status is RunStatus.STARTED
@@ -423,7 +407,7 @@ print(urllib.request.urlopen(pathlib.Path("url").read_text()).read().decode())
 """
 
 
-def test_the_page_is_served_while_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_served_while_the_script_runs(tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     from qkeel.cli import watched_program
 
     said: list[str] = []
@@ -438,7 +422,7 @@ def test_the_page_is_served_while_the_script_runs(tmp_path: Path, monkeypatch: p
     with pytest.MonkeyPatch.context() as patch:
         pages: list[str] = []
         patch.setattr("builtins.print", lambda text: pages.append(text))
-        assert here(["--live", "--every", "1", "--", "python", "train.py"], monkeypatch, tmp_path) == 0
+        assert here("--live", "--every", "1", "--", "python", "train.py")[0] == 0
     assert "<title>" in pages[0]
     assert "layers.0" in pages[0]
     with pytest.raises(OSError):
@@ -569,7 +553,7 @@ def test_the_trainer_of_transformers_is_watched_and_trains_to_the_same_bits(tmp_
 
 
 def test_a_model_that_the_script_watches_itself_gets_the_remedies_and_a_line_says_who_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    tmp_path: Path, here: Watch
 ) -> None:
     body = """
 import qkeel
@@ -581,9 +565,9 @@ print("OUT", float(net(batch(9)).detach().abs().sum()))
     outputs = []
     for words in ([], ["--apply", "softcap:cap=0.01"]):
         script(tmp_path, body)
-        assert here([*words, "--", "python", "train.py"], monkeypatch, tmp_path) == 0
-        seen = capsys.readouterr()
-        assert seen.err.count("Net is watched by the script itself, so this command does not measure it") == 1
-        assert "nothing was measured: the script watches its models itself" in seen.err
-        outputs.append(float(seen.out.rpartition("OUT ")[2].split()[0]))
+        code, out, err = here(*words, "--", "python", "train.py")
+        assert code == 0
+        assert err.count("Net is watched by the script itself, so this command does not measure it") == 1
+        assert "nothing was measured: the script watches its models itself" in err
+        outputs.append(float(out.rpartition("OUT ")[2].split()[0]))
     assert outputs[0] != outputs[1]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests import forked
 
-from qkeel.cli.app import main
-from qkeel.cli.watched_program import TYPED, Fix, Program, parse, under_torchrun
+from qkeel.cli.watched_program import TYPED, Fix, MessageSink, MessageWriter, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
+from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity
+from qkeel.monitor.rules import GROWTH
 
-from .scripts import run, script, watched
-
-Result = tuple[int, str, str]
-Watch = Callable[..., Result]
+from .scripts import Watch, run, script, watched
 
 TALKER = """
 import os, sys
@@ -53,22 +53,6 @@ if sys.argv[1] == "hook":
 if sys.argv[1] == "interrupt":
     raise KeyboardInterrupt
 """
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Watch:
-    """`qkeel watch` in this process, whose state is put back afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-    def watch(*words: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["qkeel", "watch", *words])
-        code = main(["watch", *words])
-        return code, *capsys.readouterr()
-
-    return watch
 
 
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
@@ -151,6 +135,32 @@ def test_wrong_usage_is_one_line_and_exit_code_2(words: list[str], message: str,
     assert err.count("\n") == 1
     assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
+
+
+def test_the_end_of_a_run_that_an_autopilot_held_is_not_told_as_if_it_still_grew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alarm = Alarm(
+        rule="r", severity=Severity.ALARM, step=12, value=240.7, meaning="max logit 240.7", trend="", remedy="",
+        source="", layer="a", head=0, cause=GROWTH,
+    )  # fmt: skip
+    for acted, last in itertools.product((False, True), (14.3, 684.0)):
+        with MessageWriter() as writer:
+            sink = MessageSink(
+                RunDirectorySink(tmp_path / "run"), writer, shown=tmp_path / "run", fix=Fix(own=(), command=("python",))
+            )
+            sink.alarm(dataclasses.replace(alarm, severity=Severity.NOTICE, step=10))
+            sink.alarm(alarm)
+            if acted:
+                sink.event({"event": "decision", "remedy": "qk_clip"})
+            sink.write(Sample(step=100, layers=("a",), heads={"max_logit": np.array([[last]])}))
+            sink.summary()
+        story = capsys.readouterr().err.splitlines()[-1]
+        held = "qkeel: attention logits have grown too large at step 10; since the autopilot acted the largest is 14.3"
+        grows = (
+            "qkeel: attention logits have grown too large, since step 10; alarm at step 12, a, head 0: max logit 240.7"
+        )
+        assert story == (held if acted and last < 100 else grows)
 
 
 def test_a_command_is_read() -> None:

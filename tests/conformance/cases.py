@@ -96,18 +96,8 @@ GEOMETRIES = [
     Geometry(2, h, g, t, s, SIZES[(i + j) % 3]) for i, (h, g) in enumerate(HEADS) for j, (t, s) in enumerate(LENGTHS)
 ]
 
-MASKS = [
-    "full",
-    "causal",
-    "padding_left",
-    "padding_right",
-    "additive",
-    "additive_causal_per_head",
-    "bool_per_head",
-    "empty_rows",
-    "own_positions",
-    "packed",
-]
+MASKS = ["full", "causal", "padding_left", "padding_right", "additive", "additive_causal_per_head", "bool_per_head"]
+MASKS += ["empty_rows", "own_positions", "packed"]
 
 
 def masking(kind: str, x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
@@ -193,14 +183,13 @@ def calls(
 
 
 def widened(call: AttentionCall) -> AttentionCall:
-    """The same call in float64."""
-
-    def wide(x: Tensor | None) -> Tensor | None:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
+    """The same call in float64; what an additive mask hides with the lowest number of its dtype stays hidden."""
+    mask = call.mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
     params = {name: p.double() for name, p in call.params.items()}
     q, k, v = call.q.double(), call.k.double(), call.v.double()
-    return dataclasses.replace(call, q=q, k=k, v=v, params=params, mask=wide(call.mask))
+    return dataclasses.replace(call, q=q, k=k, v=v, params=params, mask=mask)
 
 
 def truth_of(call: AttentionCall) -> reference.Attended:

@@ -198,14 +198,15 @@ def test_logits_of_ten_thousand_stay_finite(kernel: str, size: float) -> None:
 
 
 @every_kernel
-def test_values_may_be_of_another_size_than_keys(kernel: str) -> None:
-    for case, call in calls(SPECS["qwen3"], torch.float64, ALL):
-        wider = dataclasses.replace(call, v=torch.randn(*call.v.shape[:3], 5, dtype=torch.float64))
-        if KERNELS[kernel].supports(wider) is not None:
+@pytest.mark.parametrize(("width", "which"), [(5, ALL), (24, SOME)], ids=["narrower", "wider"])
+def test_values_may_be_of_another_size_than_keys(kernel: str, width: int, which: list) -> None:
+    for case, call in calls(SPECS["qwen3"], torch.float64, which):
+        other = dataclasses.replace(call, v=torch.randn(*call.v.shape[:3], width, dtype=torch.float64))
+        if KERNELS[kernel].supports(other) is not None:
             assert kernel in ("decode", "native", "windowed", "flex")
             continue
-        out = KERNELS[kernel](wider)
-        assert (out - reference.attend_call(wider).out).abs().max() <= 1e-12, case
+        out = KERNELS[kernel](other)
+        assert (out - reference.attend_call(other).out).abs().max() <= 1e-12, case
 
 
 def turned(x: Tensor) -> Tensor:

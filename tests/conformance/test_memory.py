@@ -83,6 +83,14 @@ def test_statistics_make_no_square_tensor(name: str, masked: bool) -> None:
     assert seen.elements <= T * T / 4
 
 
+@pytest.mark.parametrize("width", [8, 32])
+def test_values_narrower_or_wider_than_queries_make_no_square_tensor(width: int) -> None:
+    q, v = torch.randn(1, 1, 1024, 16), torch.randn(1, 1, 1024, width)
+    with Largest() as seen:
+        attention(q, q, v, spec=AttentionSpec(), impl="sdpa")
+    assert seen.elements < 1024**2 / 8
+
+
 def test_the_largest_tensor_does_not_grow_with_the_square_of_the_length() -> None:
     found = []
     for t in (2048, 4096):

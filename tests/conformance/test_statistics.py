@@ -96,6 +96,7 @@ def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str
     return {
         "normalized_entropy": _mean(relative),
         "sink_share": _mean(p.gather(-1, first)[free]),
+        "logit_gap": _mean((logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]),
         "share_above": _mean((z > threshold).to(z.dtype)),
         "n_free": free.sum(),
     }
@@ -184,17 +185,22 @@ def test_merging_batch_halves_gives_the_statistics_of_the_whole_batch(name: str)
 
 
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4, -1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_entropy_is_accurate_at_any_size_of_the_logits(size: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_entropy_is_accurate_at_any_size_of_the_logits(
+    size: float, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_entropy(size, dtype)
+
+
+def check_entropy(size: float, dtype: torch.dtype) -> None:
     # Logits are small integers plus `size` on every key: exact in float32, so only the entropy formula can err.
     spec = AttentionSpec(scale=Fixed(1.0))
-    q = torch.zeros(1, 1, 3, 4)
-    q[..., 0] = size / 4 if abs(size) > 1 else 0
-    q[0, 0, :, 1] = torch.tensor([0.0, 1.0, 3.0])
-    k = torch.stack(
-        [torch.full((5,), 4.0), torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0]), torch.zeros(5), torch.zeros(5)], 1
-    )
-    q, k = q.to(dtype), k[None, None].to(dtype)
+    q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 5, 8)
+    q[..., 0], q[0, 0, :, 1] = size / 4 if abs(size) > 1 else 0, torch.tensor([0.0, 1.0, 3.0])
+    k[..., 0], k[0, 0, :, 1] = 4.0, torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
+    q, k = q.to(dtype), k.to(dtype)
     stats = attention(q, k, k, spec=spec, causal=False, stats=True)[1]
     shift = 4 * float(q[0, 0, 0, 0])
     z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)[:, None] * torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
@@ -351,6 +357,7 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: s
         "entropy": entropy[:, rows].mean(1),
         "normalized_entropy": relative.mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
         "sink_share": first[:, free].mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
+        "logit_gap": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free].mean(1).nan_to_num(0.0),
         "share_above": (z > 1).sum((1, 2)) / visible.sum().double(),
         "qk_frobenius": dots.norm(dim=(1, 2)),
         "cos_max": cosines.masked_fill(~visible, -1.0).amax((1, 2)),

@@ -18,7 +18,7 @@ from tests.docs.page_text import loaded
 
 from qkeel.cli.app import main
 from qkeel.lab import make_plan
-from qkeel.lab.study_record import study_of
+from qkeel.lab.execute import study_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

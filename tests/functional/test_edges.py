@@ -145,6 +145,8 @@ def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_take
     assert cosine_scale(2.5) == pytest.approx(4 * math.log(1.25))
     assert qk_norm_init(1.5) == pytest.approx(math.log2(0.75))
     assert deepnorm(1) == pytest.approx((1.0, 4**-0.25))
+    assert deepnorm(48) == pytest.approx(((2 * 24) ** 0.25, (8 * 24) ** -0.25), rel=1e-15)
+    assert deepnorm(48) == pytest.approx((2.632, 0.2686), abs=5e-4)  # as published for 24 layers of two sublayers
     assert floor_log_temperature(torch.tensor([-5, -1, 0]), 1.0, 1, torch.float64).tolist() == pytest.approx(
         [1.0, 1.0, 1 + math.log(2)]
     )

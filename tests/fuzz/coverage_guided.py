@@ -60,19 +60,8 @@ PARSERS: dict[str, tuple[Callable[[bytes, Path], object], list[bytes]]] = {
     "heads": (_heads, [b'{"fields": ["a"], "n_layers": 1, "n_heads": 2}\n' + bytes(24)]),
     "config": (_config, [b'{"kind": "watch", "sites": [{}], "model": "M"}', b'{"optim": {"lr": 0.1}, "seed": 0}']),
 }
-DICTIONARY = [
-    "dtype",
-    "shape",
-    "data_offsets",
-    "F32",
-    "BF16",
-    "__metadata__",
-    "fields",
-    "n_layers",
-    "n_heads",
-    "nan",
-    "1e999",
-]
+DICTIONARY = ["dtype", "shape", "data_offsets", "F32", "BF16", "__metadata__", "fields", "n_layers", "n_heads"]
+DICTIONARY += ["nan", "1e999"]
 
 
 def main() -> int:

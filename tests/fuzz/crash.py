@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.lab.killing import session, survivors, table
+from tests.lab.killing import session, survivors
+from tests.lab.recorded import table
 
 STUDY = "study lr --remedies none lalr:tau=0.3 --lrs 0.1 0.01 --seeds 0 --data topics --context 16 --d-model 16 "
 STUDY += "--n-heads 2 --steps 1500 --checkpoint-every 7 --log-every 5 --device cpu --jobs 2"

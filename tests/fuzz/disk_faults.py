@@ -25,9 +25,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.damaged import CONFIG
 from tests.fuzz.disk_model import Failing, Journal, Killed, Unsynced, after_power_loss, in_place
 from tests.fuzz.places import scratch
-from tests.fuzz.study_plans import CONFIG
 from tests.report.synthetic_watch import Seen, make_watch
 
 from qkeel.errors import QkeelError

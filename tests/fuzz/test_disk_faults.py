@@ -19,7 +19,7 @@ from tests.fuzz.disk_model import Journal, after_power_loss, in_place
 from qkeel.records import RunDirectory, disk, files
 
 PAIRS = list(itertools.product(CLASSES, SUBJECTS))
-FEW = {"study": 3, "watched": 12}
+FEW = {"study": 2, "watched": 8}
 
 
 def sampled(found: Iterator[Any], count: int) -> list[Any]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from kernels.native.test_adamw import LISTS, any_tensors, near, truth
-from kernels.native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given, torchs
-from kernels.native.test_norm_rope import run as run_on_cpu
+from kernels.test_adamw import check_seeds
+from kernels.test_norm_rope import LAYOUTS, NORMS, POSITIONS, check, given, run
 from kernels.triton_kernels import test_heads
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.kernels import encode
 from qkeel.kernels.contract import row_statistics
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operators import AdamTensors
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket, logit_maxima, logit_stats
 from qkeel.kernels.torch_kernels import Flex
 from qkeel.kernels.triton import adamw, available, first_use
@@ -33,29 +29,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 7, 64, 129, 512, 2048]
 SIZES = [64, 8, 128, 24, 256, 40]
 STEPPED = ["lalr", "lalr:decay=plain", "qk_lr", "qk_weight_decay", "qk_clip:threshold=0.001"]
-
-
-def run(case: Given, above: list[Tensor]) -> list[Tensor]:
-    """q̃, k̃ and the gradients of q, k and every gain, by way of the device."""
-    spec, *qk, params = case
-    q, k = (x.detach().to(DEVICE).requires_grad_() for x in qk)
-    params = {n: p.detach().to(DEVICE).requires_grad_() for n, p in params.items()}
-    pos = torch.arange(5, 5 + q.shape[2], device=DEVICE)[None]
-    out = encoded(spec, q, k, pos, pos, params)
-    grads = torch.autograd.grad(out, [q, k, *params.values()], [a.to(DEVICE) for a in above])
-    return [x.cpu() for x in (*out, *grads)]
-
-
-def check(case: Given, told: str) -> None:
-    """As on the CPU: error at most 2 × (that of torch's path in the same dtype + rounding)."""
-    dtype, above = case[1].dtype, [torch.randn(x.shape).to(x.dtype) for x in case[1:3]]
-    truth, theirs = run_on_cpu(torchs, case, torch.float64, above), run_on_cpu(torchs, case, dtype, above)
-    terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()  # type: ignore[union-attr]
-    for i, (mine, other, true) in enumerate(zip(run(case, above), theirs, truth)):
-        own, size = (other - true).abs().max(), true.abs().max()
-        summed = torch.finfo(dtype).eps * (terms / true.numel()).sqrt() if i >= 4 else 0.0
-        allowed = 2 * (own + torch.finfo(dtype).eps * size + summed)
-        assert (mine.double() - true).abs().max() <= allowed, f"{told}, number {i}"
 
 
 def test_tensors_here_go_through_triton() -> None:
@@ -78,7 +51,7 @@ def test_norm_and_rotation_of_every_norm_length_and_layout(norm: Norm) -> None:
         position = POSITIONS[0] if isinstance(norm, NoNorm) else position
         dtype = DTYPES[(turn + i // len(DTYPES)) % len(DTYPES)]  # all three would be compiled for minutes
         case = given(norm, position, t, SIZES[i], dtype, layout)
-        check(case, f"T {t}, d {SIZES[i]}, {layout}, {position.formula()}, {dtype}")
+        check(case, f"T {t}, d {SIZES[i]}, {layout}, {position.formula()}, {dtype}", DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,15 +60,15 @@ def test_x_made_anew_from_the_result(dtype: torch.dtype, monkeypatch: pytest.Mon
     gains: list[Any] = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
     for gain in gains:
         for norm in (RMSNorm(gain=gain), LayerNorm(gain=gain)):
-            check(given(norm, Rope(), 129, 128, dtype, "heads beside each other"), f"{norm!r}, {dtype}")
-    check(given(L2Norm(), Rope(), 129, 128, dtype), f"L2, {dtype}")
+            check(given(norm, Rope(), 129, 128, dtype, "heads beside each other"), f"{norm!r}, {dtype}", DEVICE)
+    check(given(L2Norm(), Rope(), 129, 128, dtype), f"L2, {dtype}", DEVICE)
 
 
 def test_the_gradient_of_a_gain_is_the_same_in_every_run() -> None:
     case = given(RMSNorm(gain="dim"), Rope(), 2048, 128, torch.bfloat16)
     above = [torch.randn_like(x) for x in case[1:3]]
-    first = run(case, above)
-    assert all(all(map(torch.equal, first, run(case, above))) for _ in range(3))
+    first = run(encoded, case, torch.bfloat16, above, DEVICE)
+    assert all(all(map(torch.equal, first, run(encoded, case, torch.bfloat16, above, DEVICE))) for _ in range(3))
 
 
 def test_a_module_is_one_graph_when_compiled() -> None:
@@ -209,21 +182,7 @@ def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Mo
 
 
 def test_a_step_of_adam_with_a_rate_per_line_is_the_formula_and_leaves_its_squares() -> None:
-    kernels = adamw
-    for seed in range(60):
-        torch.manual_seed(seed)
-        t, o = any_tensors(random.Random(seed))
-        there = moved(t, DEVICE)
-        expected = truth(t, o)
-        kernels.adam_lines(there, o)
-        near(moved(there, "cpu"), expected, 2e-6)
-        left = [x.clone() for x in there.squares]
-        kernels.sum_lines(there.weights, there.squares, there.axes)
-        assert all(map(torch.equal, left, there.squares)), seed
-
-
-def moved(t: AdamTensors, device: str) -> AdamTensors:
-    return dataclasses.replace(t, **{name: [x.to(device) for x in getattr(t, name)] for name in LISTS})
+    check_seeds(adamw, range(60), DEVICE)
 
 
 @pytest.mark.parametrize("remedy", ["none", "qk_lr:factor=1", "lalr", "lalr:decay=plain"])
@@ -341,8 +300,8 @@ def test_tensors_on_two_devices_get_one_clear_error() -> None:
 def test_a_thousand_calls_keep_no_memory() -> None:
     case = given(RMSNorm(gain="dim"), Rope(), 64, 64, torch.float32)
     above = [torch.randn_like(x) for x in case[1:3]]
-    run(case, above)
+    run(encoded, case, torch.float32, above, DEVICE)
     before = torch.cuda.memory_allocated()
     for _ in range(1000):
-        run(case, above)
+        run(encoded, case, torch.float32, above, DEVICE)
     assert torch.cuda.memory_allocated() == before

@@ -57,8 +57,8 @@ def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
     heads = RunDirectory(tmp_path / "run").heads()
     with open(tmp_path / "csv" / "heads.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["step"], row["layer"], row["head"]) for row in rows[:3]] == [
-        ("21", "blocks.0", "0"), ("21", "blocks.0", "1"), ("21", "blocks.1", "0"),
+    assert [(row["step"], row["layer"], row["type"], row["head"]) for row in rows[:3]] == [
+        ("21", "blocks.0", "full", "0"), ("21", "blocks.0", "full", "1"), ("21", "blocks.1", "full", "0"),
     ]  # fmt: skip
     for name in ("entropy", "query_weight_norm"):
         assert np.allclose([float(row[name]) for row in rows], heads.values[name].reshape(-1), rtol=1e-6), name
@@ -68,7 +68,8 @@ def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = parquet.read_table(tmp_path / "parquet" / "heads.parquet")
     assert table.column("step").to_pylist() == [int(row["step"]) for row in rows]
-    assert table.column("layer").to_pylist() == [row["layer"] for row in rows]
+    for name in ("layer", "type"):
+        assert table.column(name).to_pylist() == [row[name] for row in rows]
     assert np.allclose(table.column("entropy").to_numpy(), heads.values["entropy"].reshape(-1), rtol=1e-6)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.each_row import each_row
 
 from qkeel import preset, reference
-from qkeel.kernels.contract import Refusal, average, row_blocks
+from qkeel.kernels.contract import average, row_blocks
 from qkeel.kernels.encode import folded
 from qkeel.spec import PRESETS, AttentionSpec, NoCap
 from qkeel.spec.call import make_call
@@ -52,7 +52,3 @@ def test_one_call_without_mask_does_when_all_is_visible_or_square_and_causal() -
     assert not make_call(spec, q, k, k).whole
     assert not make_call(spec, k, k, k, pos_q=pos, pos_k=pos).whole
     assert not make_call(spec, k, k, k, causal=False, mask=torch.ones(5, 5, dtype=torch.bool)).whole
-
-
-def test_a_refusal_reads_as_reason_and_way_out() -> None:
-    assert str(Refusal("it cannot", "use that")) == "it cannot; use that"

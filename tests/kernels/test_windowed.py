@@ -27,15 +27,6 @@ def test_outputs_and_gradients_are_those_of_the_whole_matrix(
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_large_logits_stay_finite() -> None:
-    q, k, v = (100 * torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
-    spec = AttentionSpec(position=ReRope(window=8))
-    found, whole = (attention(q, k, v, spec=spec, impl=impl) for impl in ("windowed", "chunked"))
-    assert torch.allclose(found, whole, rtol=1e-3, atol=1e-2)
-    grads = torch.autograd.grad(found.sum(), (q, k, v))
-    assert all(g.isfinite().all() for g in grads)
-
-
 class Mine(ReRope):
     """A subclass, of which nothing is known but that it is a position."""
 

@@ -1,8 +1,7 @@
-"""Processes that are killed at random instants, what is left of them, and what of their study must not differ."""
+"""Processes that are killed at random instants, and what is left of them."""
 
 from __future__ import annotations
 
-import csv
 import os
 import random
 import signal
@@ -35,12 +34,6 @@ def survivors(leader: int, seconds: float) -> list[int]:
     while session(leader) and time.monotonic() < deadline:
         time.sleep(0.02)
     return session(leader)
-
-
-def table(out: Path) -> list[dict[str, str]]:
-    """The table.csv of a study, without what depends on the clock."""
-    with open(out / "table.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
 
 
 def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int) -> None:

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import safetensors
 import safetensors.torch
+from tests.lab.recorded import numbers
 
 from qkeel.errors import QkeelWarning
 from qkeel.lab import RunConfig, Watcher, run
-from qkeel.records import RunDirectory
 from qkeel.report.study.collect import collect
-
-TIMES = ("cpu_seconds", "tokens_per_second")
 
 
 def as_before(place: Path) -> None:
@@ -39,11 +37,6 @@ def as_before(place: Path) -> None:
     del about["sizes"]
     tensors = safetensors.torch.load_file(path)
     safetensors.torch.save_file(tensors, path, {"qkeel": json.dumps(about)})
-
-
-def numbers(place: Path) -> tuple[object, ...]:
-    records = [{k: v for k, v in line.items() if k not in TIMES} for line in RunDirectory(place).metrics()]
-    return records, (place / "heads.f32").read_bytes(), RunDirectory(place).summary()["val_loss"]
 
 
 def test_a_run_of_an_earlier_version_is_read_and_gone_on_with(tiny: Callable[..., RunConfig], tmp_path: Path) -> None:

@@ -1,41 +1,47 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
 import shlex
 import signal
+import socket
 import stat
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lab.recorded import numbers
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, UnknownNameError
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingLibraryError,
+    QkeelError,
+    RefusedError,
+    UnknownNameError,
+    needed,
+)
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab import executors as table
-from qkeel.lab.executors import EXECUTORS, Job, Outcome, Unit, executor, seen_here, work_elsewhere
-from qkeel.records import RunDirectory
+from qkeel.lab.executors import EXECUTORS, Job, Outcome, Unit, check_reached, died, executor, seen_here, work_elsewhere
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
 
 
-def results(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of every run of a study but for what depends on the machine."""
-    found = {}
-    for run in sorted((out / "runs").iterdir()):
-        lines = RunDirectory(run).metrics()
-        found[run.name] = [
-            {k: repr(v) for k, v in line.items() if k not in ("cpu_seconds", "tokens_per_second", "mfu")}
-            for line in lines
-        ]
-    return found
+def results(out: Path) -> dict[str, str]:
+    return {run.name: repr(numbers(run)) for run in sorted((out / "runs").iterdir())}
 
 
 @pytest.fixture(scope="module")
-def known(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def known(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The results of the study by processes of this machine."""
     out = tmp_path_factory.mktemp("local")
     assert not run_plan(make_plan("lr", tiny(), GRID), out, Execution()).failures
@@ -132,16 +138,8 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
     jobs = [Job(tiny(seed=seed).to_dict(), str(tmp_path / f"run-{seed}"), "") for seed in (0, 1)]
     outcomes = [o for found in place.outcomes([[job] for job in jobs], 2, tmp_path) for o in found]
     script = (tmp_path / "script.sh").read_text()
-    for line in (
-        "--array=0-1%2",
-        "--partition=gpu",
-        "--account=us",
-        "--time=90",
-        "--mem=8GB",
-        "--cpus-per-task=3",
-        "--gpus-per-node=1",
-        "--job-name=qkeel",
-    ):
+    wanted = "--array=0-1%2 --partition=gpu --account=us --time=90 --mem=8GB --cpus-per-task=3 --gpus-per-node=1"
+    for line in (*wanted.split(), "--job-name=qkeel"):
         assert f"#SBATCH {line}\n" in script, script
     assert "qos" not in script
     assert [o.directory for o in outcomes] == [job.directory for job in jobs]
@@ -154,7 +152,7 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["ray", "dask", "slurm:cluster=local"])
 def test_a_cluster_gives_the_bits_of_this_process(
-    place: str, tiny: Make, tmp_path: Path, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: str, tiny: Make, tmp_path: Path, known: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkeel.lab.executors._EACH", 0.2)
     found = run_plan(make_plan("lr", tiny(), GRID), tmp_path / "s", Execution(executor=place, workers=2, stack="off"))
@@ -165,7 +163,7 @@ def test_a_cluster_gives_the_bits_of_this_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["ray", "dask"])
 def test_a_killed_worker_of_a_cluster_is_an_outcome_or_begun_again(
-    place: str, tiny: Make, tmp_path: Path, known: dict[str, Any]
+    place: str, tiny: Make, tmp_path: Path, known: dict[str, str]
 ) -> None:
     """A run that is killed at each try: the rest is done, and the same command does what is left."""
 
@@ -185,3 +183,117 @@ def test_a_killed_worker_of_a_cluster_is_an_outcome_or_begun_again(
     again = run_plan(plan, tmp_path / "s", one)
     assert not again.failures
     assert results(tmp_path / "s") == known
+
+
+UNIT = [Job({}, "a", ""), Job({}, "b", "")]
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def connected(*_: Any, **__: Any) -> None:
+    raise AssertionError("a library was asked to connect to an address at which nobody answers")
+
+
+@pytest.mark.parametrize("name", ["dask", "ray"])
+def test_an_address_at_which_nobody_answers_is_one_line(
+    name: str, nobody: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    distributed, ray = types.ModuleType("distributed"), types.ModuleType("ray")
+    vars(distributed).update(Client=connected, get_client=connected, as_completed=connected)
+    vars(ray).update(init=connected, is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "distributed", distributed)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    address = f"tcp://{nobody}" if name == "dask" else nobody
+    for act in (lambda e: e.capacity(), lambda e: list(e.outcomes([UNIT], 1, tmp_path))):
+        with pytest.raises(RefusedError, match=f"cannot be reached: nothing answers at {address}") as caught:
+            act(executor(f"{name}:address={address}"))
+        assert "\n" not in str(caught.value)
+
+
+def test_an_address_that_somebody_listens_at_or_that_is_a_name_is_left_to_the_library() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_reached("it", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+    for address in ("auto", "local", "ray://", "/a/file"):
+        check_reached("it", address)
+
+
+def test_a_machine_without_sbatch_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for act in (lambda e: e.capacity(), lambda e: list(e.outcomes([UNIT], 1, tmp_path))):
+        with pytest.raises(RefusedError, match="Slurm cannot be reached: this machine has no sbatch"):
+            act(executor("slurm"))
+
+
+def test_a_full_disk_on_the_cluster_is_called_that() -> None:
+    error = RuntimeError(f"Job 7 failed\nlong log ...\nOSError: [Errno 28] {os.strerror(errno.ENOSPC)}: 'x'\nmore")
+    outcomes = died(UNIT, error)
+    assert [outcome.directory for outcome in outcomes] == ["a", "b"]
+    assert all(
+        "disk of the cluster or of --out is full" in outcome.error and "\n" not in outcome.error for outcome in outcomes
+    )
+
+
+def test_a_library_that_lacks_one_of_its_own_is_told_apart_from_one_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_outside.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = r"broken: broken_outside imports not_there_at_all, .*pip install not_there_at_all"
+    with pytest.raises(MissingLibraryError, match=broken), needed("the executor x", "'qkeel[x]'"):
+        import broken_outside  # noqa: F401
+    missing = r"is not installed: pip install 'qkeel\[x\]'"
+    with pytest.raises(MissingLibraryError, match=missing), needed("the executor x", "'qkeel[x]'"):
+        import not_there_at_all  # noqa: F401
+
+
+def test_jobs_on_this_machine_keep_to_the_number_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """submitit's executor, with threads in the place of its processes."""
+    submitit = pytest.importorskip("submitit")
+    running, most = [0], [0]
+
+    class Done:
+        def __init__(self, unit: Any) -> None:
+            self.unit = unit
+            self.thread = threading.Thread(target=self.run)
+            self.thread.start()
+
+        def run(self) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            time.sleep(0.3)
+            running[0] -= 1
+
+        def done(self) -> bool:
+            return not self.thread.is_alive()
+
+        def exception(self) -> None:
+            return None
+
+        def result(self) -> list[table.Outcome]:
+            return [table.Outcome(self.unit[0].directory, "known")]
+
+        def cancel(self) -> None:
+            raise AssertionError("nothing is left to cancel")
+
+    class Threads:
+        def __init__(self, **_: Any) -> None: ...
+
+        def update_parameters(self, **_: Any) -> None: ...
+
+        def submit(self, act: Any, unit: Any) -> Done:
+            return Done(unit)
+
+    monkeypatch.setattr(submitit, "AutoExecutor", Threads)
+    units = [[Job({}, str(i), "")] for i in range(7)]
+    with contextlib.closing(executor("slurm:cluster=local").outcomes(units, 2, tmp_path)) as found:
+        directories = sorted(outcome.directory for outcomes in found for outcome in outcomes)
+    assert directories == [str(i) for i in range(7)]
+    assert most == [2]

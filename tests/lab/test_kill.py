@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from tests.forked import forkserver
-from tests.lab.killing import kill_until_done, session, survivors, table
+from tests.lab.killing import kill_until_done, session, survivors
+from tests.lab.recorded import table
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 

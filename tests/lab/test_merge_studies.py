@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.lab.recorded import table
 
 from qkeel.cli.app import main
 from qkeel.errors import QkeelError, RunDirectoryError
@@ -20,13 +21,6 @@ def part(tiny: Make, out: Path, *seeds: int, **fields: object) -> Path:
         make_plan("lr", tiny(**{"steps": 6, **fields}), grid), out, Execution(command=f"qkeel study lr --seeds {seeds}")
     )
     return out
-
-
-def without_times(out: Path) -> list[str]:
-    """The lines of table.csv but for the column of CPU seconds."""
-    lines = [line.split(",") for line in (out / "table.csv").read_text().splitlines()]
-    drop = lines[0].index("cpu_seconds")
-    return [",".join(cell for i, cell in enumerate(line) if i != drop) for line in lines]
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -46,7 +40,7 @@ def test_parts_made_apart_give_the_table_of_one_study(parts: tuple[Path, Path, P
     before = files(a), files(b)
     merged = merge_studies([b, a], tmp_path / "out")
     assert (len(merged.table), merged.done) == (6, 6)
-    assert without_times(tmp_path / "out") == without_times(whole)
+    assert table(tmp_path / "out") == table(whole)
     assert before == (files(a), files(b))
     about, known = (read_json(p / "study.json") for p in (tmp_path / "out", whole))
     assert {**about, "command": ""} == {**known, "command": ""}
@@ -66,7 +60,7 @@ def test_a_study_goes_on_in_the_merged_directory(tiny: Make, parts: tuple[Path, 
     seed = RunDirectory(first).config()["seed"]
     assert merge_studies([tmp_path / "b", a], tmp_path / "both").done == (6 if seed == 1 else 5)
     part(tiny, tmp_path / "alone", 0, 1, 2)
-    assert without_times(tmp_path / "alone") == without_times(whole)
+    assert table(tmp_path / "alone") == table(whole)
 
 
 def test_a_run_with_other_results_is_told(parts: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.lab.killing import kill_until_done
+from tests.lab.recorded import numbers, timeless
 from tests.quick import one_in
 from torch.nn import functional as F
 
@@ -19,10 +20,17 @@ from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, ModelConfig, OptimConfig, RunConfig, Watcher, make_plan, run, run_plan
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.stack_arithmetic import CompiledArithmetic, StackedArithmetic, choose_arithmetic, split, why_not_compiled
 from qkeel.lab.stack_models import plan_stacks, stack_models
 from qkeel.lab.train_runs import train_runs
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.training import (
+    CompiledArithmetic,
+    StackedArithmetic,
+    TrainingBackend,
+    choose_arithmetic,
+    split,
+    train_step,
+    why_not_compiled,
+)
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.remedies import REMEDIES
 
@@ -53,15 +61,6 @@ def same_products() -> bool:
 def several(make: Make, **fields: Any) -> list[RunConfig]:
     fields = {"steps": 6, **fields}
     return [resolve(make(seed=s, optim_lr=lr, **fields)) for s, lr in ((0, 0.01), (0, 0.03), (1, 0.01))]
-
-
-def numbers(directory: Path) -> dict[str, Any]:
-    """Everything recorded but times."""
-    times = ("cpu_seconds", "tokens_per_second")
-    place = RunDirectory(directory)
-    lines = [{k: v for k, v in line.items() if k not in times} for line in place.metrics()]
-    summary = {k: v for k, v in place.summary().items() if k not in times}
-    return {"lines": lines, "summary": summary, "heads": (directory / "heads.f32").read_bytes()}
 
 
 def check_row(mine: Mapping[str, Any], other: Mapping[str, Any], losses: tuple[str, ...]) -> None:
@@ -369,7 +368,7 @@ GRID = Grid(remedies=["none", "sigma_reparam"], lrs=[0.03, 0.01], seeds=[0, 1])
 def table(out: Path) -> list[dict[str, Any]]:
     config = RunConfig.from_dict(read_json(next(out.glob("runs/*/config.json"))))
     rows = run_plan(make_plan("lr", config, GRID), out, Execution()).table
-    return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in rows]
+    return list(map(timeless, rows))
 
 
 def test_a_stacked_study_has_the_table_of_one_that_is_not(tiny: Make, tmp_path: Path) -> None:

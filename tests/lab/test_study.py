@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib
 import itertools
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.lab.recorded import table
 
 from qkeel.errors import (
     InvalidTypeError,
@@ -36,9 +36,9 @@ from qkeel.lab import (
     training,
 )
 from qkeel.lab.checkpoint import RunState
+from qkeel.lab.execute import rows
 from qkeel.lab.executors import Job, Outcome, work, work_here
 from qkeel.lab.plan import FULL_GRID, PlannedRun, Study, product
-from qkeel.lab.study_record import rows
 from qkeel.metrics import paired_gain, planned_power
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.records.run_directory import locked
@@ -52,11 +52,6 @@ FOUR = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1], seeds=[1, 0])
 def plan(tiny: Make, grid: Grid = GRID, **fields: object) -> Plan:
     """Runs that end two steps after their first checkpoint."""
     return make_plan("lr", tiny(**{"steps": 6, **fields}), grid)
-
-
-def table(out: Path) -> list[dict[str, str]]:
-    with open(out / "table.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
 
 
 def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> None:
@@ -237,7 +232,7 @@ def test_a_plan_is_checked_before_anything_is_written(tiny: Make) -> None:
         Grid(remedies=["none"], lrs=[0.1], seeds=[])
     with pytest.raises(InvalidTypeError, match="expected a list of remedies"):
         Grid(remedies="none", lrs=[0.1], seeds=[0])
-    with pytest.raises(InvalidValueError, match="learning rate above 0"):
+    with pytest.raises(InvalidValueError, match="above 0 for lr"):
         plan(tiny, Grid(remedies=["none"], lrs=[0.0], seeds=[0]))
 
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.fuzz.disk_model import System
+from tests.lab.recorded import numbers, timeless
 from tests.quick import one_in
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
@@ -19,28 +20,17 @@ from qkeel.lab import ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.build_run import build_decoder, resolve, threads
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
-from qkeel.lab.stack_arithmetic import choose_arithmetic
-from qkeel.lab.training import train_step
+from qkeel.lab.training import choose_arithmetic, train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk, read_json, write_json
 from qkeel.spec.presets import attention_spec
 
 Make = Callable[..., RunConfig]
-TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
 
 
-def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if k not in TIMES}
-
-
-def everything(directory: RunDirectory) -> tuple[object, ...]:
+def everything(directory: RunDirectory) -> dict[str, Any]:
     """What must not depend on how often a run was interrupted."""
     weights = safetensors.torch.load_file(directory.checkpoint)
-    return (
-        [timeless(record) for record in directory.metrics()],
-        timeless(directory.summary()),
-        (directory.path / "heads.f32").read_bytes(),
-        {name: t.numpy().tobytes() for name, t in weights.items()},
-    )
+    return {**numbers(directory), "weights": {name: t.numpy().tobytes() for name, t in weights.items()}}
 
 
 class Crash(BaseException):

@@ -42,6 +42,40 @@ class Layer(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
+class Product(nn.Module):
+    """Multiplies what another module has projected."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Around(Layer):
+    """Projects, and gives queries and keys to a module that only multiplies them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = Product()
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        keys = x if other is None else other
+        q, k, v = (f(y).unflatten(-1, (4, 8)).transpose(1, 2) for f, y in ((self.q, x), (self.k, keys), (self.v, keys)))
+        return x + self.product(q, k, v).transpose(1, 2).flatten(2)
+
+
+class TwoAround(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.encoder, self.own, self.cross = nn.Linear(32, 32), nn.Linear(32, 32), Around(), Around()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cross(self.own(self.inner(x)), self.encoder(x))
+
+
+def test_a_module_that_is_given_queries_and_keys_is_no_cross_attention() -> None:
+    sites = qkeel.find_sites(TwoAround(), torch.randn(2, T, 32))
+    assert [(site.name, site.layer_type) for site in sites] == [("own.product", "full"), ("cross.product", "cross")]
+
+
 class Mixed(nn.Module):
     """Layers of four types on x, the last one on what another module makes of it."""
 
@@ -224,4 +258,4 @@ def test_numbers_of_a_type_are_folded_over_its_layers() -> None:
 
 
 def test_every_type_is_explained() -> None:
-    assert {*TYPES.values(), "sparse", "compressed"} == {*LAYER_TYPES}
+    assert {*TYPES.values(), "sparse", "compressed", "linear"} == {*LAYER_TYPES}

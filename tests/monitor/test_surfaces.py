@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sites.sparse_models import DSA, M, T
+from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import UnknownNameError
@@ -26,23 +29,50 @@ from qkeel.records import (
 from qkeel.spec import AttentionSpec, L2Norm, Sink
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
-# Of samples of rows, of norms with gains, and of indexers: no run measures them together with the others.
-NOT_IN_THIS_RUN = {"entropy_error", "gain_bound", "index_max_logit", "index_mean_logit", "index_entropy"}
+# Of sparse layers: another run measures them. The last two are of samples of rows on a GPU, and of norms with gains.
+SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))}
+ELSEWHERE = {"entropy_error", "gain_bound"}
+
+
+class SparseModel(nn.Module):
+    """Two layers with indexers, under the names of the other model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(M, M)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"attention": DSA(fused=True)}) for _ in LAYERS])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + block["attention"](x)
+        return x
+
+
+Watched = tuple[Path, Sample, History, str]
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample, History, str]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """A run in which everything is measured: its directory, last sample, history and table."""
-    path = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20, spec=AttentionSpec(normalizer=Sink())))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(0, 20, (2, 8))
-    with qkeel.watch(
-        model, optimizer, stats="all+gates+updates+residual", probe=(tokens,), sinks=path / "run"
-    ) as monitor:
+    return run_of(model, tokens, "all+gates+updates+residual", tmp_path_factory.mktemp("run"), probe=(tokens,))
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """A run of sparse layers."""
+    torch.manual_seed(0)
+    return run_of(SparseModel(), torch.randn(2, T, M), "all+chosen", tmp_path_factory.mktemp("sparse"))
+
+
+def run_of(model: nn.Module, given: Tensor, stats: str, path: Path, **more: Any) -> Watched:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with qkeel.watch(model, optimizer, stats=stats, sinks=path / "run", **more) as monitor:
         for _ in range(3):
-            model(tokens).square().mean().backward()
+            model(given).square().mean().backward()
             optimizer.step()
         sample, table = monitor.sample, monitor.table()
         assert sample is not None
@@ -50,20 +80,23 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample, His
     return path / "run", sample, history, table
 
 
-def test_nearly_every_field_is_measured_here(watched: tuple[Path, Sample, History, str]) -> None:
-    _, sample, _, _ = watched
-    assert set(HEAD_FIELDS) - {n for n, x in sample.heads.items() if np.isfinite(x).any()} == NOT_IN_THIS_RUN
+def test_nearly_every_field_is_measured_here(watched: Watched, sparse: Watched) -> None:
+    (_, sample, _, _), (_, other, _, _) = watched, sparse
+    measured = [{n for n, x in one.heads.items() if np.isfinite(x).any()} for one in (sample, other)]
+    assert set(HEAD_FIELDS) - measured[0] == SPARSE | ELSEWHERE
+    assert measured[1] >= SPARSE
     assert {name.partition("/")[0] for name in sample.values} >= {*VALUE_FIELDS, *BLOCK_FIELDS}
     assert set(sample.monitor) == set(MONITOR_FIELDS)
 
 
 @pytest.mark.parametrize("name", [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS])
 def test_a_number_of_heads_layers_or_blocks_is_everywhere(
-    name: str, watched: tuple[Path, Sample, History, str], page: str
+    name: str, watched: Watched, sparse: Watched, pages: dict[Path, str]
 ) -> None:
-    path, sample, history, table = watched
+    path, sample, history, table = sparse if name in SPARSE else watched
+    page = pages[path]
     assert explain_field(name).endswith("]")
-    if name in NOT_IN_THIS_RUN:
+    if name in ELSEWHERE:
         return
     field = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}[name]
     known = sample.by_layer(name)
@@ -76,7 +109,7 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(
         assert (field.column == "") or field.column in table
         frame = history.frame("layers")
         assert frame["layer"].tolist() == [*LAYERS] * 3
-        np.testing.assert_allclose(frame[name][-2:], known, rtol=1e-6)
+        np.testing.assert_allclose(frame[name][-2:], known, rtol=1e-6, equal_nan=True)
         assert name in page
         top = history.top(name)
         assert top is not None
@@ -94,17 +127,16 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(
 
 
 @pytest.fixture(scope="module")
-def page(watched: tuple[Path, Sample, History, str]) -> str:
-    path = watched[0]
-    qkeel.report.write(path, path.parent / "page.html")
-    return (path.parent / "page.html").read_text(encoding="utf-8")
+def pages(watched: Watched, sparse: Watched) -> dict[Path, str]:
+    paths = [watched[0], sparse[0]]
+    found = [qkeel.report.write(path, path.parent / "page.html") for path in paths]
+    return {path: page.read_text(encoding="utf-8") for path, page in zip(paths, found)}
 
 
 @pytest.mark.parametrize("name", MONITOR_FIELDS)
-def test_what_the_monitor_says_of_itself_is_everywhere(
-    name: str, watched: tuple[Path, Sample, History, str], page: str
-) -> None:
+def test_what_the_monitor_says_of_itself_is_everywhere(name: str, watched: Watched, pages: dict[Path, str]) -> None:
     path, sample, history, table = watched
+    page = pages[path]
     assert sample.summaries()[f"monitor/{name}"] == sample.monitor[name]
     assert json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])[f"monitor_{name}"] == sample.monitor[name]
     assert f" {name}" in table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import linecache
 import os
 import re
 import signal
@@ -123,4 +124,6 @@ def replace_source(path: Path, source: str) -> None:
         return read(self, wanted)
 
     sys.dont_write_bytecode = True
+    # Triton's interpreter reads the text of a kernel itself.
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     importlib.machinery.SourceFileLoader.get_data = get_data  # type: ignore[method-assign]

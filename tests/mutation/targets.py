@@ -55,6 +55,12 @@ ROOMS = {
         },
         examples=f"{EXAMPLES}[spec]",
     ),
+    "kernels": Room(
+        files=("src/qkeel/kernels/**/*.py",),
+        tests=("tests/kernels/**/test_*.py", "tests/conformance/test_kernels.py", "tests/test_ops.py"),
+    ),
+    "audit": Room(files=("src/qkeel/audit/*.py",), tests=("tests/audit/test_*.py",)),
+    "nn": Room(files=("src/qkeel/nn/*.py",), tests=("tests/nn/test_*.py", "tests/kernels/native/test_hazards.py")),
     "steps": Room(
         files=(
             "src/qkeel/remedies/steps/*.py",
@@ -89,6 +95,16 @@ ROOMS = {
 
 # The file that tests a module first where it has another name.
 FIRST = {
+    "adamw": "test_adam_lines",
+    "available": "test_loading",
+    "compiled_attention": "test_attention",
+    "encode": "test_norm_rope",
+    "operators": "test_adamw",
+    "torch_kernels": "test_kernels",
+    "explain_experiment": "test_explain",
+    "explain_responses": "test_explain",
+    "tensor_heads": "test_scan",
+    "mla": "test_latent_cache",
     "fused_adam": "test_adam_pass",
     "head_groups": "test_bundle",
     "head_views": "test_bundle",

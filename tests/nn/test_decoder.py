@@ -10,7 +10,6 @@ import torch
 
 from qkeel import preset
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
-from qkeel.functional.logits import z_loss
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.nn.decoder import NORM_ORDERS
 
@@ -105,23 +104,6 @@ def test_every_parameter_gets_a_gradient() -> None:
         for name, p in model.named_parameters():
             assert p.grad is not None, name
             assert p.grad.abs().max() > 0, name
-
-
-def test_z_loss_is_the_mean_square_of_the_logsumexp() -> None:
-    logits = torch.tensor([[0.0, math.log(3.0)], [5.0, 5.0]], dtype=torch.float64)
-    # ln(1 + 3) = 1.386294, ln(2 e^5) = 5.693147
-    expected = 1e-4 * (1.3862943611**2 + 5.6931471806**2) / 2
-    assert z_loss(logits).item() == pytest.approx(expected, rel=1e-9)
-    assert z_loss(logits, 1.0).item() == pytest.approx(1e4 * expected, rel=1e-9)
-    # The gradient pushes logits down where the logsumexp is positive, by 2·c·lse·softmax / rows.
-    logits.requires_grad_()
-    (grad,) = torch.autograd.grad(z_loss(logits, 1.0), logits)
-    assert grad[0].tolist() == pytest.approx([1.3862943611 * 0.25, 1.3862943611 * 0.75], rel=1e-9)
-
-
-def test_z_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
-    logits = torch.randn(64, 100).bfloat16()
-    assert z_loss(logits, 1.0).item() == pytest.approx(z_loss(logits.double(), 1.0).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

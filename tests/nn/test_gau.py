@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from qkeel import apply, find_sites, preset
 from qkeel.errors import InvalidValueError, RefusedError, ShapeError, UnknownNameError
-from qkeel.functional.logits import deepnorm
 from qkeel.nn import GAU, Decoder, DecoderConfig, GAUBlock
 from qkeel.spec import AttentionSpec, L2Norm, RMSNorm, Rope, SquaredReLU
 
@@ -121,13 +120,6 @@ def test_blocks_norm_before_or_after_and_weigh_the_stream() -> None:
     post = GAUBlock(module, norm_order="post", alpha=2.0)
     assert torch.allclose(post(x), norm(2.0 * x + module(x)), rtol=0, atol=1e-12)
     assert not list(post.norm.parameters())
-
-
-def test_deepnorm_of_24_layers_of_two_sublayers_is_the_papers() -> None:
-    assert deepnorm(48) == pytest.approx(((2 * 24) ** 0.25, (8 * 24) ** -0.25), rel=1e-15)
-    assert deepnorm(48) == pytest.approx((2.632, 0.2686), abs=5e-4)
-    with pytest.raises(InvalidValueError, match="at least one"):
-        deepnorm(0)
 
 
 @pytest.mark.parametrize("norm_order", ["pre", "post"])

@@ -46,6 +46,14 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
+def sound(html: str) -> None:
+    """Elements nest, nothing is loaded, and no name is given twice."""
+    reader = Reader()
+    reader.feed(html)
+    assert (reader.open, reader.loads) == ([], [])
+    assert len(reader.ids) == len(set(reader.ids))
+
+
 def page(paths: object, tmp_path: Path) -> str:
     out = tmp_path / "out" / "report.html"
     assert qkeel.report.write(paths, out) == out  # type: ignore[arg-type]
@@ -60,11 +68,7 @@ def embedded(html: str) -> dict[str, object]:
 
 def test_a_study_becomes_one_file_that_loads_nothing(tmp_path: Path):
     html = page(make_study(tmp_path / "study", [*drift(), *SMALL]), tmp_path)
-    reader = Reader()
-    reader.feed(html)
-    assert reader.open == []
-    assert reader.loads == []
-    assert len(reader.ids) == len(set(reader.ids))
+    sound(html)
     assert "default-src &#x27;none&#x27;" in html
     assert "Learning-rate study" in html
     assert "Permission to use, copy, modify, and/or distribute this software" in html  # the notice travels along
@@ -115,9 +119,7 @@ def test_every_text_is_escaped(tmp_path: Path):
     write_text(make_run(study / "runs" / "b", Made(status="failed")) / "FAILED", f"Traceback {nasty}\n{nasty}")
     html = page(study, tmp_path)
     assert "<script>alert" not in html
-    reader = Reader()
-    reader.feed(html)
-    assert reader.open == []
+    sound(html)
     assert nasty in embedded(html)["remedies"]  # type: ignore[operator]
 
 

@@ -9,14 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from synthetic_study import Made, grid, make_run, make_study
 
+import qkeel.report
+from qkeel.cli.app import main
+from qkeel.errors import UnknownNameError
+from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab.config import DataConfig
+from qkeel.lab.tasks import TextTask, counted_bigrams
+from qkeel.lab.text import bigram_loss
+from qkeel.metrics import paired_effects
 from qkeel.records import RunStatus
 from qkeel.report.study import provenance
 from qkeel.report.study.collect import RunData, StudyData, collect
-from qkeel.report.study.compare import judge, sensitivity, standings
-from qkeel.report.study.findings import findings
+from qkeel.report.study.compare import MARGIN, judge, losses, sensitivity, standings
+from qkeel.report.study.findings import findings, reference_findings
+from qkeel.report.study.page import chart_data, pairs
 from qkeel.report.study.provenance import verdict_table
 
 
@@ -312,3 +322,97 @@ def test_the_provenance_says_when_where_and_for_how_long(tmp_path: Path):
     assert '<dd><span class="value">' in made
     assert "2 h" in made
     assert "Processor time" in made
+
+
+def test_the_lines_are_made_of_the_runs_of_a_study(tmp_path: Path) -> None:
+    base = RunConfig(steps=4, eval_sequences=8, device="cpu", log_every=4)
+    grid = Grid(remedies=["none", "frozen_qk"], lrs=[0.01], seeds=[0, 1])
+    run_plan(make_plan("lr", base, grid), tmp_path, Execution())
+    study = collect(tmp_path)
+    level = np.mean([counted_bigrams(dataclasses.replace(base, seed=seed)) for seed in (0, 1)])
+    counted, frozen = (one.text for one in reference_findings(study))
+    assert f"predicts the held-out text at {level:.3f} nats/byte" in counted
+    assert chart_data(study)["counted"] == pytest.approx(level, abs=1e-3), "the line of the chart of losses"
+    assert "Of the mean losses of 2 remedy-rate pairs 2 are not below that." in counted, "four steps learn little"
+    rows = {(row["remedy"], row["seed"]): row["val_loss"] for row in study.rows()}
+    gain = np.mean([rows["frozen_qk", seed] - rows["none", seed] for seed in (0, 1)])
+    assert frozen.startswith("Gain over queries and keys that are never trained (frozen_qk) at LR 0.01, nats: none ")
+    assert f"none {gain:+.3f}".replace("-", "−") in frozen.replace("-", "−")
+
+
+def test_what_is_counted_is_what_the_run_reads() -> None:
+    config = RunConfig(steps=3, seed=5, eval_sequences=4, device="cpu")
+    task = TextTask(config)
+    texts = [np.concatenate([b.inputs, b.targets[:, -1:]], 1) for b in (task.batch(5, step) for step in range(3))]
+    held = task.heldout(4)
+    whole = np.concatenate([held.inputs, held.targets[:, -1:]], 1)
+    assert counted_bigrams(config) == bigram_loss(np.concatenate(texts), whole, 256)
+    assert counted_bigrams(dataclasses.replace(config, remedy="qk_norm", data=config.data)) == counted_bigrams(config)
+    assert counted_bigrams(dataclasses.replace(config, data=DataConfig(needle=0.5, context=64))) is None
+    assert counted_bigrams(dataclasses.replace(config, steps=1 << 20)) is None
+
+
+def test_a_study_without_the_arm_or_the_count_has_no_line(tmp_path: Path) -> None:
+    base = RunConfig(steps=1, eval_sequences=1, device="cpu", data=DataConfig(needle=0.5, context=64))
+    run_plan(make_plan("lr", base, Grid(remedies=["none"], lrs=[0.01], seeds=[0])), tmp_path, Execution())
+    assert reference_findings(collect(tmp_path)) == []
+
+
+THREE = ("none", "qk_norm", "lalr:tau=0.1")
+
+
+def made(folder: Path) -> Path:
+    return make_study(folder / "study", grid(THREE, (0.01, 0.1), (0, 1, 2)))
+
+
+def test_every_pair_is_judged_once_at_each_rate_by_holm_over_all(tmp_path: Path) -> None:
+    study = collect(made(tmp_path))
+    found = pairs(study)
+    named = {(gain.remedy, gain.baseline, gain.lr) for gain in found}
+    assert named == {(a, b, lr) for lr in (0.01, 0.1) for a, b in (THREE[:2], THREE[1:], (THREE[0], THREE[2]))}
+    by_hand = []
+    for gain in found:
+        mine, theirs = (losses(study.rows(), name, gain.lr) for name in (gain.remedy, gain.baseline))
+        by_hand.append([theirs[seed] - mine[seed] for seed in sorted(mine)])
+    for gain, effect in zip(found, paired_effects(by_hand, MARGIN), strict=True):
+        assert gain.effect == effect
+
+
+def test_the_mirror_image_of_a_gain_has_the_mirrored_interval(tmp_path: Path) -> None:
+    gain = pairs(collect(made(tmp_path)))[0]
+    other = gain.reversed()
+    assert gain.effect is not None
+    assert other.effect is not None
+    assert (other.remedy, other.baseline, other.mean) == (gain.baseline, gain.remedy, -gain.mean)
+    assert (other.effect.low, other.effect.high) == (-gain.effect.high, -gain.effect.low)
+    assert other.reversed() == gain
+
+
+def test_a_page_against_another_baseline_has_it_first_and_gains_over_it(tmp_path: Path) -> None:
+    place = made(tmp_path)
+    study = collect(place, "qk_norm")
+    assert study.remedies[0] == "qk_norm"
+    lines = {line.remedy: line for line in standings(study)}
+    assert not lines["qk_norm"].gains
+    assert lines["qk_norm"].cpu_ratio == pytest.approx(1.0)
+    gain = lines["none"].gains[0.1]
+    assert gain.baseline == "qk_norm"
+    assert gain.mean == pytest.approx(-standings(collect(place))[0].gains[0.1].mean, abs=1.0)
+    html = qkeel.report.write(place, tmp_path / "page.html", baseline="qk_norm").read_text(encoding="utf-8")
+    assert "Against qk_norm" in html
+    assert "Against none" not in html
+    assert "CPU, ×\u00a0qk_norm" in html
+    assert 'id="section-pairs"' in html
+    assert main(["report", str(place), "-o", str(tmp_path / "b.html"), "--baseline", "qk_norm"]) == 0
+    assert (tmp_path / "b.html").read_text(encoding="utf-8") == html
+
+
+def test_a_baseline_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="unknown baseline 'qknorm'"):
+        collect(made(tmp_path), "qknorm")
+
+
+def test_two_remedies_need_no_matrix(tmp_path: Path) -> None:
+    place = make_study(tmp_path / "two", grid(THREE[:2], (0.01, 0.1), (0, 1, 2)))
+    html = qkeel.report.write(place, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "section-pairs" not in html

@@ -60,8 +60,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def by_itself(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """What is found where no site is taken for another's kind."""
     with monkeypatch.context() as patch:
-        patch.setattr(trace, "_as_another", lambda *_: None)
-        patch.setattr(verification._Kind, "zeros_as_in", lambda *_: False)
+        patch.setattr(verification.Verification, "another", lambda *_: None)
         return known(model)
 
 
@@ -94,6 +93,38 @@ def test_a_layer_with_other_indices_or_zeros_is_read_by_itself(
     model = stack(Layer(), other(), Layer())
     found = known(model)
     assert {"0", "1"} <= {*read}
+    assert found == by_itself(model, monkeypatch)
+    assert found[0][2:5] != found[1][2:5]
+
+
+def test_layers_of_two_kinds_that_take_turns_are_read_once_each(
+    read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stack(*(Layer(order=[0, 2, 1, 3] if i % 2 else None) for i in range(6)))
+    found = known(model)
+    assert read == ["0", "1"]
+    assert found == by_itself(model, monkeypatch)
+
+
+class Wired(nn.Module):
+    """Self-attention that runs the same operators whatever its wiring, and whose queries may be made of its keys."""
+
+    def __init__(self, crossed: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.m = (nn.Linear(M, M, bias=False) for _ in range(3))
+        self.crossed = crossed
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, q = self.k(x), self.q(x)
+        q = self.m(k if self.crossed else q)
+        q, k = (y.unflatten(-1, (H, M // H)).transpose(1, 2) for y in (q, k))
+        return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def test_a_layer_whose_operators_are_connected_otherwise_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Wired(False), Wired(True), Wired(False))
+    found = known(model)
     assert found == by_itself(model, monkeypatch)
     assert found[0][2:5] != found[1][2:5]
 

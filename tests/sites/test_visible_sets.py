@@ -122,6 +122,25 @@ def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_sour
     assert visible_sets(make_call(AttentionSpec(), k, q, q, causal=False)).visible == "full"
 
 
+def test_a_window_over_pieces_of_the_sequence_is_a_window() -> None:
+    """Four queries with their own four keys and the four before, as a local attention cuts them; the middle key is
+    seen by all of a piece, and the first piece has no keys before it."""
+    i, j = torch.arange(4)[:, None], torch.arange(8)
+    piece = (j - i >= 1) & (j - i <= 4)
+    mask = torch.stack([piece & (j >= 4), piece, piece])[:, None]
+    z = torch.zeros(3, 2, 4, 8)
+    call = ScoresCall(spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None)
+    assert visible_sets(call).visible == "window"
+
+
+def test_blocks_of_keys_with_the_queries_that_chose_them_are_sparse() -> None:
+    q, k, ends = torch.zeros(1, 1, 11, 4), torch.zeros(1, 1, 12, 4), torch.tensor([0, 4, 8, 12])
+    call = make_call(AttentionSpec(), q, k, k, causal=False)
+    assert visible_sets(band_call(call, cu_seqlens=(torch.tensor([0, 5, 7, 11]), ends))).visible == "sparse"
+    even = make_call(AttentionSpec(), q[:, :, :9], k, k, causal=False)
+    assert visible_sets(band_call(even, cu_seqlens=(torch.tensor([0, 3, 6, 9]), ends))).visible != "sparse"
+
+
 def test_chunks_are_windows_where_another_layer_sees_across_them() -> None:
     chunk, whole = (visible_sets(call_of(MASKS[name][0], False)) for name in ("packed or in chunks", "causal"))
     assert told_apart({"a": chunk, "b": whole}) == {"a": "window", "b": "full"}

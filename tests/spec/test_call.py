@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.each_row import each_row
 from torch import Tensor
 
-from qkeel import reference
+from qkeel import attention, reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
 from qkeel.reference import Attended
 from qkeel.spec import (
@@ -24,6 +24,7 @@ from qkeel.spec import (
     Learned,
     LogN,
     NoPosition,
+    RMSNorm,
     Rope,
     Sigmoid,
     Sink,
@@ -387,9 +388,11 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
 
 @each_row("given, kind, says", BAD.values(), ids=list(BAD))
 def test_bad_input_gets_one_clear_error(given: dict[str, Any], kind: type[QkeelError], says: str) -> None:
-    arguments = {"spec": AttentionSpec(), "q": Q, "k": K, "v": V, **given}
-    with pytest.raises(kind, match=re.escape(says)):
-        reference.attend(arguments.pop("spec"), arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+    more = {"spec": AttentionSpec(), "q": Q, "k": K, "v": V, **given}
+    spec, q, k, v = (more.pop(name) for name in ("spec", "q", "k", "v"))
+    for door in (lambda: reference.attend(spec, q, k, v, **more), lambda: attention(q, k, v, spec=spec, **more)):
+        with pytest.raises(kind, match=re.escape(says)):
+            door()
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, 2.0, math.nan])
@@ -498,3 +501,15 @@ def test_a_mask_of_sequences_and_keys_is_one_of_padding_but_where_it_may_be_one_
     for b, t, s, shape in ((5, 5, 3, (5, 3)), (2, 2, 5, (2, 5)), (2, 3, 5, (3, 1, 1, 5)), (2, 3, 5, (3, 3, 5))):
         with pytest.raises(ShapeError, match="mask"):
             make_call(AttentionSpec(), *draw(b=b, t=t, s=s), mask=torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_parameters_are_floating_point_numbers_of_16_bits_or_more(dtype: torch.dtype) -> None:
+    spec = AttentionSpec(norm=RMSNorm(gain="dim"))
+    q = torch.randn(1, 2, 3, 8)
+    params = spec.init_params(2, 2, 8)
+    assert params
+    attention(q, q, q, spec=spec, params=params)
+    name = next(iter(params))
+    with pytest.raises(InvalidTypeError, match=r"floating-point numbers of 16 bits or more"):
+        attention(q, q, q, spec=spec, params={**params, name: params[name].to(dtype)})

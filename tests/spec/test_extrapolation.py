@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkeel import attention, preset
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
+from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
 from qkeel.spec import (
     METHODS,
     NTK,
@@ -14,7 +14,6 @@ from qkeel.spec import (
     ALiBi,
     AttentionSpec,
     DynamicNTK,
-    Kerple,
     LeakyReRope,
     LogN,
     NoStretch,
@@ -22,7 +21,6 @@ from qkeel.spec import (
     RMSNorm,
     Rope,
     SlidingWindow,
-    XPos,
     YaRN,
 )
 
@@ -113,38 +111,10 @@ def test_what_cannot_be_is_refused_with_the_reason(spec, method, options, error,
         spec.extrapolate(method, **options)
 
 
-def test_positions_check_what_they_are_given() -> None:
-    for make in (
-        lambda: ReRope(window=3, base=1.0),
-        lambda: ReRope(window=3, rotary=0.0),
-        lambda: LeakyReRope(window=3, factor=0.0),
-        lambda: XPos(scale=0.0),
-        lambda: XPos(base=0.5),
-        lambda: YaRN(factor=8, train_length=1),
-        lambda: YaRN(factor=8, train_length=64, fast=1, slow=2),
-        lambda: NTK(factor=8, power=-1.0),
-    ):
-        with pytest.raises(InvalidValueError):
-            make()
-    with pytest.raises(UnknownNameError):
-        Kerple(kind="cubic")  # type: ignore[arg-type]
-    with pytest.raises(UnknownNameError):
-        NTK(factor=2, kind="new")  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError):
-        Rope(stretch=8)  # type: ignore[arg-type]
-
-
 def test_a_norm_behind_the_rotation_would_cancel_yarns_factor() -> None:
     with pytest.raises(InvalidValueError, match="cancels the factor"):
         Rope(order="rotate_then_norm", stretch=YaRN(factor=8, train_length=64))
     Rope(order="rotate_then_norm", stretch=YaRN(factor=8, train_length=64, attention_factor=1.0))
-
-
-def test_odd_heads_are_refused_by_every_rotation() -> None:
-    q = torch.randn(1, 1, 3, 7)
-    for position in (Rope(stretch=PI(factor=2)), ReRope(window=2), XPos()):
-        with pytest.raises(ValueError, match="even number"):
-            attention(q, q, q, spec=AttentionSpec(position=position))
 
 
 def test_yarn_moves_a_norm_that_commutes_before_the_rotation_and_refuses_others() -> None:

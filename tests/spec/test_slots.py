@@ -377,7 +377,7 @@ def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none() -> None:
 
 def test_checking_a_position_makes_no_table() -> None:
     with Nothing():
-        for position in (Rope(rotary=0.5), ReRope(window=4), XPos(), SlidingWindow(window=3)):
+        for position in (Rope(rotary=0.5), ReRope(window=4), LeakyReRope(window=2), XPos(), SlidingWindow(window=3)):
             position.check(8)
             with pytest.raises(ShapeError, match="even number"):
                 position.check(9 if position != Rope(rotary=0.5) else 6)
@@ -456,6 +456,15 @@ def test_what_lies_just_inside_of_what_a_slot_takes_is_taken_and_just_outside_re
         make()
     for make, says in (
         (lambda: XPos(base=1.0), "base above 1, got 1"),
+        (lambda: XPos(scale=0.0), "a scale above 0 tokens, got 0.0"),
+        (lambda: ReRope(window=3, base=1.0), "base above 1, got 1"),
+        (lambda: ReRope(window=3, rotary=0.0), "share in (0, 1], got 0.0"),
+        (lambda: LeakyReRope(window=3, factor=0.0), "a factor above 0 for LeakyReRope, got 0.0"),
+        (lambda: NTK(factor=8, power=-1.0), "a power of at least 0 for NTK-mixed, got -1.0"),
+        (lambda: NTK(factor=2, kind="new"), "unknown kind of NTK 'new'"),  # type: ignore[arg-type]
+        (lambda: Kerple(kind="cubic"), "unknown kind of Kerple 'cubic'"),  # type: ignore[arg-type]
+        (lambda: Rope(stretch=8), "a stretch such as PI(factor=8), got 8"),  # type: ignore[arg-type]
+        (lambda: YaRN(factor=8, train_length=1), "a train_length of at least 2 tokens for YaRN, got 1"),
         (lambda: ReRope(window=2, rotary=1.5), "share in (0, 1], got 1.5"),
         (lambda: LeakyReRope(window=2, factor=math.inf), "a factor above 0 for LeakyReRope, got inf"),
         (lambda: PI(factor=0.5), "a factor of at least 1 (test length / train length) for PI, got 0.5"),
@@ -622,3 +631,26 @@ def test_the_tables_of_queries_and_of_keys_have_their_dtype_or_float32_and_their
                 assert found.dtype == torch.promote_types(x.dtype, torch.float32)
                 expected = [[of(p * 10_000 ** (-i / 4)) for i in range(4)] for p in pos[0].tolist()]
                 torch.testing.assert_close(found[0, 0].double(), torch.tensor(expected).double(), rtol=0, atol=1e-6)
+
+
+def test_kerple_starts_evenly_spread_a_rising_and_p_falling() -> None:
+    params = AttentionSpec(position=Kerple()).init_params(n_heads=4, n_kv_heads=2, head_dim=8)
+    torch.testing.assert_close(params["kerple_a"], torch.tensor([0.125, 0.375, 0.625, 0.875]))
+    torch.testing.assert_close(params["kerple_p"], torch.tensor([1.75, 1.25, 0.75, 0.25]))
+
+
+def test_a_temperature_may_grow_from_the_first_position_on() -> None:
+    factor = FloorLogTemperature(floor=1, alpha=1.0).factor(torch.arange(3)[None], 4, {})
+    expected = 0.5 * (1 + torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64).log())
+    torch.testing.assert_close(factor.flatten(), expected)
+
+
+def test_an_infinite_softcap_is_no_cap_to_any_kernel() -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    capped, plain = AttentionSpec(cap=Softcap(math.inf)), AttentionSpec()
+    assert capped.cap.limit is None
+    expected = attention(q, k, v, spec=plain)
+    found, stats = attention(q, k, v, spec=capped, stats=True)
+    assert found.isfinite().all()
+    assert stats.max_logit.isfinite().all()
+    torch.testing.assert_close(found, expected)

@@ -1,4 +1,8 @@
-"""`make suites`: runs peers' own tests, and writes the table of outcomes."""
+"""`make suites`: runs peers' own tests, and writes the table of outcomes.
+
+--only replaces these parts of the page. --kept FOLDER keeps the outcomes of transformers' tests there: a call whose
+time is over, or that names other families, leaves them to the next call, which runs the tests that are left.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,11 @@ FAMILIES = ("llama", "gpt2", "bert", "t5", "gemma2", "qwen3", "vit")
 MODES = {
     "qkeel": '`attn_implementation="qkeel"` in the place of "sdpa"',
     "watched": "every model watched, all statistics",
+}
+HEADS = {
+    "transformers": "## transformers",
+    "samples": "## torch's samples of scaled_dot_product_attention",
+    "optimizers": "## torch's optimizers under remedies on steps",
 }
 # They compile, need the hub, a GPU or several processes.
 LEFT_OUT = (
@@ -40,25 +49,34 @@ where it has the outcome that it has without qkeel, on the same machine in the s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 where anything differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.suites", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.suites", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--transformers", default=os.environ.get("QKEEL_TRANSFORMERS", ""), help="a checkout")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", choices=("transformers", "samples", "optimizers"), nargs="+")
     parser.add_argument("--timeout", type=float, default=3000.0, help="seconds of one family in one mode")
     parser.add_argument("--most", type=int, default=0, help="of a family run so many tests, at even distances; 0: all")
     parser.add_argument("--said", default="", help="where the checkout is from, for the page")
+    parser.add_argument("--kept", type=Path, help="a folder of outcomes; none by default")
     parser.add_argument("--out", type=Path, default=Path("internals/suites.md"))
     given = parser.parse_args(arguments)
     wanted = given.only or ["transformers", "samples", "optimizers"]
-    lines, wrong = [_INTRODUCTION, _versions(), ""], 0
+    written = dict(_parts(given.out.read_text(encoding="utf-8"))) if given.out.exists() else {}
+    wrong = 0
     for part, run in (("transformers", _transformers), ("samples", _samples), ("optimizers", _optimizers)):
         if part in wanted:
             found, differing = run(given)
-            lines += [*found, ""]
+            written[HEADS[part]] = "\n".join(found).strip("\n")
             wrong += differing
-            given.out.write_text("\n".join(lines).rstrip("\n") + "\n")
+            page = [f"{_INTRODUCTION}\n{_versions()}", *(written[head] for head in HEADS.values() if head in written)]
+            given.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     print(f"{given.out}: {wrong} outcomes differ")
     return int(wrong > 0)
+
+
+def _parts(page: str) -> Iterator[tuple[str, str]]:
+    """The parts of a page that was written before, by their headings."""
+    for part in page.split("\n## ")[1:]:
+        yield f"## {part.partition(chr(10))[0]}", f"## {part}".strip("\n")
 
 
 def _versions() -> str:
@@ -69,7 +87,7 @@ def _versions() -> str:
 
 
 def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
-    lines = ["## transformers", ""]
+    lines = [HEADS["transformers"], ""]
     if not given.transformers:
         return [*lines, "Not run: `QKEEL_TRANSFORMERS` names no checkout."], 0
     if given.said:
@@ -88,16 +106,17 @@ def _transformers(given: argparse.Namespace) -> tuple[list[str], int]:
             wrong += 1
             continue
         passed = [test for test, outcome in plain["outcomes"].items() if outcome == "passed"]
+        count = f"{len(passed)}, then the time was over" if "stopped" in plain else len(passed)
         for mode, words in MODES.items():
             found = _tested(given, family, mode)
             if isinstance(found, str):
-                lines.append(f"| {family} | {len(passed)} | {words} | not run: {found} | | |")
+                lines.append(f"| {family} | {count} | {words} | not run: {found} | | |")
                 wrong += 1
                 continue
             same = sum(found["outcomes"].get(test) == "passed" for test in passed)
             other = [test for test in passed if found["outcomes"].get(test, "not reached") != "passed"]
             seen = ", ".join(f"{count:,} {what}" for what, count in sorted(found["seen"].items())) or "none"
-            lines.append(f"| {family} | {len(passed)} | {words} | {same} | {seen} | {len(other)} |")
+            lines.append(f"| {family} | {count} | {words} | {same} | {seen} | {len(other)} |")
             wrong += len(other)
             told += [f"- {t.rpartition('::')[2]} ({family}, {mode}): {_reason(found, t)}" for t in other]
     return [*lines, "", *(told or (["No test differs."] if not wrong else []))], wrong
@@ -118,7 +137,8 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
     if not file.exists():
         return "the checkout has no such file"
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "outcomes.json"
+        out = (given.kept or Path(folder)).absolute() / f"{family}-{mode}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
         # Not the folder above: its `tests` would stand in the place of the checkout's.
         paths = [str(home), str(Path(__file__).parent), str(Path.cwd() / "src")]
         environment = {
@@ -135,7 +155,7 @@ def _tested(given: argparse.Namespace, family: str, mode: str) -> dict[str, Any]
             )
         except subprocess.TimeoutExpired:
             if out.exists():
-                return json.loads(out.read_text())
+                return json.loads(out.read_text()) | {"stopped": True}
             return f"not over after {given.timeout:g} s"
         if out.exists() and (found := json.loads(out.read_text()))["outcomes"]:
             return found
@@ -147,7 +167,7 @@ def _samples(given: argparse.Namespace) -> tuple[list[str], int]:
     from tests.suites.operator_samples import outcomes
 
     asked, same, different = outcomes()
-    lines = ["## torch's samples of scaled_dot_product_attention", "", "| what | asked | the same |", "|---|---|---|"]
+    lines = [HEADS["samples"], "", "| what | asked | the same |", "|---|---|---|"]
     lines += [f"| {what} | {count} | {same[what]} |" for what, count in asked.items()]
     lines += ["", *(f"- {c.what} of {c.sample}: {c.difference}" for c in different)]
     return lines if different else [*lines, "No sample differs."], len(different)
@@ -157,7 +177,7 @@ def _optimizers(given: argparse.Namespace) -> tuple[list[str], int]:
     from tests.suites.optimizers import verdicts
 
     found = list(verdicts())
-    lines = ["## torch's optimizers under remedies on steps", ""]
+    lines = [HEADS["optimizers"], ""]
     lines += ["| optimizer | remedy | right | refused | not run | wrong |", "|---|---|---|---|---|---|"]
     for name, remedy in dict.fromkeys((v.optimizer, v.remedy) for v in found):
         counts = Counter(v.verdict for v in found if (v.optimizer, v.remedy) == (name, remedy))

@@ -1,8 +1,9 @@
 """A pytest plugin for transformers' own tests: qkeel's attention in the place of "sdpa", or every model watched.
 
 The variable QKEEL_SUITE says which: "plain", "qkeel" or "watched". At the end QKEEL_SUITE_OUT gets a JSON object: the
-outcome of each test, and how many calls of attention, or of models, qkeel took part in. QKEEL_SUITE_MOST: of more tests
-than that only so many are run, at even distances in the order of the file.
+outcome of each test, and how many calls of attention, or of models, qkeel took part in; tests whose outcomes are there
+already are not run again. QKEEL_SUITE_MOST: of more tests than that only so many are run, at even distances in the
+order of the file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _seen: Counter[str] = Counter()
 def pytest_configure(config: pytest.Config) -> None:
     """Puts qkeel where the suite asks for torch's attention, or around each model's outermost call."""
     warnings.filterwarnings("ignore", module="qkeel")
+    if _OUT and Path(_OUT).exists():
+        earlier = json.loads(Path(_OUT).read_text())
+        _outcomes.update(earlier["outcomes"])
+        _reasons.update(earlier["reasons"])
+        _seen.update(earlier["seen"])
     {"plain": lambda: None, "qkeel": _attend, "watched": _watch}[_MODE]()
 
 
@@ -77,10 +83,11 @@ def _watch() -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves the sample that was asked for."""
+    """Leaves the sample that was asked for, without the tests that an earlier call ran."""
     most = int(os.environ.get("QKEEL_SUITE_MOST") or len(items))
     if most < len(items):
         items[:] = [items[i * len(items) // most] for i in range(most)]
+    items[:] = [item for item in items if item.nodeid not in _outcomes]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -112,7 +112,7 @@ def by_head(
 
     With a sink entropies and the weight of the first key are over it too.
     """
-    entropies, relative, first, lses = [], [], [], []
+    entropies, relative, first, lses, gaps = [], [], [], [], []
     for n, row in np.ndindex(*z.shape[:2]):
         own = z[n, row][seen[n, row]]
         if not len(own):
@@ -126,6 +126,8 @@ def by_head(
         if len(own) > 1:
             relative.append(entropy / math.log(len(every)))
             first.append(float(p[0]))
+            own = raw[n, row][seen[n, row]]
+            gaps.append(float(own.max() - math.fsum(own) / len(own)))
     lengths, widths = np.linalg.norm(q, axis=-1), np.linalg.norm(k, axis=-1)
     products = q @ k.swapaxes(-1, -2)
     cosines = (products / lengths[..., None] / widths[:, None])[seen]
@@ -141,6 +143,7 @@ def by_head(
         "entropy_min": np.min(entropies),
         "normalized_entropy": np.mean(relative) if relative else math.nan,
         "sink_share": np.mean(first) if first else math.nan,
+        "logit_gap": np.mean(gaps) if gaps else math.nan,
         "lse_mean": np.mean(lses),
         "lse_std": np.std(lses),
         "query_norm": lengths[seen.any(2)].mean(),

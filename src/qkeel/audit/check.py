@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -126,7 +127,12 @@ def _of_run(path: Path, threshold: float) -> Health:
             largest, broken=["the run"] if any(map(math.isnan, known)) else [], threshold=threshold
         )
         return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
-    return _of_heads(heads, threshold)
+    found = _of_heads(heads, threshold)
+    alarms = [e for e in run.events() if e.get("event") == "alarm" and e.get("severity") != "notice"]
+    if found.status is not Status.HEALTHY or not alarms:
+        return found
+    raised = f"{len(alarms)} alarm{'s' if len(alarms) > 1 else ''}, {'the first ' if len(alarms) > 1 else ''}"
+    return dataclasses.replace(found, sentence=f"{found.sentence}; the run raised {raised}at step {alarms[0]['step']}")
 
 
 def _of_heads(heads: Heads, threshold: float) -> Health:

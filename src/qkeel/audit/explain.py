@@ -340,7 +340,8 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
     with undisturbed(model):
         model.eval()
-        sites = [s for s in find_sites(model, *args, **kwargs) if not isinstance(s.module, SpecModule)]
+        found = find_sites(model, *args, **kwargs)
+        sites = [s for s in found if not isinstance(s.module, SpecModule)]
         if not sites:
             raise RefusedError(
                 f"all attention of this {type(model).__name__} is qkeel's own, which does what its spec says: "
@@ -349,7 +350,12 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
         with torch.inference_mode(False), torch.no_grad():
             experiment = SiteExperiments(model, args, kwargs, sites)
             recipes = [_recipe(experiment, site) for site in sites]
-    return Explanation(model=type(model).__name__, sites=tuple(recipes), differences=differences(model, recipes))
+    return Explanation(
+        model=type(model).__name__,
+        sites=tuple(recipes),
+        differences=differences(model, recipes),
+        linear=found.linear,
+    )
 
 
 def _last_batch(model: nn.Module) -> Arguments:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qkeel.frames.tables import join, plain_table, tag
-from qkeel.records import LAYER_TYPES
+from qkeel.records import LAYER_TYPES, LINEAR
 
 # Interpreting responses: which norm over which axes, which gain, which rotation.
 
@@ -365,16 +365,19 @@ class Explanation:
     model: str  #: name of the model's class
     sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
     differences: tuple[str, ...] = ()  #: one sentence per config setting that the model contradicts
+    linear: tuple[str, ...] = ()  #: names of the layers without logits, see records.LAYER_TYPES
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {len(self.sites)} attentions"]
         for names, recipe in self.grouped():
             parts.append(f"{names}\n" + "\n".join(f"  {line}" for line in recipe.lines()))
+        parts += [f"{compress(self.linear)}\n  type      {LINEAR}: {LAYER_TYPES[LINEAR]}"] if self.linear else []
         parts += [f"differs from config: {text}" for text in self.differences]
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
         rows = [(tag("code", {}, names), join(recipe.lines(), "<br>")) for names, recipe in self.grouped()]
+        rows += [(tag("code", {}, compress(self.linear)), f"{LINEAR}: {LAYER_TYPES[LINEAR]}")] if self.linear else []
         items = [tag("li", {}, text) for text in self.differences]
         more = [tag("p", {}, "differs from config:"), tag("ul", {}, *items)] if items else []
         return join([tag("p", {}, self.model), plain_table((), rows), *more])

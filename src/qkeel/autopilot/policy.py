@@ -1,11 +1,7 @@
 """Policies of the autopilot: pure functions that map the records of a run to the next remedy.
 
-Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have are NaN.
-        with np.errstate(invalid="ignore"):
-            over = self.logits[-1] > self.ladder.threshold
-====
-        with np.errstate(invalid="ignore"):  # NaN: heads that were not measured
-            over = self.logits[-1] > self.ladder.threshold
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have, or
+that were not measured, are NaN.
 """
 
 from __future__ import annotations
@@ -143,7 +139,8 @@ class Decision:
         )
         place = "" if self.site is None else f", {self.site or 'the model itself'}{heads}"
         what = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
-        ahead = "" if self.forecast is None else f"; max logit {self.forecast}"
+        foreseen = "" if self.forecast is None else str(self.forecast)
+        ahead = f"; max logit {foreseen}" if foreseen not in self.reason else ""  # an alarm may quote the same forecast
         return f"autopilot at step {self.step:,}{place}: {what}: {self.reason}{ahead}. Expected: {self.expected}"
 
     def row(self) -> Row:

@@ -41,7 +41,7 @@ from qkeel.kernels.statistics import (
     row_logsumexp,
 )
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap, without_gradients
+from qkeel.patching.modes import in_vmap, no_operators_seen, without_gradients
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import PerRow
@@ -70,6 +70,7 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     >>> hides(-0.5 * torch.arange(400.0)).any().item()
     False
     """
+    added = added if added.is_floating_point() else added.double()
     low = added <= HIDES
     if not added.numel():
         return low
@@ -238,13 +239,13 @@ def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     """Returns keys [b g s d] without repetition, from keys [b h s d] that are repeated in blocks for grouped
     queries."""
     h = k.shape[1]
-    if not bool(k.any()):
-        return k
-    for r in (r for r in range(h, 1, -1) if h % r == 0):
-        groups = k.unflatten(1, (h // r, r))
-        if torch.equal(groups, groups[:, :, :1].expand_as(groups)):
-            return groups[:, :, 0]
-    return k
+    with no_operators_seen():  # these comparisons make no number of the pass
+        if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
+            return k
+        each = (r for r in range(h, 1, -1) if h % r == 0)
+        apart = ((r, k.unflatten(1, (h // r, r))) for r in each)
+        repeats = next((r for r, x in apart if torch.equal(x, x[:, :, :1].expand_as(x))), 1)
+    return k if repeats == 1 else k.unflatten(1, (h // repeats, repeats))[:, :, 0]
 
 
 def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
@@ -465,6 +466,48 @@ def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
             none = seen.counts(z.shape[2], z.device) == 0
             parts.append(seen.lower_(z).logsumexp(-1).masked_fill(none, -torch.inf))
         return torch.cat(parts, 2)
+
+
+_ROUNDING = 1 / 64  # a logit may differ from its product by this share of the largest, as in half precision
+
+
+@torch.no_grad()
+def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns what some rows of a call would be without hidden pairs, for sparse attention.
+
+    Returns:
+        The logits of all pairs after the cap [b h r s], in float32 or wider; which keys the rows reach [b h r s]; and
+        which rows count [b h r]: a row does not where something besides the product of q and k is in its logits. None
+        if keys were gathered for each query, q and k are unknown, or their numbers differ.
+    """
+    if isinstance(call, ScoresCall):
+        if call.gathered or call.q is None or call.k is None or call.logits.shape[2] != call.logits.shape[3]:
+            return None
+        kind = wide(call.logits.dtype)
+        q, k = call.q[:, :, rows].to(kind), call.k.to(kind)
+        scale = call.spec.scale.factor(torch.zeros(1, 1, device=q.device), q.shape[-1], {})
+        z = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+        hidden = torch.zeros((), dtype=torch.bool, device=z.device) if call.hidden is None else call.hidden
+        if hidden.ndim and hidden.shape[2] > 1:
+            hidden = hidden[:, :, rows]
+        chosen = ~hidden.expand(z.shape)
+        off = (z - call.logits[:, :, rows].to(kind)).abs().masked_fill(~chosen, 0.0).amax(-1)
+        counted = off <= _ROUNDING * z.abs().masked_fill(~chosen, 0.0).amax(-1).clamp_min(1)
+    elif type(call) is AttentionCall and call.q.shape[2] == call.k.shape[2]:
+        every = slice(0, call.k.shape[2])
+        with torch.autocast(_device(call), enabled=False):
+            q, k = call.encoded()
+            z = call.scores(q[:, :, rows], k, rows, every)
+        seen, bias = call.visible(rows, every), call.bias(rows, every)
+        chosen = torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand(z.shape)
+        counted = torch.ones_like(z[..., 0], dtype=torch.bool)
+        if bias is not None:
+            counted = counted & (bias == 0).all(-1)
+    else:
+        return None
+    if call.query_mask is not None:
+        counted = counted & call.query_mask[:, None, rows]
+    return call.spec.cap.apply(z), chosen, counted & z.isfinite().all(-1)
 
 
 def _blocks(call: ScoresCall) -> Iterator[slice]:

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknow
 from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import (
+    TABLES,
     Args,
     Guarded,
     Kwargs,
@@ -30,6 +32,8 @@ from qkeel.patching.modes import (
     drop_hooks_after,
     hooks_after,
     in_this_thread,
+    modules_of,
+    parameters_in,
     parameters_of,
     put_hooks,
     recomputing,
@@ -94,8 +98,9 @@ class ModuleStack:
 
         Without `hooked` no module gets a hook: the caller knows which module runs.
         """
-        self._names = {id(module): name for name, module in model.named_modules()} if hooked else {}
-        self._modules = list(model.modules()) if hooked else []
+        named = modules_of(model) if hooked else {}
+        self._names = {id(module): name for name, module in named.items()}
+        self._modules = [*named.values()]
         self.called: set[int] = set()  # the ids of modules that were called
         self.frames: list[ModuleCall] = []  # all calls of a recorded pass
         self._keep, self._clock = keep_inputs, clock
@@ -107,14 +112,17 @@ class ModuleStack:
         """Installs hooks on the modules until `undo` is closed."""
         if any(isinstance(m, torch.jit.ScriptModule) for m in self._modules):
             scripted = self._push_scripted, self._pop_scripted
-            push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in scripted)
+            push, pop = (in_this_thread(self._guarded(f)) for f in scripted)
             undo.callback(every.register_module_forward_pre_hook(push).remove)
             undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
-        push, pop = (in_this_thread(functools.partial(self._guard, f)) for f in (self.push, self._pop))
+        push, pop = (in_this_thread(self._guarded(f)) for f in (self.push, self._pop))
         tables: list[dict[Any, Any]] = []
         undo.callback(lambda: [table.pop(self, None) for table in tables])
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
             tables += put_hooks(module, self, push, pop)
+
+    def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
+        return act if self._guard is unguarded else functools.partial(self._guard, act)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
         """Call this before `attach` if the model's own call has already begun; its end is then ignored."""
@@ -123,8 +131,13 @@ class ModuleStack:
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A call of this module begins."""
-        inputs = tuple(tensors((args, kwargs)))
-        batch = next((x.shape[0] for x in inputs if x.ndim > 1), 0)
+        plain = not kwargs and all([isinstance(x, Tensor) for x in args])  # noqa: C419
+        inputs = args if plain else tuple(tensors((args, kwargs)))
+        batch = 0
+        for x in inputs:
+            if x.ndim > 1:
+                batch = x.shape[0]
+                break
         self.called.add(id(module))
         self.top = ModuleCall(
             name=self._names[id(module)],
@@ -147,7 +160,7 @@ class ModuleStack:
 
     def _pop(self, module: nn.Module, args: object, output: object) -> None:
         # A frame above this one was left by an exception inside a module without hooks.
-        for frame in self.top.line():
+        for frame in (self.top,) if self.top.module is module else self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
                 if self._clock is not None:
@@ -217,7 +230,8 @@ class ShortExample:
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     """Shorter examples, the shortest first: one row if that may suffice, else two, which distinguish heads from the
-    batch. It yields none if it is unclear what a batch is.
+    batch. It yields none if it is unclear what a batch is, and of an example that has at most two short rows of tokens:
+    to look at all of it takes less time than to look at a part and then make a pass over all.
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
     the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but ends
@@ -233,6 +247,8 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
         return
     batch, rows = _rows(given)
     size = next((x.shape[1] for x in given if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1), 0)
+    if batch <= ROWS[-1] and size <= 2 * TOKENS and all(x.ndim == 2 and not x.is_floating_point() for x in given):
+        return
     if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
         yield from (_example(args, kwargs, n, size) for n in rows)
     yield from (_example(args, kwargs, n, None) for n in rows if n < batch)
@@ -307,12 +323,14 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
 
     The function that it yields restores this state between two passes.
     """
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    modules = [*modules_of(model).values()]
+    parameters = parameters_in(modules)
+    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as undo:
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         torchs_own = vars(nn.Module()).keys()  # its hooks, its parameters: sharded models exchange those in a pass
-        kept = [r for module in model.modules() for r in (_keep(module), *_keep_contents(module, torchs_own))]
+        kept = [restore for module in modules for restore in _keep(module, torchs_own)]
 
         def again() -> None:
             streams.close()
@@ -321,7 +339,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
                 restore()
 
         undo.callback(lambda: [restore() for restore in reversed(kept)])
-        for p in model.parameters():
+        for p in parameters:
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
                 # The walk from q to its weights needs a graph, in frozen models too.
                 p.requires_grad_(True)
@@ -329,52 +347,50 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-def _keep(module: nn.Module) -> Callable[[], None]:
-    """A function that puts a module's own tensors and attributes back."""
+def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
+    """Functions that put back a module's own tensors and attributes, and what its lists, dicts, sets and generators
+    held; `torchs_own` are the names of attributes that every module has."""
     if isinstance(module, torch.jit.ScriptModule):
-        return _keep_values(list(module.buffers(recurse=False)))
-    attributes, buffers = attributes_of(module), dict(buffers_of(module))
-    held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
-    values = _keep_values(held)
+        yield _keep_values(list(module.buffers(recurse=False)))
+        return
+    before, buffers = dict(vars(module)), dict(buffers_of(module))
+    own = [v for name, v in before.items() if name not in torchs_own]
+    held = [v for v in (*own, *buffers.values()) if isinstance(v, torch.Tensor)]
+    values = _keep_values(held) if held else None
     hooks = set(hooks_after(module))
-    names, ids = [*vars(module)], [*map(id, vars(module).values())]
+    names, objects = [*before], [*before.values()]
 
     def restore() -> None:
         state = vars(module)
         # Most modules have nothing to put back.
         plain = not (buffers or held or hooks_after(module) or buffers_of(module))
-        if plain and [*state] == names and [*map(id, state.values())] == ids:
+        if plain and [*state] == names and all(map(operator.is_, state.values(), objects)):
             return
         # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
         # hidden states): both go, else the next pass would register them a second time.
         drop_hooks_after(module, kept=hooks)
-        for name in attributes_of(module).keys() - attributes.keys():
+        for name in attributes_of(module).keys() - before.keys():
             del state[name]
-        state.update(attributes)
+        state.update({name: value for name, value in before.items() if name not in TABLES})
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
-        values()
+        if values is not None:
+            values()
 
-    return restore
+    yield restore
+    kept = [(x, x.copy()) for x in own if type(x) in _CONTAINERS]
+    streams = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
 
-
-def _keep_contents(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
-    """A function that puts back what a module's lists, dicts, sets and generators held, where it has some; `torchs_own`
-    are the names of those that every module has."""
-    held = [v for name, v in vars(module).items() if isinstance(v, (list, dict, set)) and name not in torchs_own]
-    kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
-    streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
-
-    def restore() -> None:
-        for x, before in kept:
-            if [*map(id, x)] != [*map(id, before)] or (isinstance(x, dict) and _values(x) != _values(before)):
+    def restore_contents() -> None:
+        for x, contents in kept:
+            if [*map(id, x)] != [*map(id, contents)] or (isinstance(x, dict) and _values(x) != _values(contents)):
                 x.clear()
-                x.extend(before) if isinstance(x, list) else x.update(before)
-        for generator, state in streams:
-            generator.set_state(state)
+                x.extend(contents) if isinstance(x, list) else x.update(contents)
+        for generator, stream in streams:
+            generator.set_state(stream)
 
     if kept or streams:
-        yield restore
+        yield restore_contents
 
 
 def _values(x: Any) -> list[int]:

@@ -44,6 +44,7 @@ from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
+    ASKED,
     INSIDE,
     SDPA_BY_NAME,
     Args,
@@ -140,6 +141,7 @@ class CaptureMode(CallObserver):
         guard: calls everything in here and `report` while the model runs.
         only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
             there, None for all. None to look at the whole pass.
+        names: the names of the model's parameters by identity, where the caller has them.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class CaptureMode(CallObserver):
         layouts: Mapping[str, HeadLayout] | None = None,
         guard: Guarded = unguarded,
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
+        names: dict[int, str] | None = None,
     ) -> None:
         super().__init__(guard)
         self.stack = ModuleStack(
@@ -182,7 +185,7 @@ class CaptureMode(CallObserver):
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, frozenset[tuple[int, int]], Scores | Lost]] = {}
-        self._names = names_of(model) if probing else None
+        self._names = (names_of(model) if names is None else names) if probing else None
         self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
@@ -200,6 +203,8 @@ class CaptureMode(CallObserver):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
+        if func in ASKED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if self.only is None:
             return super().__torch_function__(func, types, args, kwargs)
         if func not in self.only:
@@ -266,7 +271,8 @@ class CaptureMode(CallObserver):
         batch = 0
         if self.only is None:  # the layout of hand-written scores may depend on it
             batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
-        self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch)
+        inputs = tuple(tensors((args, kwargs))) if self.probing else ()
+        self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch, inputs=inputs)
         self.called_in.append(frame)
 
     def _left(self, module: nn.Module) -> None:

@@ -24,7 +24,16 @@ from torch.nn.attention.flex_attention import AuxRequest
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
-from qkeel.patching.modes import SDPA_KERNELS, Args, FunctionMode, Kwargs, Operator, argument_names, recomputing
+from qkeel.patching.modes import (
+    SDPA_KERNELS,
+    Args,
+    FunctionMode,
+    Kwargs,
+    Operator,
+    argument_names,
+    no_operators_seen,
+    recomputing,
+)
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.call import band_call, make_call
 from qkeel.spec.slot import PerRow
@@ -45,6 +54,9 @@ FLASH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 )
+# What these call in turn, where it is a Python function (before flash-attn 2.7). Code that joins several attentions by
+# their logsumexps calls it itself, as MoBA does; what it returns is in no order that its signature shows.
+FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
 LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
 _ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them
 _ONE_HOME = (
@@ -120,7 +132,7 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
     seen: set[int] = set()
     places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *others)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
-        places += [(sys.modules.get(home), name) for name in FLASH]
+        places += [(sys.modules.get(home), name) for name in (*FLASH, *FLASH_FORWARD)]
     for module, name in places:
         function = None if module is None else vars(module).get(name)
         if isinstance(function, types.FunctionType) and id(function) not in seen:
@@ -272,25 +284,23 @@ def _call(
     """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
     t, s = q.shape[-2], k.shape[-2]
     if q.ndim == 4:
-        q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
+        q4, k4 = q, k if k.shape[0] == q.shape[0] else k.expand(q.shape[0], *k.shape[1:])
     else:
         lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
     if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and to look would wait for the device
         k4 = geometry.keys(k4)
-    pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
-    spec = AttentionSpec(scale=Fixed(scale))
-    return make_call(
-        spec,
-        q4,
-        k4,
-        k4,
-        causal=causal,
-        mask=hiding(mask if mask is None else mask.detach()),
-        pos_q=pos[0],
-        pos_k=pos[1],
-    )
+    mask = hiding(mask if mask is None else mask.detach())
+    with no_operators_seen():  # no logit is made of positions here
+        pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
+        return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain(scale: float) -> AttentionSpec:
+    """A softmax of q·k times this scale."""
+    return AttentionSpec(scale=Fixed(scale))
 
 
 def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | None:
@@ -485,5 +495,5 @@ FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
     "run_with_weights": qkeel_call,
     "flex_attention": flex,
     "varlen_attn": flash,
-    **dict.fromkeys(FLASH, flash),
+    **dict.fromkeys((*FLASH, *FLASH_FORWARD), flash),
 }

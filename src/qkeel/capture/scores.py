@@ -28,7 +28,7 @@ from qkeel.capture.products import (
     operand,
 )
 from qkeel.heads.site import UnrecognizedAttention
-from qkeel.heads.walk import nodes_of
+from qkeel.heads.walk import nodes_of, variable_of
 from qkeel.patching.autograd import base_of
 from qkeel.patching.modes import Args, Kwargs
 
@@ -160,6 +160,16 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
 def reached(starts: Sequence[Node], stops: Set[Node]) -> set[Node]:
     """Those of the nodes `stops` that are met first on the way back from `starts`, in a graph of moderate size."""
     return _met(starts, stops.__contains__) if stops else set()
+
+
+def is_projected(starts: Sequence[Node], stops: Set[Node]) -> bool:
+    """True if a trained matrix is met on the way back from `starts` to the nodes `stops`."""
+
+    def is_matrix(node: Node) -> bool:
+        variable = variable_of(node)
+        return variable is not None and variable.ndim > 1
+
+    return bool(_met(starts, lambda node: node in stops or is_matrix(node)) - stops)
 
 
 def _met(starts: Sequence[Node], stop: Callable[[Node], bool]) -> set[Node]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.spec import AttentionCall
+from qkeel.spec.call import BandCall
 
 # The keys that the queries reach: all that come before them (or all), a window that slides with the query, some of them
 # with others between that are hidden, or keys that stand for several tokens each.
@@ -80,7 +81,7 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
       next.
     - *full*: all rows have spans otherwise; or each token sees exactly its group of tokens (in blocks, which need not
       be neighbours).
-    - *sparse*: some row has no span; or keys were gathered for each query.
+    - *sparse*: some row has no span; or keys were gathered for each query, or queries for each block of keys.
     - *compressed*: there are fewer keys than queries, or more and the last visible key does not advance by one with
       each query. Keys from another source than the queries are never compressed.
 
@@ -89,6 +90,8 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     t, s = (call.logits if isinstance(call, ScoresCall) else call.q).shape[2], _keys(call)
     if isinstance(call, ScoresCall) and call.gathered and t > 1:
         return VisibleSets(visible="sparse", blocks=False, queries=t)
+    if isinstance(call, BandCall) and origin != "other" and _by_blocks(call):
+        return VisibleSets(visible="sparse", blocks=False, queries=t)
     if s < t and origin != "other":
         return VisibleSets(visible="compressed", blocks=False, queries=t)
     if not _any_hidden(call, t, s):
@@ -96,8 +99,13 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     seen, always, lost = _extent(call, s)
     kept = seen & ~always
     spans = _spans(call, kept)
-    if s != t and origin != "other" and not spans.steady:
-        return VisibleSets(visible="compressed", blocks=False, queries=t)
+    if s != t and origin != "other":
+        # Of a few queries with a window, as where a sequence is cut into pieces, all may see the keys in the middle.
+        whole = _spans(call, seen)
+        if whole.all and whole.slide and whole.steady:
+            return VisibleSets(visible="window", blocks=False, queries=t)
+        if not spans.steady:
+            return VisibleSets(visible="compressed", blocks=False, queries=t)
     if spans.all:
         blocks = spans.several and not spans.slide
         return VisibleSets(visible="window" if spans.slide else "full", blocks=blocks, queries=t)
@@ -147,6 +155,18 @@ def _spans(call: Seen, kept: Tensor) -> _Spans:
 
 def _keys(call: Seen) -> int:
     return call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
+
+
+def _by_blocks(call: BandCall) -> bool:
+    """True if the packed sequences are blocks of keys of one length, each with the queries that chose it, as in MoBA's
+    fast form: every query sees all of its block, and the numbers of queries differ."""
+    if call.causal or call.of_key is None:
+        return False
+    some = call.high > call.low
+    of_query = call.low[some].unique(return_counts=True)[1]
+    wide, own = (call.high - call.low)[some], call.of_key.unique(return_counts=True)[1]
+    alike = [len(own) > 1, len(of_query) > 1, (own == own[:1]).all(), (wide == own[:1]).all()]
+    return all(map(bool, alike)) and bool((of_query != of_query[:1]).any())
 
 
 def _any_hidden(call: Seen, t: int, s: int) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 import textwrap
+from pathlib import Path
 
 from qkeel.lab.studies import STUDIES
 
@@ -24,58 +26,26 @@ def command_line() -> str:
 
 HELP_ALL = "--help-all"  # as --help, with the options that few need
 
-# Name, as typed -> where it is in qkeel.cli and its line in the list of commands. A module is imported when its command
-# is called.
+# Name, as typed -> where it is in qkeel.cli. A module is imported when its command is called.
 COMMANDS = {
-    "run": (
-        "run:run",
-        "Train once, recording the logits of every head; the same command resumes it after an interruption.",
-    ),
-    "study precision": (
-        "run:study_precision",
-        "Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
-    ),
-    "merge": (
-        "run:merge",
-        "Merge directories of one study that ran on several machines into a new one; the sources do not change.",
-    ),
-    "report": ("report:report", "Write one self-contained HTML page about studies, runs or watched models."),
-    "watch": (
-        "watch:watch",
-        "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
-    ),
-    "recommend": (
-        "run:recommend",
-        "Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.",
-    ),
-    "replay": (
-        "inspect:replay",
-        "Print what a policy of the autopilot would have done on a recorded run, when and why.",
-    ),
-    "check": (
-        "inspect:check",
-        "Say in one sentence whether the attention of a run or a checkpoint is healthy.",
-    ),
-    "figures": ("report:figures", "Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG."),
-    "scan": (
-        "inspect:scan",
-        "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
-        "allow.",
-    ),
-    "export": ("inspect:export", "Write the records of a run as tables, CSV or Parquet."),
-    "convert": (
-        "inspect:convert",
-        "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
-    ),
-    "explain": (
-        "report:explain_command",
-        "Print the formula and source of a preset or remedy, or what a recorded number is.",
-    ),
-    "presets": ("report:list_presets", "List the published attention recipes."),
-    "remedies": ("report:list_remedies", "List the remedies."),
-    "completion": ("app:completion", "Print the script that completes commands and options in bash, zsh or fish."),
-    "config": ("run:print_config", "Print the configuration that a recipe and flags make, as a TOML recipe."),
-    "bench": ("inspect:bench", "Time every attention kernel on this machine, side by side."),
+    "run": "run:run",
+    "study precision": "run:study_precision",
+    "merge": "run:merge",
+    "report": "report:report",
+    "watch": "watch:watch",
+    "recommend": "run:recommend",
+    "replay": "inspect:replay",
+    "check": "inspect:check",
+    "figures": "report:figures",
+    "scan": "inspect:scan",
+    "export": "inspect:export",
+    "convert": "inspect:convert",
+    "explain": "report:explain_command",
+    "presets": "report:list_presets",
+    "remedies": "report:list_remedies",
+    "completion": "app:completion",
+    "config": "run:print_config",
+    "bench": "inspect:bench",
 }
 
 # The groups of `qkeel --help`, the first first; a study that no group names is one of Compare.
@@ -116,11 +86,19 @@ EXAMPLES = {
 }
 
 
+@functools.cache
 def commands() -> dict[str, tuple[str, str]]:
-    """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
-    studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
-    found = COMMANDS | {command: (f"run:{name}", line) for command, (name, line) in studies.items()}
+    """Returns the place of each command and its line: those of COMMANDS, `qkeel demo`, and `qkeel study NAME`."""
+    found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
+    for name, (_, line) in STUDIES.items():
+        found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", line
     return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
+
+
+def _summary(module: str, name: str) -> str:
+    """Returns the first line of a command's docstring, read from the file because an import would load torch."""
+    text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    return text.partition(f"\ndef {name}(")[2].partition('"""')[2].partition("\n")[0].removesuffix('"""')
 
 
 def example(command: str) -> str:

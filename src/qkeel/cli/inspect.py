@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -12,9 +11,7 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +29,7 @@ from qkeel.audit.check import check_checkpoint, is_run
 from qkeel.audit.scan import scan as read
 from qkeel.autopilot import replay as replayed
 from qkeel.cli.commands import FAILED, OK
+from qkeel.cli.parameters import JsonSwitch, Switch, Unset
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RunDirectoryError, unknown
 from qkeel.frames import Frame, TableFiles
 from qkeel.kernels.choose import KERNELS
@@ -45,10 +43,9 @@ from qkeel.options import lookup, parse
 from qkeel.records import RunDirectory, disk
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
-from qkeel.remedies.apply import remedies
 from qkeel.remedies.retrofit import convert as write_converted
 from qkeel.sites import find_sites
-from qkeel.spec import PRESETS, AttentionSpec, ReRope, Rope, Softcap, presets
+from qkeel.spec import PRESETS, AttentionSpec, ReRope, Rope, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.presets import attention_spec
 from qkeel.version import VERSION
@@ -56,12 +53,6 @@ from qkeel.version import VERSION
 # The formula and the source of a preset or a remedy, as `qkeel explain` prints them.
 
 _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
-
-
-def made() -> dict[str, dict[str, str]]:
-    """Returns what cli/answers.json holds."""
-    names = {**presets(), **remedies()}
-    return {"presets": presets(), "remedies": remedies(), "explained": {name: explain(name) for name in names}}
 
 
 def explain(text: str) -> str:
@@ -95,20 +86,18 @@ def _formula(text: str) -> str:
 
 # `qkeel scan`: a checkpoint read head by head, with a progress bar.
 
-_SWITCH = Parameter(negative=(), show_default=False)
-
 
 def scan(
     checkpoint: Path,
     /,
     *,
-    n_heads: Annotated[int | None, Parameter(show_default=False)] = None,
-    n_kv_heads: Annotated[int | None, Parameter(show_default=False)] = None,
-    layout: Annotated[Literal["blocks", "groups"] | None, Parameter(show_default=False)] = None,
-    every_head: Annotated[bool, _SWITCH] = False,
-    tensors: Annotated[bool, _SWITCH] = False,
-    tensors_only: Annotated[bool, _SWITCH] = False,
-    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
+    n_heads: Unset[int] = None,
+    n_kv_heads: Unset[int] = None,
+    layout: Unset[Literal["blocks", "groups"]] = None,
+    every_head: Switch = False,
+    tensors: Switch = False,
+    tensors_only: Switch = False,
+    json_: JsonSwitch = False,
 ) -> int:
     """Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they allow.
 
@@ -156,20 +145,17 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 # `qkeel check`: is the attention of a run or a checkpoint healthy? One sentence, and an exit code for CI.
 
-_CHECK_SWITCH = Parameter(negative=(), show_default=False)
-_OPTIONAL = Parameter(show_default=False)
-
 
 def check(
     path: Path,
     /,
     *,
     threshold: float = HARMFUL_LOGIT,
-    table: Annotated[bool, _CHECK_SWITCH] = False,
-    strict: Annotated[bool, _CHECK_SWITCH] = False,
-    n_heads: Annotated[int | None, _OPTIONAL] = None,
-    n_kv_heads: Annotated[int | None, _OPTIONAL] = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
+    table: Switch = False,
+    strict: Switch = False,
+    n_heads: Unset[int] = None,
+    n_kv_heads: Unset[int] = None,
+    json_: JsonSwitch = False,
 ) -> int:
     """Say in one sentence whether the attention of a run or a checkpoint is healthy.
 
@@ -208,12 +194,7 @@ def check(
 # `qkeel replay`: what a policy of the autopilot would have done on a recorded run.
 
 
-def replay(
-    run: Path,
-    /,
-    *,
-    policy: Annotated[str, Parameter(name=("--policy", "-p"))] = "ladder",
-) -> int:
+def replay(run: Path, /, *, policy: Annotated[str, Parameter(alias="-p")] = "ladder") -> int:
     """Print what a policy of the autopilot would have done on a recorded run, when and why.
 
     The records do not change: after the policy's first action, they show what happened without it.
@@ -241,13 +222,7 @@ def _planned(run: RunDirectory) -> PlannedRates | None:
 # `qkeel export`: the records of a run as tables.
 
 
-def export(
-    run: Path,
-    /,
-    *,
-    to: Literal["csv", "parquet"],
-    out: Annotated[Path | None, Parameter(show_default=False)] = None,
-) -> int:
+def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = None) -> int:
     """Write the records of a run as tables, CSV or Parquet.
 
     The files are steps, with one row per record, heads, with one row per record, layer and head, and eval_steps and
@@ -279,8 +254,8 @@ def export(
 
 # `qkeel bench`: the attention kernels timed side by side on this machine.
 #
-# The command starts this file as a process of its own, `python -m qkeel.cli.inspect`, which measures: one line for
-# each call of a grid, or everything as one JSON object. The grid has one call of each kind that kernels differ on.
+# It prints one line for each call of a grid, or everything as one JSON object. The grid has one call of each kind that
+# kernels differ on.
 #
 # Timing is interleaved: A B C, C B A, …; process CPU time; the ratio to a base taken round by round. Wall time says
 # little on a shared machine and absolute times belong to one machine, so a table shows min / median / max of CPU
@@ -291,8 +266,8 @@ def export(
 def bench(
     *,
     size: Literal["quick", "full", "toy"] = "quick",
-    device: Annotated[Literal["cpu", "cuda"] | None, Parameter(show_default=False)] = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
+    device: Unset[Literal["cpu", "cuda"]] = None,
+    json_: JsonSwitch = False,
 ) -> int:
     """Time every attention kernel on this machine, side by side.
 
@@ -307,48 +282,22 @@ def bench(
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise InvalidValueError("expected a CUDA device for --device cuda, but torch sees none; use --device cpu")
-    words = ["--size", size, "--device", device or ("cuda" if available else "cpu"), *["--json"] * json_]
-    # A process of its own, whose allocator and threads are set at its start; a session of its own, so that Ctrl-C
-    # reaches this process alone, which ends the other.
-    # Its standard input ends with this process, whatever ends that, and so does it.
-    command = [sys.executable, "-m", "qkeel.cli.inspect", "--end-with-input", *words]
-    with subprocess.Popen(
-        command, env={**os.environ, **steady()}, start_new_session=True, stdin=subprocess.PIPE
-    ) as process:
-        try:
-            code = process.wait()
-        finally:
-            process.kill()  # does nothing to a process that has ended
-    if code:
-        text = f"error: the process that measures ended with exit code {code}; its last output is above"
-        print(text, file=sys.stderr)
-    return FAILED if code else OK
-
-
-def main() -> int:
-    """The process that measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m qkeel.cli.inspect")
-    parser.add_argument("--size", choices=list(SIZES), default="full")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--end-with-input", action="store_true", help="end when standard input ends")
-    args = parser.parse_args()
-    if args.end_with_input:
-        threading.Thread(target=_end_with_input, daemon=True).start()
+    settle()
     torch.set_num_threads(1)
-    about, calls = machine(args.device), []
-    if not args.json:
+    device = device or ("cuda" if available else "cpu")
+    about, calls = machine(device), []
+    if not json_:
         print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    for cell in grid(SIZES[args.size], args.device):
-        rows = measure(cell, SIZES[args.size])
-        if args.json:
+    for cell in grid(SIZES[size], device):
+        rows = measure(cell, SIZES[size])
+        if json_:
             times = [row.as_dict() for row in rows]
             calls.append({"cell": dataclasses.asdict(cell), "rows": times, "order": fastest_first(rows)})
         elif rows:
             print(call_line(cell, rows), flush=True)
-    if args.json:
+    if json_:
         print(json.dumps({"about": about, "calls": calls}))
-    return 0
+    return OK
 
 
 def call_line(cell: Cell, rows: list[BenchRow]) -> str:
@@ -375,11 +324,6 @@ def machine(device: str) -> dict[str, str]:
     return about if device == "cpu" else {**about, "gpu": torch.cuda.get_device_name()}
 
 
-def _end_with_input() -> None:
-    os.read(0, 1)  # waits; not by sys.stdin, whose lock would be held when the interpreter ends
-    os._exit(1)
-
-
 def _processor() -> str:
     """Returns the processor's name as the system gives it."""
     try:
@@ -398,9 +342,16 @@ MALLOC = {
 }
 
 
-def steady(threads: int = 1) -> dict[str, str]:
-    """Returns the environment variables that a process which measures needs from its start."""
-    return {**MALLOC, "OMP_NUM_THREADS": str(threads)}
+def settle(threads: int = 1) -> None:
+    """Restarts this process once by its own command, with steady allocator settings and `threads` threads.
+
+    The allocator reads its settings when the process starts.
+    """
+    wanted = {**MALLOC, "OMP_NUM_THREADS": str(threads)}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        sys.stdout.flush()
+        os.environ.update(wanted)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @final
@@ -589,15 +540,6 @@ def _case(cell: Cell, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | Non
     return both if cell.gradient else forward
 
 
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `qkeel bench | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 # `qkeel convert`: a checkpoint with q/k norms as an architecture that others load.
 
 
@@ -607,7 +549,7 @@ def convert(
     *,
     to: Literal["qwen3", "olmo2", "gemma3"],
     out: Path,
-    norm_eps: Annotated[float | None, Parameter(show_default=False)] = None,
+    norm_eps: Unset[float] = None,
 ) -> int:
     """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from qkeel.cli.commands import OK
+from qkeel.cli.parameters import Several, Unset
 from qkeel.errors import UnknownNameError
 from qkeel.records import explain_field
 from qkeel.report import write
@@ -67,10 +68,10 @@ def _print(names: Mapping[str, str]) -> int:
 
 
 def report(
-    runs: Annotated[list[Path], Parameter(consume_multiple=True, negative_iterable=())],
+    runs: Several[Path],
     /,
     *,
-    output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("report.html"),
+    output: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
     baseline: str = "none",
 ) -> int:
     """Write one self-contained HTML page about studies, runs or watched models.
@@ -87,16 +88,13 @@ def report(
 
 # `qkeel figures`: the figures of a study or a watched run as files for a paper.
 
-Format = Literal["pdf", "svg", "png"]
-_DEFAULT: list[Format] = ["pdf", "svg"]
-
 
 def figures(
     run: Path,
     /,
     *,
-    out: Annotated[Path | None, Parameter(show_default=False)] = None,
-    formats: Annotated[list[Format], Parameter(consume_multiple=True, negative_iterable=())] = _DEFAULT,
+    out: Unset[Path] = None,
+    formats: Several[Literal["pdf", "svg", "png"]] = ["pdf", "svg"],  # noqa: B006 - read only
     width: float = WIDTH,
     baseline: str = "none",
 ) -> int:

@@ -32,6 +32,7 @@ from qkeel.cli.console import (
     ranking,
     spent,
 )
+from qkeel.cli.parameters import SEVERAL, JsonSwitch, Several, Switch, Unset
 from qkeel.errors import InvalidValueError, QkeelError, check_known
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
@@ -47,6 +48,7 @@ from qkeel.lab.execute import (
     pending,
     run_directory,
     run_plan,
+    write_table,
 )
 from qkeel.lab.executors import Shard, executor
 from qkeel.lab.plan import (
@@ -66,7 +68,6 @@ from qkeel.lab.recommendation import recommend as advise
 from qkeel.lab.stack_models import check_how
 from qkeel.lab.studies import STUDIES, find_study, grids
 from qkeel.lab.studies.grids import MULTIMODAL_BASE
-from qkeel.lab.study_record import write_table
 from qkeel.options import annotations
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
@@ -103,6 +104,7 @@ _ENTRIES: dict[str, tuple[str, str]] = {
     for field, kind in annotations(cls).items()
     if not dataclasses.is_dataclass(kind)
 }
+_kinds = functools.cache(typing.get_type_hints)  # without the bounds, which the configuration checks
 
 
 def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
@@ -125,7 +127,7 @@ def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), s
 
 def _kind(cls: type, field: str, several: bool) -> object:
     """The type of a field's flag: a list of the field's where it may be given several times, of which none is None."""
-    kind: Any = annotations(cls)[field]
+    kind: Any = _kinds(cls)[field]
     alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
     return list[alone] if several else kind
 
@@ -135,18 +137,15 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
     shown = "" if default is None else f" [default: {str(default).lower() if default is False else default}]"
     dashed = flag.replace("_", "-")
     negative = f"--no-{dashed}" if isinstance(default, bool) else None
-    made = Parameter(
+    return Parameter(
         name=f"--{dashed}",
         group=group,
-        help=line + shown,
+        help=f"{line}{' Several values are run side by side.' * several}{shown}",
         show_default=False,
         negative=negative,
         show=flag in _COMMON or HELP_ALL in sys.argv,
+        **({"consume_multiple": True, "negative_iterable": ()} if several else {}),
     )
-    if not several:
-        return made
-    more = Parameter(help=f"{line} Several values are run side by side.{shown}", negative_iterable=())
-    return Parameter.combine(made, more, Parameter(consume_multiple=True))
 
 
 @functools.cache  # the command of each study asks for the same five
@@ -204,15 +203,16 @@ def as_toml(config: RunConfig) -> str:
 # `qkeel run`: one training run; `qkeel config`: its configuration.
 
 RunFlags: Any = view()
+_FLAT = Parameter(name="*")
 
 
 def run(
     recipe: Path | None = None,
     *,
-    out: Annotated[Path | None, Parameter(show_default=False)] = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
-    fail_on_collapse: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
-    flags: Annotated[RunFlags, Parameter(name="*")] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+    out: Unset[Path] = None,
+    json_: JsonSwitch = False,
+    fail_on_collapse: Switch = False,
+    flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
     """Train once, recording the logits of every head; the same command resumes it after an interruption.
 
@@ -247,7 +247,7 @@ def run(
 def print_config(
     *,
     recipe: Path | None = None,
-    flags: Annotated[RunFlags, Parameter(name="*")] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+    flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
     """Print the configuration that a recipe and flags make, as a TOML recipe.
 
@@ -273,28 +273,25 @@ def _stop_on_interrupt() -> Callable[[], bool]:
 
 # `qkeel study` and `qkeel demo`: many runs, one table, one report. Each study says which options its command has.
 
-_FLAT = Parameter(name="*")
-_SWITCH = Parameter(negative=(), show_default=False)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HowFlags:
     """The options of a study's execution; nothing here changes a number."""
 
-    jobs: Annotated[int | None, Parameter(show_default=False)] = None
+    jobs: Unset[int] = None
     """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; on a cluster all
     it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ only in seed, steps and rates as one model: auto, for small models, off, or how many."""
-    shard: Annotated[str | None, Parameter(show_default=False)] = None
+    shard: Unset[str] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
-    dry_run: Annotated[bool, _SWITCH] = False
+    dry_run: Switch = False
     """Only report what would be run, and for about how long."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
     """The remedy that the report compares the others with, like qk_norm [default: none]."""
-    fail_on_collapse: Annotated[bool, _SWITCH] = False
+    fail_on_collapse: Switch = False
     """Exit with code 3 if attention collapsed in a run or its loss is NaN."""
 
 
@@ -361,13 +358,11 @@ def _check_table(table: Settings, study: Study) -> None:
 
 # `qkeel study precision`: where low precision loses attention.
 
-_SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
-
 
 def study_precision(
     *,
     out: Path = Path("runs/precision"),
-    remedies: Annotated[list[str] | None, _SEVERAL] = None,
+    remedies: Annotated[Unset[list[str]], SEVERAL] = None,
     head_dim: int = 64,
     seed: int = 0,
 ) -> int:
@@ -425,13 +420,17 @@ def run_study(
         out: directory of the study.
         how: processes, stacking, shard, dry run.
     """
-    console = make_console()
-    shard = Shard.parse(how.shard) if how.shard else Shard()
-    place = executor(how.executor)
-    check_how(how.stack)
-    plan = make_plan(name, base, grid, contexts)
+    console, place = make_console(), executor(how.executor)
+    execution = Execution(
+        workers=how.jobs,
+        stack=check_how(how.stack),
+        executor=how.executor,
+        shard=Shard.parse(how.shard) if how.shard else Shard(),
+        command=command_line(),
+    )
+    shard, plan = execution.shard, make_plan(name, base, grid, contexts)
     if grid.tuning_seeds and not how.dry_run:
-        plan = _tuned(console, plan, out, how)
+        plan = _tuned(console, plan, out, execution)
     baseline = canonical(how.baseline)
     if baseline != BASELINE:
         check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
@@ -444,7 +443,7 @@ def run_study(
         print_line(console, said)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
-    result = _execute(console, plan, out, how, jobs)
+    result = _execute(console, plan, out, dataclasses.replace(execution, workers=jobs))
     write(out, out / "report.html", baseline=baseline)
     _print_tables(console, plan, result)
     for failure in result.failures:
@@ -457,31 +456,21 @@ def run_study(
     return COLLAPSED if how.fail_on_collapse and collapsed else OK
 
 
-def _tuned(console: Console, plan: Plan, out: Path, how: HowFlags) -> Plan:
+def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Plan:
     """The plan at the rates that are best on the tuning seeds, which are printed."""
-    jobs = how.jobs if how.jobs is not None else executor(how.executor).capacity()
     trial = tuning_plan(plan)
     console.print(f"{len(trial.runs)} runs choose the rates", highlight=False)
-    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, how, jobs).table)
+    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
     for choice in tuned.tuned:
         print_line(console, in_words(choice))
     return tuned
 
 
-def _execute(console: Console, plan: Plan, out: Path, how: HowFlags, jobs: int) -> StudyResult:
+def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> StudyResult:
     """Does what is left of a plan, with its progress on the console."""
-    shard = Shard.parse(how.shard) if how.shard else Shard()
-    view = StudyView(console, pending(plan, out, shard), out)
-    execution = Execution(
-        workers=jobs,
-        stack=check_how(how.stack),
-        executor=how.executor,
-        shard=shard,
-        command=command_line(),
-        on_outcome=view.on_outcome,
-    )
+    view = StudyView(console, pending(plan, out, execution.shard), out)
     with view.following():
-        return run_plan(plan, out, execution)
+        return run_plan(plan, out, dataclasses.replace(execution, on_outcome=view.on_outcome))
 
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
@@ -517,12 +506,7 @@ def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> s
 # `qkeel merge`: parts of one study, made apart, in one directory.
 
 
-def merge(
-    parts: Annotated[list[Path], Parameter(consume_multiple=True, negative_iterable=())],
-    /,
-    *,
-    out: Path,
-) -> int:
+def merge(parts: Several[Path], /, *, out: Path) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
     If a run appears more than once, the finished copy is used, otherwise the most advanced; two finished copies with
@@ -543,14 +527,12 @@ def merge(
 
 # `qkeel recommend`: the logits to expect of a configuration, and the remedy for it, from what was measured.
 
-RecommendFlags = view()
-
 
 def recommend(
     source: Path | None = None,
     *,
-    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
-    flags: Annotated[RecommendFlags, Parameter(name="*")] = RecommendFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+    json_: JsonSwitch = False,
+    flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
     """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
 

@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from qkeel.autopilot import policy as known_policy
 from qkeel.cli.commands import OK
+from qkeel.cli.parameters import Switch, Unset
 from qkeel.cli.watched_program import (
     EXAMPLE,
     TYPED,
@@ -39,7 +40,6 @@ from qkeel.remedies.apply import canonical
 from qkeel.report.render import serve
 
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
-_OPTIONAL = Parameter(show_default=False)
 
 
 @Parameter(name="*")
@@ -47,11 +47,11 @@ _OPTIONAL = Parameter(show_default=False)
 class When:
     """The steps to measure."""
 
-    every: Annotated[int | None, _OPTIONAL] = None
+    every: Unset[int] = None
     """Measure every n-th optimizer step [default: every 10th, and every 2nd while logits are changing]."""
-    adaptive: Annotated[bool, _SWITCH] = False
+    adaptive: Switch = False
     """Measure every 100 steps, or as often as every 5 while logits are changing."""
-    log_spaced: Annotated[bool, _SWITCH] = False
+    log_spaced: Switch = False
     """Measure 20 steps per decade of steps: often at the start, then less and less."""
 
     def cadence(self) -> Cadence:
@@ -69,13 +69,13 @@ class When:
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
     when: Annotated[When, _SWITCH] = When(),
-    out: Annotated[Path | None, _OPTIONAL] = None,
+    out: Unset[Path] = None,
     sink: Annotated[list[str], _SWITCH] = [],  # noqa: B006 - read only
     live: Annotated[bool | int, _SWITCH] = False,
-    query_mask: Annotated[str | None, _OPTIONAL] = None,
-    apply: Annotated[str | None, _OPTIONAL] = None,
-    autopilot: Annotated[bool, _SWITCH] = False,
-    policy: Annotated[str | None, _OPTIONAL] = None,
+    query_mask: Unset[str] = None,
+    apply: Unset[str] = None,
+    autopilot: Switch = False,
+    policy: Unset[str] = None,
 ) -> int:
     """Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import importlib.util
 import io
+import math
 import os
 import re
 import runpy
@@ -30,8 +31,10 @@ from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
 from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
 from qkeel.handle import Handle, compose
+from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
 from qkeel.monitor.monitor import Monitor, watched
+from qkeel.monitor.rules import GROWTH
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import unwrapped
@@ -96,6 +99,7 @@ class MessageSink(Sink):
         self._sample: Sample | None = None
         self._alarms: list[Alarm] = []
         self._fixed: set[str] = set()
+        self._acted = False
         self._model = ""
 
     @property
@@ -136,6 +140,7 @@ class MessageSink(Sink):
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Prints the text of an event, if it has one."""
+        self._acted = self._acted or bool(event.get("event") == "decision" and event.get("remedy"))
         if "text" in event:
             self.writer(str(event["text"]))
 
@@ -152,7 +157,11 @@ class MessageSink(Sink):
         self.writer(f"alarms: {alarms or 'none'}")
         for cause, own in self._by_cause().items():
             grave = max(own, key=lambda alarm: list(Severity).index(alarm.severity))
-            self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
+            now = math.nan if self._sample is None else self._sample.overall("max_logit")
+            if cause == GROWTH and self._acted and now <= ALARM_THRESHOLD:
+                self.writer(f"{cause} at step {own[0].step:,}; since the autopilot acted the largest is {now:,.4g}")
+            else:
+                self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
 
     def _by_cause(self) -> dict[str, list[Alarm]]:
         """The alarms of each cause of which one is more than a notice, and that has several."""

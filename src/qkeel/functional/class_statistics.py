@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -38,14 +38,22 @@ class Merge:
     count: str = ""
 
 
-def rule(how: MergeRule, neutral: float = 0.0, count: str = "") -> dict[str, Merge]:
-    """Returns dataclass field metadata with a `Merge` rule."""
-    return {"merge": Merge(how, neutral, count)}
+def rule(
+    how: MergeRule, neutral: float = 0.0, count: str = "", of: Callable[[Any], Tensor] | None = None
+) -> dict[str, object]:
+    """Returns dataclass field metadata with a `Merge` rule and, if `of` is given, the field's formula: the number of
+    each query row, of which the rule makes that of a head."""
+    return {"merge": Merge(how, neutral, count), **({} if of is None else {"of": of})}
 
 
 def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
     """Returns the merge rules of a dataclass's fields by name. Fields without a rule are left out."""
     return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
+
+
+def row_formulas(kind: type[DataclassInstance]) -> dict[str, Callable[[Any], Tensor]]:
+    """Returns the formulas of a dataclass's fields by name. Fields without one are left out."""
+    return {field.name: field.metadata["of"] for field in dataclasses.fields(kind) if "of" in field.metadata}
 
 
 def merged(parts: Sequence[Mapping[str, Tensor]], rules: Mapping[str, Merge]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from qkeel.functional.class_statistics import (
     merge_rules,
     merged,
     one_hot,
+    row_formulas,
     rule,
     tensors,
 )
@@ -84,6 +85,9 @@ class LogitStats:
     qk_frobenius: PerHead = field(metadata=rule("root"))
     cos_max: PerHead = field(metadata=rule("max", -torch.inf))
     cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
+    logit_gap: PerHead = field(  #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
+        metadata=rule("mean", count="n_free", of=lambda rows: rows.max_logit - rows.total / rows.n_keys)
+    )
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
     key_norm_by_position: Float[Tensor, "g bins"] = field(metadata=rule("mean", count="n_keys_by_position"))
@@ -132,6 +136,7 @@ class LogitStats:
 
 
 MERGES = merge_rules(LogitStats)
+FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` makes the numbers of heads
 # Of each field its neutral number and whether it is a count, whether it is of key heads, and its other sizes.
 _FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
     name: (
@@ -512,7 +517,13 @@ def reduce_rows(
     mean_logit, mean_entropy, q_mean, above, cos_mean = (sums / counts).unbind()
     of_free = torch.stack([relative, rows.first_weight]).masked_fill(bound, 0.0).sum((1, 3))
     normalized, sink_share = (of_free / n_free.clamp_min(1)).unbind()
+    over_rows = {"n_free": (bound, n_free), "n_queries": (blank, n_queries)}  # what is left out, and how many are not
+    own = {
+        name: _reduced(formula(rows), *over_rows[MERGES[name].count or "n_queries"], MERGES[name])
+        for name, formula in FORMULAS.items()
+    }
     return LogitStats(
+        **own,
         max_logit=top,
         min_logit=-low,
         mean_logit=mean_logit,
@@ -534,6 +545,15 @@ def reduce_rows(
         classes=split,
         **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]
     )
+
+
+def _reduced(x: PerRow, left_out: Tensor, n: Tensor, merge: Merge) -> PerHead:
+    """Returns the mean, largest or smallest number of each head over its n rows, by the rule that also merges data."""
+    if merge.how == "mean":
+        return x.masked_fill(left_out, 0.0).sum((0, 2)) / n.clamp_min(1)
+    assert merge.how in ("max", "min")
+    blanked = x.masked_fill(left_out, merge.neutral)
+    return blanked.amax((0, 2)) if merge.how == "max" else blanked.amin((0, 2))
 
 
 def _split(

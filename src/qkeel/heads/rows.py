@@ -120,7 +120,7 @@ def normed_on_the_way(
     if any(x is None for x, _ in sides):
         return False
     try:
-        found = [_walk_back(x, frame, names, what) for x, what in sides if x is not None]
+        found = [_walk_back(x, frame, names, what, depth=1) for x, what in sides if x is not None]
     except UnknownRowsError:
         return False
     return any(p.normed for one in found for p in one.nearest)
@@ -136,9 +136,9 @@ def side(x: Float[Tensor, "b h t d"], frame: ModuleCall, names: dict[int, str], 
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
-def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str) -> Walk:
+def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *, depth: int = 3) -> Walk:
     """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
-    input is q itself), to that of the one around it."""
+    input is q itself), to that of the one around it; `depth` projections are followed one behind the other."""
     if x.grad_fn is None:
         raise UnknownRowsError(
             f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function (as in other "
@@ -146,7 +146,7 @@ def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str) -
         )
     found = Walk(nearest=())
     for f in frame.line():
-        found = walk(x.grad_fn, nodes_of(f.inputs), names)
+        found = walk(x.grad_fn, nodes_of(f.inputs), names, depth)
         if found.nearest or found.opaque:
             found = _within(found, f, frame.line()[-1].module)
             break
@@ -363,6 +363,13 @@ def layout_of(
     Heads are the dimensions along which q changes its features, or k where q does not change at all. Among the others,
     the queries are the last along which k does not change or, without one, the last but one of all.
     """
+    with no_operators_seen():  # what the experiment computes is no part of the pass
+        return _layout_of(sides, shape, keys, frame, names)
+
+
+def _layout_of(
+    sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall, names: dict[int, str]
+) -> HeadLayout | None:
     walks = [_walk(side, frame, names) for side in (sides.query, sides.key)]
     splits: dict[int, Split] = {}
     for dim in range(len(shape)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -72,6 +73,13 @@ class HeadSlice:
         if self.bias is None:
             return None
         return HeadSlice(parameter=self.bias, axis=0, index=self.index + self.bias_shift)
+
+    def renamed(self, parameter: str, bias: str | None) -> HeadSlice:
+        """The same rows of another weight."""
+        other = copy.copy(self)  # all that would be checked is known of this one
+        object.__setattr__(other, "parameter", parameter)
+        object.__setattr__(other, "bias", bias)
+        return other
 
     def same(self, other: HeadSlice) -> bool:
         """True if both give the same heads the same rows or columns (of weights that may differ)."""
@@ -380,6 +388,8 @@ class Sites(list[AttentionSite]):
         missed: attentions that were seen but not understood.
         indexers: modules whose scores choose keys for one of the sites: a top-k takes them, no softmax, and no remedy
             acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
+        linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
+            attention and state-space layers: nothing is measured of them, and no remedy acts on them.
     """
 
     def __init__(
@@ -387,10 +397,12 @@ class Sites(list[AttentionSite]):
         sites: Iterable[AttentionSite] = (),
         missed: Iterable[UnrecognizedAttention] = (),
         indexers: Iterable[AttentionSite] = (),
+        linear: Iterable[str] = (),
     ) -> None:
         super().__init__(sites)
         self.missed = tuple(dict.fromkeys(missed))
         self.indexers = tuple(indexers)
+        self.linear = tuple(linear)
 
     @property
     def share(self) -> str:
@@ -402,11 +414,12 @@ class Sites(list[AttentionSite]):
         return share(len(self), len(self.missed))
 
     def _repr_html_(self) -> str:
-        """One row per site, and a line for each attention that was not understood."""
+        """One row per site, and a line for each attention that was not understood and each layer without logits."""
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
-        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
+        said = [f"not understood: {one}" for one in self.missed] + [f"linear, without logits: {n}" for n in self.linear]
+        return Frame(columns)._repr_html_() + join(tag("p", {}, one) for one in said)
 
 
 INDEX = "#index"  # what the name of an indexer ends with

@@ -7,16 +7,18 @@ module) does not change.
 The layers of a model mostly run the same operators on tensors of the same form: whether a row moves a logit is decided
 by these operators and by what is zero or hidden, not by the other numbers. So the experiment is made on the first site
 of each kind. A further one of that kind is compared with it operator by operator, with its zeros, its indices and what
-it hides; wherever anything differs, it gets a separate experiment.
+it hides; wherever anything differs, it gets a separate experiment. What has to be computed for the comparison is
+computed for all sites of a kind at once.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -26,13 +28,26 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.capture.intercept import CapturedCall
 from qkeel.functional.norms import wide
-from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.heads.walk import Contents, Lookup, Operation, Place, Record, Repetition, Values, at_place, memory, place
-from qkeel.patching.modes import Args, Kwargs, TorchOperator, function_name
+from qkeel.heads.site import AttentionSite, HeadSlice, QKProduct
+from qkeel.heads.walk import (
+    Contents,
+    Lookup,
+    Operation,
+    Place,
+    Record,
+    Repetition,
+    at_place,
+    memory,
+    place,
+    stored,
+)
+from qkeel.patching.modes import Args, Kwargs, TorchOperator
 from qkeel.spec import AttentionCall
 
 Parameters = Mapping[str, nn.Parameter]
 Chosen = tuple[HeadSlice, Sequence[int] | None]  # the rows of one weight, and of which of their heads; None for all
+# Of each weight, or bias without a slice: its name, its slice, the numbers of rows, and what these become.
+Edits = list[tuple[str, HeadSlice | None, Tensor, Tensor]]
 _ROWS = 32  # enough to see a head's logits move
 _AT_ONCE = 1 << 23  # numbers of changed weights that are held at once
 
@@ -58,7 +73,8 @@ class Verification:
     def __init__(self, model: nn.Module, operators: Sequence[TorchOperator], given: tuple[Args, Kwargs]) -> None:
         self.model, self.record = model, Record(operators)
         self.dynamic = self.record.reached(map(memory, tensors(given)))
-        self.kinds: dict[Hashable, _Kind] = {}
+        self._patterns: dict[type[nn.Module], list[Pattern]] = collections.defaultdict(list)
+        self._names = {place(p): name for name, p in reversed([*model.named_parameters()])}
 
     @torch.no_grad()
     def site(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
@@ -78,16 +94,41 @@ class Verification:
                 "the operators between its weights and its logits could not be repeated: "
                 f"{type(error).__name__}: {error}"
             )
-        return dataclasses.replace(site, unverified=why, unscaled="" if why else experiment.unscaled)
+        site = dataclasses.replace(site, unverified=why, unscaled="" if why else experiment.unscaled)
+        if not why and (pattern := Pattern.of(experiment, site, calls)) is not None:
+            self._patterns[type(site.module)].append(pattern)
+        return site
 
     @torch.no_grad()
-    def is_of_known_kind(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> bool:
-        """True if this site's weights pass through the same operators as those of a confirmed site."""
-        try:
-            experiment = _Experiment(self, site, calls)
-            return not any(experiment.unfit()) and experiment.is_known()
-        except Exception:
-            return False
+    def another(self, calls: Sequence[RecordedCall], tried: Collection[int] = ()) -> Copy | None:
+        """The site of a call in a module of the class of a confirmed site's, if its weights pass through the same
+        operators on the way to its logits; None if they do not. `same_numbers` completes the comparison.
+
+        Args:
+            calls: the calls of the site.
+            tried: patterns, by identity, that the site does not follow.
+        """
+        if len(calls) > 1:
+            return None
+        patterns = self._patterns.get(type(calls[0].captured.frame.module), ())
+        copies = (p.copy(self.record, self.dynamic, self._names, calls[0]) for p in patterns if id(p) not in tried)
+        return next((copy for copy in copies if copy is not None), None)
+
+    @torch.no_grad()
+    def same_numbers(self, copies: Sequence[Copy]) -> list[bool]:
+        """Of each site that `another` returned, whether the experiment on it would give the result of the confirmed
+        one: whatever is zero, hidden or an index there is so here too."""
+        by_pattern: dict[int, list[Copy]] = {}
+        for copy in copies:
+            by_pattern.setdefault(id(copy.pattern), []).append(copy)
+        same: dict[int, bool] = {}
+        for group in by_pattern.values():
+            try:
+                found = group[0].pattern.same_numbers(self, group)
+            except Exception:
+                found = [False] * len(group)
+            same |= {id(copy): yes for copy, yes in zip(group, found, strict=True)}
+        return [same[id(copy)] for copy in copies]
 
 
 @final
@@ -95,7 +136,7 @@ class _Experiment:
     """The experiment on one site."""
 
     def __init__(self, among: Verification, site: AttentionSite, calls: Sequence[RecordedCall]) -> None:
-        self._among, self._site, self._calls = among, site, calls
+        self.among, self._site, self._calls = among, site, calls
         self.unscaled = ""  # once `doubts` found none: how the logits do not grow with the rows
 
     def unfit(self) -> Iterator[str]:
@@ -105,27 +146,12 @@ class _Experiment:
             yield "the recorded pass did not show it again"
             return
         self._logits = RepeatedLogits([call.captured.call for call in self._calls])
-        self._seen = self._logits()
-        if any(z.shape[1] != site.n_heads for z in self._seen):
-            yield f"the recorded pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
+        self.seen = self._logits()
+        if any(z.shape[1] != site.n_heads for z in self.seen):
+            yield f"the recorded pass showed {self.seen[0].shape[1]} heads in the place of {site.n_heads}"
             return
-        if not any(bool(z.isfinite().any()) for z in self._seen):
+        if not any(bool(z.isfinite().any()) for z in self.seen):
             yield "every key is hidden from its queries in this example"
-
-    def is_known(self) -> bool:
-        """True if the experiment would give the same result as at another site."""
-        chains = [side for term in self._site.terms for side in (term.query, term.key)]
-        self._weights = ChangedWeights(self._among.model, [*self._site.query, *self._site.key], chains)
-        parameters = self._weights.parameters
-        self._path = Path(self._among.record, self._among.dynamic, self._site, parameters, self._logits, self._calls)
-        self._narrow = Repetition(self._path.own, set(map(memory, parameters.values())))
-        self._wide = Repetition(self._path.wide, self._path.changed)
-        self._form, self._kind = self._looked_at([*self._narrow.operations, *self._wide.operations])
-        known = self._among.kinds.get(self._form)
-        if known is None or not self._kind.zeros_as_in(known):
-            return False
-        self.unscaled = known.unscaled
-        return True
 
     def doubts(self) -> Iterator[str]:
         """The reasons not to trust the weights that are known, the simplest first."""
@@ -133,60 +159,54 @@ class _Experiment:
         if unfit:
             yield unfit
             return
-        if self.is_known():
-            return
-        again = self._narrow({})
-        if any(self._heads_that_change(self._seen, self._logits(again))):
+        chains = [side for term in self._site.terms for side in (term.query, term.key)]
+        self.weights = ChangedWeights(self.among.model, [*self._site.query, *self._site.key], chains)
+        parameters = self.weights.parameters
+        self.path = Path(self.among.record, self.among.dynamic, self._site, parameters, self._logits, self._calls)
+        self._narrow = Repetition(self.path.own, set(self.path.weights))
+        self._wide = Repetition(self.path.wide, self.path.changed)
+        self.operations = [*self._narrow.operations, *self._wide.operations]
+        again = now = self._narrow({})
+        self._base = self._logits(again)
+        if any(self._heads_that_change(self.seen, self._base)):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
-        yield from self._heads(self._narrow, again)
-        yield from self._rest(self._wide, self._path)
-        self.unscaled = "" if self._site.normed else next(self._disproportions(self._narrow), "")
-        # nobody asks for more unless no doubt was found
-        self._among.kinds[self._form] = dataclasses.replace(self._kind, unscaled=self.unscaled)
-
-    def _looked_at(self, operations: Sequence[Operation]) -> tuple[Hashable, _Kind]:
-        """The form of all that decides which rows move which logits, and the numbers that it starts from."""
-        site = self._site
-        own = set(map(memory, self._weights.parameters.values()))
-        form = _Form()
-        steps = [(id(o.function), form.of(o.args), form.of(o.kwargs), form.of(o.out, made=True)) for o in operations]
-        rows = [
-            (s.axis, s.index.shape, s.index.cpu().numpy().tobytes(), s.bias_shift, *map(form.of, self._weights.of(s)))
-            for s in (*site.query, *site.key)
-        ]
-        logits = [form.of((_signature(call.captured.call), *_tensors(call.captured.call))) for call in self._calls]
-        heads = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
-        terms = tuple((len(t.query), len(t.key)) for t in site.terms)
-        boundary = form.of(self._path.boundary)
-        changed = frozenset(form.number(m) for m in self._path.changed)
-        found = _Kind(
-            given=[x for x in form.given if memory(x) not in own],
-            dynamic=self._among.dynamic,
-            visible=[z.isfinite() for z in self._seen],
-            empty=self._weights.empty,
-        )
-        return (tuple(steps), tuple(rows), tuple(logits), heads, terms, boundary, changed), found
-
-    def _heads(self, narrow: Repetition, again: Lookup) -> Iterator[str]:
-        """Rows that move the logits of other heads than theirs, or none."""
-        now = narrow(self._weights.base()) if any(self._weights.empty) else again
-        self._base = base = self._logits(now)
+        if any(self.weights.empty):
+            now = self._narrow(self.weights.base())
+            self._base = self._logits(now)
         patterns = [p for slices in (self._site.query, self._site.key) for p in _patterns(slices, self._site)]
-        changes = [functools.partial(self._weights.rotated, chosen) for chosen, _, _ in patterns]
-        for (chosen, expected, several), after in zip(patterns, self._after(narrow, changes)):
-            moved = self._heads_that_change(base, after)
-            if moved != expected and not (sum(moved) == 0 and several and self._idle(narrow, chosen, now)):
+        factors = [] if self._site.normed else [*self._factors()]
+        changes = [self.weights.rotated(chosen) for chosen, _, _ in patterns]
+        changes += [self.weights.multiplied(f.chosen, c**f.power) for c in (4.0, 16.0) for f in factors]
+        others, inputs = self._other_inputs()
+        rest, found = list[Tensor](), list[Tensor]()
+        if _same_operations(self._narrow, Repetition(self.path.wide, set(self.path.weights))):
+            # With its input as it was, the module does what the operators behind its products with weights do.
+            all_inputs = [self._one, *inputs, *[self._one] * len(changes)]
+            found = self._after(self._wide, [[], *others, *changes], all_inputs)
+            n = 1 + len(others)
+            if not any(self._heads_that_change(self._base, [z[0] for z in found])):
+                rest, found = [z[1:n] for z in found], [z[n:] for z in found]
+        if not rest:
+            found = self._after(self._narrow, changes)
+        yield from self._heads(patterns, [z[: len(patterns)] for z in found], now)
+        yield from self._rest(rest or self._after(self._wide, others, inputs))
+        # nobody asks for more unless no doubt was found
+        self.unscaled = next(self._disproportions(factors, [z[len(patterns) :] for z in found]), "")
+
+    def _heads(
+        self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], after: Sequence[Tensor], now: Lookup
+    ) -> Iterator[str]:
+        """Rows that move the logits of other heads than theirs, or none."""
+        each = zip(patterns, self._heads_that_change_in_each(after), strict=True)
+        for (chosen, expected, several), moved in each:
+            if moved != expected and not (sum(moved) == 0 and several and self._idle(chosen, now)):
                 yield _words(chosen, moved, expected)
                 return
 
-    def _disproportions(self, narrow: Repetition) -> Iterator[str]:
-        """Rows that are multiplied by a factor c, and logits that are then no constant plus c times another.
-
-        A clip multiplies rows of q and of k, and a bound on steps counts on the same: logits are a product. Half of the
-        heads are changed at a time, since a step of quantisation is one that all heads share.
-        """
-        site, several = self._site, len(self._site.query) + len(self._site.key) > 2
+    def _factors(self) -> Iterator[_Factor]:
+        """Rows to multiply: half of the heads at a time, since a step of quantisation is one that all heads share."""
+        site = self._site
         last = [_each_once(paths) for paths in ([t.query[-1] for t in site.terms], [t.key[-1] for t in site.terms])]
         alike = any(s.parameter == other.parameter and s.same(other) for s in last[0] for other in last[1])
         # Where q and k are made by the same rows, each takes a root.
@@ -196,66 +216,115 @@ class _Experiment:
             most = max(s.n for s in slices)
             for first in range(2 if most > 1 else 1):
                 numbers = list(range(first, most, 2 if most > 1 else 1))
-                chosen = [(s, numbers) for s in slices if s.n == most]
-                expected = _expected(site, most, set(numbers))
-                changes = [functools.partial(self._weights.multiplied, chosen, c**power) for c in (4.0, 16.0)]
-                one, two = self._after(narrow, changes)
-                bent, whole = (_per_head(self._base, one, two, factor) for factor in (4.0, 0.0))
-                for h, should in enumerate(expected):
-                    noise = 64 * self._rounding
-                    if should and not several and whole[h] <= self._rounding:
-                        grew = "left them as they were"
-                    elif bent[h] > max(1e-2 * whole[h], noise) if should else whole[h] > noise:
-                        grew = "did not change them in proportion" if should else f"also changed those of head {h}"
-                    else:
-                        continue
-                    yield (
-                        f"multiplying the {words} rows of {_heads(numbers)} by {4.0**power:g} and by {16.0**power:g} "
-                        f"{grew}: these logits are no plain product of queries and keys"
-                    )
-                    return
+                chosen: list[Chosen] = [(s, numbers) for s in slices if s.n == most]
+                yield _Factor(words, chosen, numbers, _expected(site, most, set(numbers)), power)
+
+    def _disproportions(self, factors: Sequence[_Factor], after: Sequence[Tensor]) -> Iterator[str]:
+        """Rows that are multiplied by a factor c, and logits that are then no constant plus c times another.
+
+        A clip multiplies rows of q and of k, and a bound on steps counts on the same: logits are a product. `after` are
+        the logits after multiplication by 4, for each of the factors, and then by 16.
+        """
+        if not factors:
+            return
+        several = len(self._site.query) + len(self._site.key) > 2
+        pairs = [z.chunk(2) for z in after]
+        bent, whole = (
+            _largest([(two - one) - c * (one - z) for (one, two), z in zip(pairs, self._base)]) for c in (4.0, 0.0)
+        )
+        noise = 64 * self._rounding
+        for factor, curved, grown in zip(factors, bent.tolist(), whole.tolist(), strict=True):
+            for h, should in enumerate(factor.expected):
+                if should and not several and grown[h] <= self._rounding:
+                    grew = "left them as they were"
+                elif curved[h] > max(1e-2 * grown[h], noise) if should else grown[h] > noise:
+                    grew = "did not change them in proportion" if should else f"also changed those of head {h}"
+                else:
+                    continue
+                yield (
+                    f"multiplying the {factor.words} rows of {_heads(factor.heads)} by {4.0**factor.power:g} and by "
+                    f"{16.0**factor.power:g} {grew}: these logits are no plain product of queries and keys"
+                )
+                return
 
     def _after(
-        self, repetition: Repetition, changes: Sequence[Callable[[], Values]], contents: Contents | None = None
-    ) -> Iterator[list[Tensor]]:
-        """The logits after each of several changes of the weights: of small ones all at once."""
-        numbers = sum(p.numel() for p in self._weights.parameters.values())
-        if len(changes) > 1 and numbers * len(changes) <= _AT_ONCE and self._logits.foldable:
-            values = [{where: x.clone() for where, x in change().items()} for change in changes]
-            found = repetition.at_once(values, self._logits.tensors, contents)
-            if found is not None:
-                yield from self._logits.of_several(found)
-                return
-        for change in changes:
-            yield self._logits(repetition(change(), contents))
+        self, repetition: Repetition, changes: Sequence[Edits], inputs: Sequence[Contents] | None = None
+    ) -> list[Tensor]:
+        """The logits [n b h t s] of each call after each of n changes of the weights: of small ones all at once.
 
-    def _idle(self, narrow: Repetition, chosen: Sequence[Chosen], before: Lookup) -> bool:
+        `inputs` is the memory of the module's input in each of them, where it is not as it was.
+        """
+        numbers = sum(p.numel() for p in self.weights.parameters.values())
+        together = max(1, min(len(changes), _AT_ONCE // max(1, numbers)) if self._logits.foldable else 1)
+        alone = together == 1 or (inputs is not None and not self.path.plain(repetition))
+        parts: list[list[Tensor]] = []
+        for start in range(0, len(changes), together):
+            some = changes[start : start + together]
+            given = None if inputs is None else inputs[start : start + together]
+            found = None
+            if not alone:
+                values = self.weights.several(some)
+                found = repetition.at_once(values | self._inputs_of_several(given), self._logits.tensors)
+            if found is not None:
+                parts.append(self._logits.of_several(found))
+                continue
+            for i, edits in enumerate(some):
+                values = {where: x[0] for where, x in self.weights.several([edits]).items()}
+                parts.append([z[None] for z in self._logits(repetition(values, None if given is None else given[i]))])
+        return [torch.cat(zs) for zs in zip(*parts, strict=True)]
+
+    def _inputs_of_several(self, given: Sequence[Contents] | None) -> dict[Place, Tensor]:
+        """The inputs [n ...] of the module from their memory in each of n changes."""
+        distinct = {id(one): one for one in given or ()}
+        which = torch.tensor([[*distinct].index(id(one)) for one in given or ()])
+        found = {}
+        for x in self.path.boundary if distinct else ():
+            each = torch.stack([at_place(x, one[memory(x)]) for one in distinct.values()])
+            found[place(x)] = each[which.to(x.device)]
+        return found
+
+    def _idle(self, chosen: Sequence[Chosen], before: Lookup) -> bool:
         """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
-        after = narrow(self._weights.rotated(chosen))
-        made = {memory(self._weights.parameters[s.parameter]) for s, _ in chosen}
+        narrow = self._narrow
+        changed = self.weights.several([self.weights.rotated(chosen)])
+        after = narrow({where: x[0] for where, x in changed.items()})
+        made = {memory(self.weights.parameters[s.parameter]) for s, _ in chosen}
         outputs = [x for operation in narrow.products(made) for x in tensors((operation.out,))]
         return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
-    def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
-        """An additive part of the logits whose weights are unknown."""
-        site, w = self._site, self._weights
-        one, other = path.inputs()
-        both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
-        query, key = (
+    def _other_inputs(self) -> tuple[list[Edits], list[Contents]]:
+        """Changes of the weights for the experiment on the input of the module, and the input's memory in each: all as
+        it is with other inputs, and all that is known at zero with these inputs and with those it had."""
+        self._one, other = self.path.inputs()
+        zeros = [self.weights.zeroed(slices) for _, _, slices, _ in self._sides]
+        return [[], *zeros, *zeros], [other] * (1 + len(zeros)) + [self._one] * len(zeros)
+
+    @property
+    def _sides(self) -> Sequence[tuple[str, str, list[HeadSlice], int | None]]:
+        """What is set to zero together: in words, the rows, and the dimension along which what remains may be added."""
+        site = self._site
+        if site.normed:  # what a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing
+            return (
+                ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None),
+            )
+        sides = ("query", site.query, 2), ("key", site.key, 3)
+        return [
             (
                 f" from {side} to {side}",
                 f"with the {side} rows that are known at zero its logits still change",
                 own,
                 dim,
             )
-            for side, own, dim in (("query", site.query, 2), ("key", site.key, 3))
-        )
-        # What a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing.
-        sides = (both,) if site.normed else (query, key)
-        zeros = [functools.partial(w.zeroed, slices) for _, _, slices, _ in sides]
-        changed, *afters = self._after(wide, [w.base, *zeros], other)
-        scale = [float(difference(a, b).max()) for a, b in zip(self._base, changed)]
-        for (where, words, _, dim), before, after in zip(sides, self._after(wide, zeros, one), afters):
+            for side, own, dim in sides
+        ]
+
+    def _rest(self, found: Sequence[Tensor]) -> Iterator[str]:
+        """An additive part of the logits whose weights are unknown, from the logits after the changes of
+        `_other_inputs`."""
+        scale = [float(difference(a, z[0]).max()) for a, z in zip(self._base, found)]
+        n = len(self._sides)
+        for i, (where, words, _, dim) in enumerate(self._sides):
+            after, before = ([z[1 + i + j] for z in found] for j in (0, n))
             if dim is not None:
                 # A constant in the place of a query makes one number per key, which is not a product.
                 before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
@@ -269,14 +338,39 @@ class _Experiment:
     @functools.cached_property
     def _rounding(self) -> float:
         """The most that rounding may change of a logit."""
-        least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
+        least = min(self.weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
         steps = 4 if torch.finfo(least).bits < 32 else 64
-        return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._seen)
+        return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self.seen)
 
-    def _heads_that_change(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
+    def _heads_that_change(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[bool]:
         """Of each head, whether its logits changed by more than rounding."""
-        change = torch.stack([difference(a, b).amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
-        return (change > self._rounding).tolist()
+        return (_largest([(b - a)[None] for a, b in zip(before, after)])[0] > self._rounding).tolist()
+
+    def _heads_that_change_in_each(self, after: Sequence[Tensor]) -> list[list[bool]]:
+        """The same for each of n changes, after which the logits are [n b h t s]."""
+        return (_largest([z - a for a, z in zip(self._base, after)]) > self._rounding).tolist()
+
+
+def _largest(changes: Sequence[Tensor]) -> Tensor:
+    """The largest size [n h] of n changes [n b h t s] of the logits of calls, where no key is hidden."""
+    return torch.stack([z.abs().nan_to_num(0.0).amax((1, 3, 4)) for z in changes]).amax(0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Factor:
+    """Rows that are multiplied by two factors: in words, the rows, their heads, the query heads whose logits must grow,
+    and the power to which the factors are raised."""
+
+    words: str
+    chosen: list[Chosen]
+    heads: list[int]
+    expected: list[bool]
+    power: float
+
+
+def _same_operations(one: Repetition, two: Repetition) -> bool:
+    """True if both repeat the same operators."""
+    return [*map(id, one.operations)] == [*map(id, two.operations)]
 
 
 def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool], bool]]:
@@ -306,12 +400,6 @@ def _each_once(slices: Sequence[HeadSlice]) -> list[HeadSlice]:
         if not any(s.parameter == other.parameter and s.same(other) for other in found):
             found.append(s)
     return found
-
-
-def _per_head(base: list[Tensor], one: list[Tensor], two: list[Tensor], factor: float) -> list[float]:
-    """The largest |(two - one) - factor · (one - base)| of each head, where no key is hidden."""
-    bent = [((c - b) - factor * (b - a)).abs().nan_to_num(0.0).amax((0, 2, 3)) for a, b, c in zip(base, one, two)]
-    return torch.stack(bent).amax(0).tolist()
 
 
 def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
@@ -351,13 +439,14 @@ class Path:
     ) -> None:
         self._record, self._dynamic, self._until = record, dynamic, max(one.until for one in calls)
         known = {memory(p) for p in parameters.values()}
+        self.weights = frozenset(known)
         first = [
             {memory(parameters[path[0].parameter]) for path in paths}
             for paths in ([term.query for term in site.terms], [term.key for term in site.terms])
         ]
         biases = {memory(parameters[s.bias]) for s in (*site.query, *site.key) if s.bias is not None}
         made = [record.weights_of(side, known, dynamic) for side in first]
-        since = self._begin(calls[0], made[0] | made[1])
+        self.since = since = self._begin(calls[0], made[0] | made[1])
         query, key = (record.reached(side, since, self._until) for side in made)
         self._sides = ((made[0], key - query), (made[1], query - key))
         self._known = known.union(*made, record.weights_of(biases, known, dynamic))
@@ -365,6 +454,7 @@ class Path:
         self.own = record.behind(wanted, self._until, self._activations)
         factors = {m for operation in self.own for m in self._activations(operation)}
         self.boundary, begin = self._inputs(calls, factors)
+        self.begin = begin  # how many operators had run when the call of a module with these inputs began, if one did
         given = {memory(x): begin if begin else record.maker(memory(x), self._until) for x in self.boundary}
         below = record.reached(given, 0, self._until)
         self.wide = record.behind(wanted, self._until, lambda o: self._activations(o) - below, given)
@@ -374,7 +464,7 @@ class Path:
         """The memory of what an operator multiplies a first weight by: not of what it puts next to it, nor of queries
         that a table is multiplied by."""
         found: frozenset[int] = frozenset()
-        for made, other in self._sides if function_name(operation.function) != "cat" else ():
+        for made, other in self._sides if operation.name != "cat" else ():
             if not made.isdisjoint(operation.reads):
                 found |= operation.reads - self._known - other
         return found
@@ -385,9 +475,9 @@ class Path:
         begun = (frame.since for frame in call.captured.frame.line())
         return next((since for since in begun if since <= read), 0)
 
-    def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
+    def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int | None]:
         """The inputs of the innermost module around the site that its projections depend on and that the model's
-        input made, and how many operators had run when it began; where there is none, what they multiply, and 0."""
+        input made, and how many operators had run when it began; where there is none, what they multiply, and None."""
         for frame in calls[0].captured.frame.line():
             if not frame.inputs:
                 continue
@@ -397,16 +487,29 @@ class Path:
             if found:
                 return found, frame.since
         given = (x for operation in self.own for x in tensors((operation.args, operation.kwargs)))
-        return [x for x in given if memory(x) in factors and x.is_floating_point()], 0
+        return [x for x in given if memory(x) in factors and x.is_floating_point()], None
+
+    def plain(self, repetition: Repetition) -> bool:
+        """True if operators read the module's input as it was given, or views that they made of it, and nothing else
+        that lies in its memory."""
+        inputs, places = set(map(memory, self.boundary)), {place(x) for x in self.boundary}
+        if len(inputs) < len(places):
+            return False
+        for o in repetition.operations:
+            if any(memory(x) in inputs and place(x) not in places for x in tensors((o.args, o.kwargs))):
+                return False
+            places |= {place(x) for x in tensors((o.out,))}
+        return True
 
     def inputs(self) -> tuple[Contents, Contents]:
         """The memory of the module's input as it was, and with noise of the size of its numbers added."""
         one, other = ({memory(x): x.untyped_storage().clone() for x in self.boundary} for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for x in {place(x): x for x in self.boundary}.values():
-            noise = torch.randn(x.shape, generator=generator).to(x)
+            changed = stored(at_place(x, other[memory(x)]))
+            noise = torch.randn(changed.shape, generator=generator).to(x)
             size = x.detach().float().square().mean().sqrt()
-            at_place(x, other[memory(x)]).add_(noise * size.to(x))
+            changed.add_(noise * size.to(x))
         return one, other
 
 
@@ -428,8 +531,6 @@ class ChangedWeights:
         for chain in chains:
             for inner, outer in itertools.pairwise(chain):
                 self.empty.append(self._fill(outer, self._vanishing(inner, outer)))
-        self._copies: dict[str, Tensor] = {}
-        self._changed: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, which of them, what they were
 
     def of(self, s: HeadSlice) -> list[nn.Parameter | None]:
         """The weight of these rows and its bias."""
@@ -439,16 +540,23 @@ class ChangedWeights:
         """The weights without heads of zeros, with which all others are compared."""
         return {place(self.parameters[name]): value for name, value in self._base.items()}
 
-    def rotated(self, chosen: Iterable[Chosen]) -> dict[Place, Tensor]:
+    def several(self, changes: Sequence[Edits]) -> dict[Place, Tensor]:
+        """The weights [n ...] under each of n changes."""
+        found = {name: value.expand(len(changes), *value.shape) for name, value in self._base.items()}
+        for name in {name for edits in changes for name, *_ in edits}:
+            found[name] = found[name].clone()
+        for i, edits in enumerate(changes):
+            for name, s, index, numbers in edits:
+                _rows_of(s, found[name][i])[index] = numbers
+        return {place(self.parameters[name]): x for name, x in found.items()}
+
+    def rotated(self, chosen: Iterable[Chosen]) -> Edits:
         """Moves each row of the chosen heads to the place of the next row of its head; a single row changes its sign.
 
         A norm over the head, or over all heads together, keeps its value, so no other head changes. Rows that make
-        queries and keys alike are stretched instead, since no rotation of both changes their product. The result is
-        valid until the next change.
+        queries and keys alike are stretched instead, since no rotation of both changes their product.
         """
-        return self._with(
-            (rows, index, self._other(s, rows[index])) for s, heads in chosen for rows, index in self._rows(s, heads)
-        )
+        return [(*part, self._other(s, rows)) for s, heads in chosen for part, rows in self._parts(s, heads)]
 
     def _other(self, s: HeadSlice, rows: Tensor) -> Tensor:
         """Other numbers in the place of rows [heads r …]."""
@@ -457,38 +565,24 @@ class ChangedWeights:
             return rows * factors.view(-1, *[1] * (rows.ndim - 2))
         return rows.roll(1, dims=1) if rows.shape[1] > 1 else -rows
 
-    def multiplied(self, chosen: Iterable[Chosen], factor: float) -> dict[Place, Tensor]:
-        """The rows and biases of the chosen heads multiplied by a factor, until the next change."""
-        return self._with(
-            (rows, index, rows[index] * factor) for s, heads in chosen for rows, index in self._rows(s, heads)
-        )
+    def multiplied(self, chosen: Iterable[Chosen], factor: float) -> Edits:
+        """Multiplies the rows and biases of the chosen heads by a factor."""
+        return [(*part, rows * factor) for s, heads in chosen for part, rows in self._parts(s, heads)]
 
-    def zeroed(self, slices: Iterable[HeadSlice]) -> dict[Place, Tensor]:
-        """All these rows and their biases are zero, until the next change."""
-        return self._with(
-            (rows, index, torch.zeros((), dtype=rows.dtype, device=rows.device))
-            for s in slices
-            for rows, index in self._rows(s, None)
-        )
+    def zeroed(self, slices: Iterable[HeadSlice]) -> Edits:
+        """Makes all these rows and their biases zero."""
+        return [(*part, rows.new_zeros(())) for s in slices for part, rows in self._parts(s, None)]
 
-    def _with(self, changes: Iterable[tuple[Tensor, Tensor, Tensor]]) -> dict[Place, Tensor]:
-        """The weights with these numbers in these rows, copied once and put back before the next change."""
-        for rows, index, before in reversed(self._changed):
-            rows[index] = before
-        self._changed.clear()
-        for rows, index, numbers in changes:
-            self._changed.append((rows, index, rows[index]))
-            rows[index] = numbers
-        return {place(p): self._copies.get(name, self._base[name]) for name, p in self.parameters.items()}
-
-    def _rows(self, s: HeadSlice, heads: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows [rows …] of a copied weight and of its bias, and which of them belong to the heads [heads r]."""
-        for part in filter(None, (s, s.bias_of())):
-            if part.parameter not in self._copies:
-                self._copies[part.parameter] = self._base[part.parameter].clone()
-            copy = self._copies[part.parameter]
-            index = part.index if heads is None else part.index[list(heads)]
-            yield (s.rows_of(copy) if part is s else copy.view(-1, 1)), index.to(copy.device)
+    def _parts(
+        self, s: HeadSlice, heads: Sequence[int] | None
+    ) -> Iterator[tuple[tuple[str, HeadSlice | None, Tensor], Tensor]]:
+        """The name of a weight, its slice, the numbers of the rows of some heads [heads r], and these rows [heads r …];
+        and the same of its bias, without a slice."""
+        biased = s.bias_of()
+        for part, own in ((s, s), *(() if biased is None else ((biased, None),))):
+            rows = _rows_of(own, self._base[part.parameter])
+            index = (part.index if heads is None else part.index[list(heads)]).to(rows.device)
+            yield (part.parameter, own, index), rows[index]
 
     def _without_numbers(self, s: HeadSlice) -> Tensor | None:
         """Which heads' rows have zeros alone."""
@@ -520,73 +614,194 @@ class ChangedWeights:
         return tuple(empty.nonzero().flatten().tolist())
 
 
+def _rows_of(s: HeadSlice | None, weight: Tensor) -> Tensor:
+    """The rows [rows …] of a weight; of a bias, which has no slice, each entry."""
+    return weight.view(-1, 1) if s is None else s.rows_of(weight)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kind:
-    """The numbers that a site's logits start from, besides its weights, and where there are zeros among them.
+class Copy:
+    """A site that is like a confirmed one, operator by operator: the pattern that it follows, its call, and the number
+    of the first operator."""
 
-    Args:
-        given: the tensors that its operators read and do not make.
-        dynamic: the memory of all that depends on the model's input.
-        visible: which logits are not hidden.
-        empty: the heads without a number in each weight.
-        unscaled: as of a site.
-    """
-
-    given: list[Tensor]
-    dynamic: set[int]
-    visible: list[Tensor]
-    empty: list[tuple[int, ...]]
-    unscaled: str = ""
-
-    def zeros_as_in(self, other: _Kind) -> bool:
-        """True if whatever is zero, hidden or an index here is so there too."""
-        if self.empty != other.empty or not all(map(torch.equal, self.visible, other.visible)):
-            return False
-        return all(map(self._alike, self.given, other.given))
-
-    def _alike(self, x: Tensor, y: Tensor) -> bool:
-        if place(x) == place(y):
-            return True
-        if not (x.is_floating_point() or x.is_complex()):
-            return torch.equal(x, y)
-        if memory(x) in self.dynamic:
-            return bool(x.any())
-        return torch.equal(x != 0, y != 0)
+    pattern: Pattern
+    site: AttentionSite
+    call: RecordedCall
+    since: int
 
 
 @final
-class _Form:
-    """Numbers memory in the order in which it is met, so that equal operators on other tensors have one form."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pattern:
+    """A confirmed site, with the run of operators of a module's call that all of its experiment lies in.
 
-    def __init__(self) -> None:
-        self.given: list[Tensor] = []  # every tensor in memory that an operator read before any wrote it
-        self._outside: set[int] = set()  # that memory
-        self._numbers: dict[int, int] = {}
-        self._met: dict[int, tuple[Tensor, Hashable]] = {}  # by id: an operator's output is the argument of others
+    Attributes:
+        site, call: the site and its call.
+        parameters: its weights and biases by name.
+        level: how far out the module's call is, 0 for that which the attention was seen in.
+        since, count: the operators.
+        started: how many of them had run when each module's call inside began, innermost first.
+        given: the places of what the experiment's operators read and do not make, besides its weights: the operator and
+            which of its tensors.
+        first: the memory of weights and of the input, which nothing may read before.
+        visible: which logits are not hidden.
+        empty: the heads without a number in each weight.
+    """
 
-    def number(self, m: int) -> int:
-        """The number of a piece of memory."""
-        return self._numbers.setdefault(m, len(self._numbers))
+    site: AttentionSite
+    call: RecordedCall
+    parameters: Parameters
+    level: int
+    since: int
+    count: int
+    started: tuple[int, ...]
+    given: tuple[tuple[int, int], ...]
+    first: frozenset[int]
+    visible: list[Tensor]
+    empty: list[tuple[int, ...]]
 
-    def of(self, value: object, *, made: bool = False) -> Hashable:
-        """Returns a value for arguments, or for what an operator `made`, that is equal if they differ only in
-        numbers."""
-        if isinstance(value, Tensor):
-            if (known := self._met.get(id(value))) is not None:
-                return known[1]
-            where = place(value)
-            if where[0] not in self._numbers and not made:
-                self._outside.add(where[0])
-            if where[0] in self._outside:
-                self.given.append(value)
-            form = (self.number(where[0]), *where[1:], value.device)
-            self._met[id(value)] = (value, form)
-            return form
-        if isinstance(value, (tuple, list)):
-            return tuple([self.of(x, made=made) for x in value])
-        if isinstance(value, Mapping):
-            return tuple([(name, self.of(x)) for name, x in value.items()])
-        return type(value), value if isinstance(value, Hashable) else id(value)
+    @classmethod
+    def of(cls, experiment: _Experiment, site: AttentionSite, calls: Sequence[RecordedCall]) -> Pattern | None:
+        """The pattern of a site; None if its experiment is not one of the operators of a single call of a module."""
+        record, path = experiment.among.record, experiment.path
+        if len(calls) > 1 or calls[0].captured.headless or path.begin is None:
+            return None
+        call, used = calls[0], {id(o) for o in experiment.operations}
+        line, until = call.captured.frame.line(), call.until
+        found = (
+            (level, numbers)
+            for level, frame in enumerate(line)
+            if frame.since <= min(path.begin, path.since)
+            and len(numbers := [i for i in range(frame.since, until) if id(record.operations[i]) in used]) == len(used)
+        )
+        level, numbers = next(found, (-1, []))
+        if level < 0:
+            return None
+        since = line[level].since
+        first = frozenset(map(memory, path.boundary)) | path.weights
+        if record.readers(first, since):
+            return None
+        return cls(
+            site=site,
+            call=call,
+            parameters=experiment.weights.parameters,
+            level=level,
+            since=since,
+            count=until - since,
+            started=tuple([f.since - since for f in line[: level + 1]]),
+            given=tuple([(i - since, j) for i, j in _given(record, numbers, path.weights)]),
+            first=first,
+            visible=[z.isfinite() for z in experiment.seen],
+            empty=experiment.weights.empty,
+        )
+
+    def copy(self, record: Record, dynamic: set[int], names: Mapping[Place, str], call: RecordedCall) -> Copy | None:
+        """The site of another call, without a comparison of numbers."""
+        captured = call.captured
+        line, known = captured.frame.line(), self.call.captured
+        if captured.headless or len(line) <= self.level or _fixed(captured) != _fixed(known):
+            return None
+        since = line[self.level].since
+        if call.until - since != self.count or self.started != tuple([f.since - since for f in line[: self.level + 1]]):
+            return None
+        there = record.alike(self.since, since, self.count)
+        if there is None or not self.first <= there.keys() or record.readers({there[m] for m in self.first}, since):
+            return None
+        if any((m in dynamic) != (n in dynamic) for m, n in there.items()):
+            return None
+        seen = zip(_tensors(known.call), _tensors(captured.call), strict=True)
+        if any(there.get(memory(x), 0) != memory(y) or place(x)[1:] != place(y)[1:] for x, y in seen):
+            return None
+        named = {n: names.get((there[memory(p)], *place(p)[1:])) for n, p in self.parameters.items()}
+        if None in named.values():
+            return None
+
+        def here(s: HeadSlice) -> HeadSlice:
+            return s.renamed(named[s.parameter] or "", s.bias and named[s.bias])
+
+        terms = tuple(QKProduct(query=(*map(here, t.query),), key=(*map(here, t.key),)) for t in self.site.terms)
+        site = dataclasses.replace(self.site, name=captured.name, module=captured.frame.module, terms=terms)
+        return Copy(pattern=self, site=site, call=call, since=since)
+
+    def same_numbers(self, among: Verification, copies: Sequence[Copy]) -> list[bool]:
+        """Whether what is zero, hidden or an index at each of the copies is so at the confirmed site too."""
+        same = [self._same_weights(among.model, copy.site) for copy in copies]
+        for i, j in self.given:
+            known = among.record.tensors_of(self.since + i)[j]
+            others = [among.record.tensors_of(copy.since + i)[j] for copy in copies]
+            found = _may_replace(known, others, dynamic=memory(known) in among.dynamic)
+            same = [a and b for a, b in zip(same, found, strict=True)]
+        seen = _visible(self.call.captured.call, [copy.call.captured.call for copy in copies])
+        return [yes and all(map(torch.equal, one, self.visible)) for yes, one in zip(same, seen, strict=True)]
+
+    def _same_weights(self, model: nn.Module, site: AttentionSite) -> bool:
+        chains = [side for term in site.terms for side in (term.query, term.key)]
+        return ChangedWeights(model, [*site.query, *site.key], chains).empty == self.empty
+
+
+def _given(record: Record, numbers: Sequence[int], weights: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Where operators read tensors that lie in memory which none of them made, other than weights: the number of the
+    operator, and which of its tensors; of each tensor the first place."""
+    made, seen = set[int](), set[int]()
+    for i in numbers:
+        for j, x in enumerate(record.tensors_of(i)):
+            if memory(x) not in made and memory(x) not in weights and id(x) not in seen:
+                seen.add(id(x))
+                if memory(x) in record.operations[i].reads or memory(x) not in record.operations[i].makes:
+                    yield i, j
+        made |= record.operations[i].makes
+
+
+def _may_replace(known: Tensor, others: Sequence[Tensor], *, dynamic: bool) -> list[bool]:
+    """Of each tensor, whether it may stand in the place of one that a confirmed site started from: where that depends
+    on the model's input, if it is not all zero, else if it has zeros in the same places; indices must be equal."""
+    own = place(known)
+    apart = {id(x): x for x in others if x is not known and place(x) != own}
+    if not (known.is_floating_point() or known.is_complex()):
+        same = {i: torch.equal(x, known) for i, x in apart.items()}
+    elif dynamic:
+        largest = torch.stack([x.abs().amax() for x in apart.values()]).tolist() if apart else []
+        same = {i: size != 0 for i, size in zip(apart, largest, strict=True)}
+    else:
+        same = {i: torch.equal(x != 0, known != 0) for i, x in apart.items()}
+    return [same.get(id(x), True) for x in others]
+
+
+def _fixed(captured: CapturedCall) -> Hashable:
+    """All that calls of one form have in common besides their tensors; of one that has parts of its own, itself."""
+    call, layout = captured.call, captured.layout
+    products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
+    shapes = tuple([None if x is None else x.shape for pair in products for x in pair])
+    lost = call.lost if isinstance(call, ScoresCall) else ()
+    arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
+    modules = tuple([type(frame.module) for frame in captured.frame.line()[:1]])
+    how = (captured.how, captured.ordinal, captured.below, id(captured) if captured.added is not None else None)
+    return type(call), call.spec, _signature(call), shapes, lost, arranged, how, modules
+
+
+def _visible(known: Seen, calls: Sequence[Seen]) -> Iterator[list[Tensor]]:
+    """Which logits of each call are not hidden: computed together for calls with the mask of a known one."""
+    like = RepeatedLogits([known])
+    together = [
+        type(known) is AttentionCall and type(call) is AttentionCall and like.foldable and _same_mask(known, call)
+        for call in calls
+    ]
+    tensors = [_tensors(call) for call, yes in zip(calls, together, strict=True) if yes]
+    several = iter(like.of_several([torch.stack(parts) for parts in zip(*tensors)])[0] if tensors else ())
+    for call, yes in zip(calls, together, strict=True):
+        yield [z.isfinite() for z in ([next(several)] if yes else RepeatedLogits([call])())]
+
+
+def _same_mask(one: AttentionCall, two: AttentionCall) -> bool:
+    """True if the same pairs are hidden in two calls, whatever their queries and keys: by one mask, or by none."""
+
+    def same(x: Tensor | None, y: Tensor | None) -> bool:
+        return x is y or (x is not None and y is not None and place(x) == place(y))
+
+    masks = one.mask is None or one.mask.dtype == torch.bool, same(one.mask, two.mask)
+    return all(masks) and all(
+        same(x, y) or torch.equal(x, y) for x, y in ((one.pos_q, two.pos_q), (one.pos_k, two.pos_k))
+    )
 
 
 def _signature(call: Seen) -> Hashable:
@@ -622,16 +837,16 @@ class RepeatedLogits:
         return not self._headless and all(type(call) in (AttentionCall, ScoresCall) for call in self._calls)
 
     @torch.no_grad()
-    def of_several(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The logits of each of n changes, from the values of `self.tensors` under each, [n ...]."""
+    def of_several(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The logits [n b h t s] of each call under n changes, from the values of `self.tensors`, [n ...]."""
         n, given = len(tensors[0]), iter(tensors)
         found = []
         for call, rows in zip(self._calls, self._rows):
             b = call.query_shape[0]
             now = {id(x): _folded(next(given), b) for x in _tensors(call)}
             z = _logits(_of_batch(call, n), rows, lambda x, now=now: now.get(id(x), x))
-            found.append(z.unflatten(0, (n, b)).unbind(0))
-        return [list(parts) for parts in zip(*found)]
+            found.append(z.unflatten(0, (n, b)))
+        return found
 
 
 def _folded(x: Tensor, b: int) -> Tensor:

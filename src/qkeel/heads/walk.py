@@ -8,7 +8,7 @@ import heapq
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -27,6 +27,7 @@ from qkeel.patching.modes import (
     function_name,
     no_operators_seen,
     without_others,
+    writes,
     written_arguments,
 )
 
@@ -70,9 +71,10 @@ def memory(x: Tensor) -> int:
 class Operation:
     """One operator that ran: its inputs, its output, and the memory that it read and wrote.
 
-    `changed` are the arguments that it modified.
+    `changed` are the arguments that it modified, `name` its name without outer underscores and overload.
     """
 
+    name: str
     function: Function
     args: Args
     kwargs: Kwargs
@@ -94,6 +96,8 @@ class Record:
 
     def __init__(self, operators: Sequence[TorchOperator]) -> None:
         self._memory: dict[int, int] = {}  # of a tensor, by its id: all of them are alive
+        self._forms: dict[int, tuple[Hashable, list[Tensor]]] = {}
+        self._known: dict[int, tuple[str, bool, bool]] = {}  # of each operator that ran, as to hash one takes a call
         self.operations = [self._operation(*operator) for operator in operators]
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._writers: dict[int, list[int]] = defaultdict(list)
@@ -104,36 +108,98 @@ class Record:
                 self._writers[m].append(i)
 
     def _operation(self, function: Function, args: Args, kwargs: Kwargs, out: object) -> Operation:
-        changed = tuple(tensors(written_arguments(function, args, kwargs)))
-        name = function_name(function)
-        form_alone = name in _FORM_ALONE or name.startswith("new_")
+        known = self._known.get(id(function))
+        if known is None:
+            name = function_name(function)
+            form_alone = name in _FORM_ALONE or name.startswith("new_")
+            known = self._known[id(function)] = name, form_alone, writes(function)
+        name, form_alone, in_place = known
+        changed = tuple(tensors(written_arguments(function, args, kwargs))) if in_place else ()
+        reads, written = set[int](), set[int]()
+        if not form_alone:
+            self._add_memories(args, reads)
+            if kwargs:
+                self._add_memories(kwargs.values(), reads)
+        self._add_memories((out, *changed), written)
         return Operation(
+            name=name,
             function=function,
             args=args,
             kwargs=kwargs,
             out=out,
             changed=changed,
-            reads=frozenset() if form_alone else frozenset(self._memories((args, kwargs) if kwargs else args)),
-            writes=frozenset(self._memories((out, changed) if changed else (out,))),
+            reads=frozenset(reads),
+            writes=frozenset(written),
         )
 
-    def _memories(self, value: object) -> Iterator[int]:
-        for x in tensors(value):
-            found = self._memory.get(id(x))
-            if found is None:
-                found = self._memory[id(x)] = memory(x)
-            yield found
+    def _add_memories(self, values: Iterable[object], found: set[int]) -> None:
+        for x in values:  # a hundred times for each layer: without a generator for each
+            if isinstance(x, Tensor):
+                found.add(self._memory.get(id(x)) or self._memory_of(x))
+            elif isinstance(x, (tuple, list)):
+                self._add_memories(x, found)
+            elif isinstance(x, dict):
+                self._add_memories(x.values(), found)
+
+    def _memory_of(self, x: Tensor) -> int:
+        """The memory of a tensor of the pass."""
+        found = self._memory.get(id(x))
+        return self._memory.setdefault(id(x), memory(x)) if found is None else found
+
+    def tensors_of(self, number: int) -> list[Tensor]:
+        """The tensors among the arguments and outputs of an operator, in a fixed order."""
+        return self._form(number)[1]
+
+    def _form(self, number: int) -> tuple[Hashable, list[Tensor]]:
+        """What an operator was called with and put out, with marks in the place of tensors, and these tensors."""
+        found = self._forms.get(number)
+        if found is None:
+            o, inside = self.operations[number], list[Tensor]()
+            form = [_form_of(x, inside) for x in (*o.args, o.out)]
+            if o.kwargs:
+                form.append(_form_of(o.kwargs, inside))
+            found = self._forms[number] = tuple(form), inside
+        return found
+
+    def alike(self, one: int, two: int, count: int) -> dict[int, int] | None:
+        """Compares two runs of `count` operators, from numbers `one` and `two` on.
+
+        Returns: the memory of the second run by that of the first, if the same operators ran on tensors of the same
+            form, which were made of each other in the same way; else None.
+        """
+        there, back, done = dict[int, int](), dict[int, int](), dict[int, int]()
+        known = self._memory  # of all tensors here
+        for i in range(count):
+            if self.operations[one + i].function is not self.operations[two + i].function:
+                return None
+            (form, mine), (other, its) = self._form(one + i), self._form(two + i)
+            if form != other:
+                return None
+            for x, y in zip(mine, its, strict=True):
+                if done.get(id(x)) == id(y):
+                    continue
+                done[id(x)] = id(y)
+                m, n = known.get(id(x)) or self._memory_of(x), known.get(id(y)) or self._memory_of(y)
+                if there.setdefault(m, n) != n or back.setdefault(n, m) != m or not _same_layout(x, y):
+                    return None
+        return there
 
     def reached(self, start: Iterable[int], since: int = 0, until: int | None = None) -> set[int]:
         """The memory whose numbers depend on given memory, by the operators from number `since` on."""
-        return self._spread(start, since, until, lambda _operation, _found: True)
+        if since or until is not None:
+            return self._spread(start, since, until, lambda _operation, _found: True)
+        found = set(start)  # of the model's input: most of what the pass computes
+        for operation in self.operations:
+            if not found.isdisjoint(operation.reads):
+                found |= operation.writes
+        return found
 
     def weights_of(self, start: Iterable[int], known: set[int], dynamic: set[int]) -> set[int]:
         """The memory of weights computed from given weights, as by a transpose or a parametrization; products with
         activations (`dynamic`) or with other weights are excluded."""
 
         def is_weight(operation: Operation, found: set[int]) -> bool:
-            product = function_name(operation.function) in _PRODUCTS
+            product = operation.name in _PRODUCTS
             return dynamic.isdisjoint(operation.reads) and not (product and not operation.reads <= found | known)
 
         return self._spread(start, 0, None, is_weight)
@@ -211,6 +277,37 @@ class Record:
         return next((i for i in numbers if wanted in self.operations[i].makes), -1) + 1
 
 
+_TENSOR = object()
+_CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})  # most arguments
+
+
+def _form_of(value: object, found: list[Tensor]) -> Hashable:
+    """A value that is equal for arguments which differ in their tensors alone; collects these."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return kind, value
+    if isinstance(value, Tensor):
+        found.append(value)
+        return _TENSOR
+    if isinstance(value, (tuple, list)):
+        return tuple([_form_of(x, found) for x in value])
+    if isinstance(value, Mapping):
+        return tuple([(name, _form_of(x, found)) for name, x in value.items()])
+    return kind, value if isinstance(value, Hashable) else id(value)
+
+
+def _same_layout(x: Tensor, y: Tensor) -> bool:
+    """True if two tensors have the same sizes and number format, and lie in their memory alike."""
+    if x is y:
+        return True
+    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        return False
+    try:
+        return x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
+    except (RuntimeError, NotImplementedError):  # without memory of their own
+        return type(x) is type(y)
+
+
 class Repetition:
     """Operators that can be run again with other numbers in some places; those whose result would not change are left
     out."""
@@ -220,13 +317,13 @@ class Repetition:
         self.operations = _affected(operations, changed)
 
     @functools.cached_property
-    def _steps(self) -> list[tuple[Function, Any, list[Place]]]:
+    def _steps(self) -> list[tuple[Function, list[Any], dict[str, Any], list[Place]]]:
         """The functions to call, their arguments with marks in the place of tensors, and the places of their
         outputs."""
         # Another process may repeat other operators, or none: waiting for it could last for ever.
         functions = [without_others(o.function, o.args) or o.function for o in self.operations]
         return [
-            (function, mapped((o.args, dict(o.kwargs)), _marked), _places(o.out))
+            (function, mapped([*o.args], _marked), mapped(dict(o.kwargs), _marked), _places(o.out))
             for function, o in zip(functions, self.operations)
         ]
 
@@ -258,18 +355,18 @@ class Repetition:
         now = _Now(dict(values), dict(contents or {}))
         for x in self._foreign:
             now.copy(x)
-        for function, given, places in self._steps:
-            args, kwargs = mapped(given, now.of)
-            now.put(places, function(*args, **kwargs))
+        for function, args, kwargs, places in self._steps:
+            given = [mapped(x, now.of) if type(x) in (list, tuple) else now.of(x) for x in args]
+            now.put(places, function(*given, **mapped(kwargs, now.of)) if kwargs else function(*given))
         return now
 
     @torch.no_grad()
     def at_once(
-        self, changes: Sequence[Values], wanted: Sequence[Tensor], contents: Contents | None = None
+        self, values: Values, wanted: Sequence[Tensor], contents: Contents | None = None
     ) -> list[Tensor] | None:
-        """Returns the wanted tensors [n ...] for n sets of numbers in the same places; None if the operators can't be
-        run on a batch."""
-        places = list(changes[0])
+        """Returns the wanted tensors [n ...] for n sets of numbers [n ...] in the given places; None if the operators
+        can't be run on a batch."""
+        places = list(values)
 
         def run(*numbers: Tensor) -> tuple[Tensor, ...]:
             now = self(dict(zip(places, numbers)), contents)
@@ -278,7 +375,7 @@ class Repetition:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of operators that torch runs one by one
-                return list(torch.func.vmap(run)(*[torch.stack([one[p] for one in changes]) for p in places]))
+                return list(torch.func.vmap(run)(*values.values()))
         except RefusedError:
             raise
         except Exception as error:
@@ -318,6 +415,13 @@ class _Now:
 def at_place(x: Tensor, content: torch.UntypedStorage) -> Tensor:
     """The tensor in this memory that corresponds to x in its own."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(content, x.storage_offset(), x.shape, x.stride())
+
+
+def stored(x: Tensor) -> Tensor:
+    """The numbers of a tensor, once where it repeats them along a dimension, so that they can be changed in place."""
+    for dim, step in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else x
+    return x
 
 
 def _affected(operations: Sequence[Operation], changed: set[int]) -> list[Operation]:

@@ -55,7 +55,7 @@ class CSVSink(Sink):
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the folder."""
         fields = about.get("fields")
-        names = ("step", "layer", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
+        names = ("step", "layer", "type", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
         announced: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "eval_heads"), names)
         self.path = fresh_directory(self.asked)
         self._files = TableFiles(self.path, self.kind, announced)
@@ -66,7 +66,8 @@ class CSVSink(Sink):
         step = np.array([sample.step])
         self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}))
         heads = {name: values[None] for name, values in sample.heads.items()}
-        self._append(f"{before}heads", heads_frame(step, sample.layers, heads))
+        types = {layer: sample.types.get(layer, "") for layer in sample.layers}
+        self._append(f"{before}heads", heads_frame(step, sample.layers, heads, types))
 
     def alarm(self, alarm: Alarm) -> None:
         """Writes one row."""

@@ -6,15 +6,16 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Self, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Literal, Self, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.options import Json, read_fields, settle
+from qkeel.errors import InvalidTypeError, InvalidValueError, check
+from qkeel.options import Bound, Count, Json, Natural, NotNegative, Positive, Share, read_fields, settle
 
 # Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The texts in quotes below the
 # fields are the help of the flags.
+
+Given = Annotated[int | None, Bound(1, included=True)]  # None where it is not given
 
 
 @final
@@ -22,15 +23,15 @@ from qkeel.options import Json, read_fields, settle
 class ModelConfig:
     """The decoder: sizes, attention and layout."""
 
-    d_model: int = 64
+    d_model: Count = 64
     """Width of the residual stream."""
-    n_layers: int = 2
+    n_layers: Count = 2
     """Number of blocks."""
-    n_heads: int = 4
+    n_heads: Count = 4
     """Query heads per layer."""
-    n_kv_heads: int | None = None
+    n_kv_heads: Given = None
     """Key and value heads per layer; n_heads if not given."""
-    head_dim: int | None = None
+    head_dim: Given = None
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
     """The attention formula: a preset, with options as in 'gemma2:cap=30'."""
@@ -50,15 +51,13 @@ class ModelConfig:
     """DeepNorm's factors on the residual stream and the initial weights; for block gau with norm_order post."""
     parametrisation: Literal["standard", "mup"] = "standard"
     """Standard, or µP, which scales rates, logits and outputs so that one learning rate suits every width."""
-    base_width: int = 64
+    base_width: Count = 64
     """Width at which µP equals the standard parametrisation."""
-    base_head_dim: int = 16
+    base_head_dim: Count = 16
     """Head size at which µP equals the standard parametrisation."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check(self, "at least 1", _one, "d_model", "n_layers", "n_heads", "n_kv_heads")
-        _check(self, "at least 1", _one, "head_dim", "base_width", "base_head_dim")
         _check_multiple("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads or 1)
         if self.block == "gau" and self.n_heads != 1:
             raise InvalidValueError(f"expected n_heads=1 for block gau, which has one head, got {self.n_heads}")
@@ -80,11 +79,11 @@ class DataConfig:
     source: str = "stdlib"
     """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin (uint16, or .bin#uint8), .jsonl#column,
     .parquet#column."""
-    context: int = 32
+    context: Count = 32
     """Tokens per sequence."""
-    batch: int = 8
+    batch: Count = 8
     """Sequences per step."""
-    vocab_size: int | None = None
+    vocab_size: Given = None
     """Number of token ids; by default 256 for bytes, 1024 for bpe, and the largest token + 1 for .bin."""
     tokens: Literal["bytes", "bpe"] = "bytes"
     """Bytes, or byte pairs learned from the training part of the text; losses are nats per byte for both."""
@@ -92,17 +91,15 @@ class DataConfig:
     """Predict text, text and images in one sequence, the class of an image, or a translation."""
     windows: Literal["drawn", "once"] = "drawn"
     """Text: draw training windows at random, so that text may repeat, or use each once."""
-    needle: float = 0.0
+    needle: Share = 0.0
     """Share of training sequences with needles, i.e. tokens that store a value under a key, and questions for them."""
-    pairs: int = 1000
+    pairs: Count = 1000
     """Translation: number of training texts with a translation."""
-    needle_keys: int = 4
+    needle_keys: Count = 4
     """Needles per text, one for each key; ignored without needles."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check(self, "at least 1", _one, "context", "batch", "vocab_size", "needle_keys", "pairs")
-        _check(self, "between 0 and 1", _share, "needle")
         if self.needle and self.task != "text":
             raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
         if self.tokens == "bpe" and (self.needle or self.task != "text"):
@@ -120,29 +117,25 @@ class ImagesConfig:
 
     images: str = "digits"
     """digits, photos, a folder of one subfolder per class, or a .jsonl of path and text."""
-    image_size: int = 8
+    image_size: Count = 8
     """Height and width in pixels; images of another size are rejected."""
-    patch: int = 2
+    patch: Count = 2
     """Height and width of a patch in pixels; each patch is one token."""
-    levels: int = 4
+    levels: Annotated[int, Bound(2, included=True)] = 4
     """Multimodal: grey levels per pixel; a patch becomes one of levels^(patch²) codes of the vocabulary."""
     image_input: Literal["codes", "patches"] = "codes"
     """Multimodal: an embedding per code, or a linear map of the patch's pixels."""
-    image_share: float = 0.5
+    image_share: Share = 0.5
     """Multimodal: share of sequences with an image and its caption."""
-    image_variance: float = 1.0
+    image_variance: Positive = 1.0
     """Multimodal: initial variance of image embeddings; text embeddings have 1."""
-    image_first: float = 0.5
+    image_first: Share = 0.5
     """Multimodal: share of images that precede their caption."""
-    canvas: int = 4
+    canvas: Count = 4
     """Multimodal: largest number of images side by side on one canvas."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check(self, "at least 1", _one, "image_size", "patch", "canvas")
-        _check(self, "at least 2", lambda x: x >= 2, "levels")
-        _check(self, "between 0 and 1", _share, "image_share", "image_first")
-        _check(self, "above 0", _positive, "image_variance")
         _check_multiple("image_size", self.image_size, "patch", self.patch)
         if not self.images:
             raise InvalidValueError("expected the name or path of images, got an empty string")
@@ -155,39 +148,35 @@ class OptimConfig:
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """AdamW, SGD with momentum, or Muon (hidden matrices) with AdamW for the rest."""
-    lr: float = 0.01
+    lr: Positive = 0.01
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: NotNegative = 0.9
     """AdamW: decay of the mean of gradients."""
-    beta2: float = 0.95
+    beta2: NotNegative = 0.95
     """AdamW: decay of the mean of squared gradients."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """AdamW: added to the denominator."""
-    momentum: float = 0.95
+    momentum: NotNegative = 0.95
     """SGD and Muon: decay of the momentum."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Weight decay of matrices, decoupled (SGD: coupled); gains have none."""
     decay: Literal["coupled", "independent"] = "coupled"
     """Multiply weight decay by the learning rate, or by the rate relative to its peak."""
-    grad_clip: float = 1.0
+    grad_clip: NotNegative = 1.0
     """Largest global gradient norm; 0 does not clip."""
-    warmup: float = 0.1
+    warmup: Share = 0.1
     """Share of the steps with linear warm-up."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """Schedule of the rate after the warm-up; wsd keeps it constant, then decays linearly over the last fifth."""
-    final: float = 0.05
+    final: Share = 0.05
     """Final rate relative to the peak (cosine, wsd)."""
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     """Weight of the mean squared log-partition of the output logits in the training loss."""
 
     def __post_init__(self) -> None:
         settle(self)
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise InvalidValueError(f"expected a learning rate above 0, got {self.lr}")
-        _check(self, "at least 0 and below 1", lambda x: 0 <= x < 1, "beta1", "beta2", "momentum")
-        _check(self, "above 0", _positive, "eps")
-        _check(self, "between 0 and 1", _share, "warmup", "final")
-        _check(self, "at least 0", lambda x: 0 <= x < math.inf, "weight_decay", "grad_clip", "z_loss")
+        largest = max(self.beta1, self.beta2, self.momentum)
+        check(largest < 1, "beta1, beta2 and momentum below 1", largest)
         if self.decay == "independent" and self.name == "sgd":
             raise InvalidValueError("independent weight decay is for adamw and muon; sgd adds decay to its gradient")
 
@@ -215,21 +204,21 @@ class RunConfig:
     images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)  #: unused by text
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of initial weights and batches."""
-    steps: int = 150
+    steps: Count = 150
     """Optimizer steps."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Compute each batch in this many equal parts, to save memory."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between records; the first and the last step are always recorded."""
-    checkpoint_every: int = 50
+    checkpoint_every: Natural = 50
     """Steps between checkpoints; 0: only at the end."""
-    eval_every: int = 0
+    eval_every: Natural = 0
     """Steps between evaluations, a multiple of log_every; 0: only before and after training."""
-    eval_sequences: int = 256
+    eval_sequences: Count = 256
     """Held-out sequences over which val_loss is averaged."""
-    probe_sequences: int = 4
+    probe_sequences: Count = 4
     """Held-out sequences on which attention statistics are measured."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps; auto uses CUDA if available, otherwise the CPU."""
@@ -238,9 +227,9 @@ class RunConfig:
     that support it."""
     compile: bool = False
     """Train through torch.compile."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads; their number changes the order of sums and thereby the last digits."""
-    nudge: int = 0
+    nudge: Natural = 0
     """Float32 steps (ulps) by which one weight is moved before training, to measure how fast two runs diverge."""
 
     def __post_init__(self) -> None:
@@ -249,9 +238,6 @@ class RunConfig:
             if not isinstance(part, kind):
                 name = kind.__name__.removesuffix("Config").lower()
                 raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {part!r}")
-        _check(self, "at least 1", _one, "steps", "accumulate", "log_every", "threads")
-        _check(self, "at least 1", _one, "eval_sequences", "probe_sequences")
-        _check(self, "at least 0", lambda x: x >= 0, "seed", "checkpoint_every", "eval_every", "nudge")
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
         if self.model.parametrisation == "mup":
@@ -314,29 +300,9 @@ def _check_mup(config: RunConfig) -> None:
         raise InvalidValueError("parametrisation mup is for models that read tokens, not patches of images")
 
 
-def _check(config: object, range_: str, holds: Callable[[float], bool], *names: str) -> None:
-    """Raises unless every number with these names is in the range; None is accepted."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not holds(value):
-            raise InvalidValueError(f"expected {name} to be {range_}, got {value}")
-
-
 def _check_multiple(name: str, value: int, of: str, divisor: int, advice: str = "") -> None:
     if value % divisor:
         raise InvalidValueError(f"expected {name} to be a multiple of {of}, got {value} and {divisor}{advice}")
-
-
-def _one(x: float) -> bool:
-    return x >= 1
-
-
-def _share(x: float) -> bool:
-    return 0 <= x <= 1
-
-
-def _positive(x: float) -> bool:
-    return 0 < x < math.inf
 
 
 # The settings of a run that can be axes of a grid, with their sections.

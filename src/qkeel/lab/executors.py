@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, check, needed
 from qkeel.lab.checkpoint import identity, refuse_mixture
@@ -28,7 +28,7 @@ from qkeel.lab.lengths import measure
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.stack_models import StackSize, plan_stacks
 from qkeel.lab.train_runs import train_runs
-from qkeel.options import Bound, Count, Json, NotNegative, Positive, build, lookup, parse, settle
+from qkeel.options import Count, Json, Natural, NotNegative, Positive, build, lookup, parse, settle
 from qkeel.records import RunDirectory, RunStatus
 
 # Worker processes, which end together with the process that started them, however that ends.
@@ -368,7 +368,7 @@ class Slurm:
     time: Count = 60
     memory: Positive = 4
     cpus: Count = 1
-    gpus: Annotated[int, Bound(included=True)] = 0
+    gpus: Natural = 0
     cluster: str = "slurm"
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
 from qkeel.options import Json
 from qkeel.records import read_json
 from qkeel.records.parse import read_toml
+from qkeel.records.run_directory import flat
 from qkeel.spec import PRESETS
 
 # The law of logit growth: the largest logit of a run as a function of its sizes and of the sum of learning rates.
@@ -117,11 +118,7 @@ def settings(config: RunConfig) -> Json:
     values["model"]["kv_share"] = values["model"].pop("n_kv_heads") / model.n_heads
     values["data"]["vocab_size"] = config.data.vocab_size or 256
     values["dtype"] = config.dtype.replace("auto", "fp32")
-    flat = {name: value for name, value in values.items() if not isinstance(value, dict)}
-    for section, table in values.items():
-        if isinstance(table, dict):
-            flat |= {f"{section}.{name}": value for name, value in table.items()}
-    return {name: value for name, value in flat.items() if name not in _NO_MATTER}
+    return {name: value for name, value in flat(values).items() if name not in _NO_MATTER}
 
 
 def outside(config: RunConfig, boxes: Sequence[Json]) -> tuple[str, ...]:

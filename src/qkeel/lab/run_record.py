@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkeel import metrics
 from qkeel.capture.calls import Seen, statistics
 from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caution
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
@@ -38,12 +39,11 @@ from qkeel.lab.checkpoint import (
     speed,
 )
 from qkeel.lab.config import RunConfig
-from qkeel.lab.study_record import summarize
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.measure import change_between, frozen
 from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
-from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
+from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 from qkeel.records.disk import remove
 from qkeel.records.run_directory import FileSizes, note_checksums
 from qkeel.sites import Tap
@@ -231,6 +231,43 @@ def _named(stats: LogitStats | ClassStats, name: str) -> Tensor:
 
 
 # A run and its directory.
+
+
+def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) -> Json:
+    """Returns one value per records.TABLE_COLUMNS from the lines of metrics.jsonl, from step 0 to the end.
+
+    The last values of additional task fields follow.
+    """
+    first, last = records[0], records[-1]
+    losses = [record["train_loss"] for record in records if record["train_loss"] is not None]
+    return {
+        "remedy": config.remedy,
+        "lr": config.optim.lr,
+        "seed": config.seed,
+        "steps": last["step"],
+        "val_loss": last["val_loss"],
+        "max_logit": largest(record["max_logit"] for record in records),
+        "end_max_logit": last["max_logit"],
+        "end_entropy": last["entropy"],
+        "alarm_step": metrics.alarm_step(records),
+        "collapsed": metrics.collapsed(last["entropy"], last["val_loss"], first["val_loss"]),
+        "cpu_seconds": round(cpu_seconds, 3),
+        "run_id": config.run_id,
+        "capped_max_logit": largest(record["capped_max_logit"] for record in records),
+        "max_abs_logit": largest(record["max_abs_logit"] for record in records),
+        "init_loss": first["val_loss"],
+        "spike_score": metrics.spike_score(losses),
+        "block": config.model.block,
+        "optimizer": config.optim.name,
+        "status": "done",
+        **{name: value for name, value in last.items() if name not in STEP_FIELDS},
+    }
+
+
+def largest(values: Iterable[float]) -> float:
+    """Returns the largest value that is not NaN; NaN if there is none."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
+
 
 _SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # never null in metrics.jsonl
 

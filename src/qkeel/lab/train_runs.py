@@ -15,9 +15,8 @@ from qkeel.errors import RunDirectoryError, caution
 from qkeel.lab.build_run import check, resolve, threads
 from qkeel.lab.config import RunConfig
 from qkeel.lab.run_record import RunRecord, Watcher, claim, mark_failed
-from qkeel.lab.stack_arithmetic import choose_arithmetic
 from qkeel.lab.tasks import load_task
-from qkeel.lab.training import TrainingBackend, train_step
+from qkeel.lab.training import TrainingBackend, choose_arithmetic, train_step
 from qkeel.records import RunDirectory, RunStatus
 
 

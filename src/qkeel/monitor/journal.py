@@ -25,7 +25,7 @@ from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
-from qkeel.records import HEAD_FIELDS, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
+from qkeel.records import HEAD_FIELDS, LINEAR, NON_FINITE, TYPES_EVENT, fold_heads, layer_types
 from qkeel.sites.tap import Phase
 
 # The record of measurements: as samples, split by token classes where there are some, for the rules, to the sinks.
@@ -108,9 +108,10 @@ class Recorder:
 
     @property
     def types(self) -> dict[str, str]:
-        """The type of each layer that is recorded, where it is known."""
+        """The type of each layer that is recorded, where it is known, and of the layers without logits."""
         known = {**self._described, **self._local}
-        return {site: known[site] for site in self.sites if site in known}
+        linear = {name: of for name, of in known.items() if of == LINEAR}
+        return {site: known[site] for site in self.sites if site in known} | linear
 
     def _tell_late(self, step: int, measured: Measurement) -> None:
         """Say once for each site that it is not recorded, as the first measured step did not have it."""

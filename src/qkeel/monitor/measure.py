@@ -12,11 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, find, find_maxima, scores_change, statistics
+from qkeel.capture.calls import (
+    ScoresCall,
+    Seen,
+    call_logsumexp,
+    dense_rows,
+    find,
+    find_maxima,
+    scores_change,
+    statistics,
+)
 from qkeel.capture.example import Arguments, tensors
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
+from qkeel.functional.chosen_keys import Pairs, chosen_distances, dense_comparison
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, merge, row_moments, sink_gate
 from qkeel.handle import Handle
@@ -56,7 +66,7 @@ Wanted = Literal[True, "max", "entropy", "entropy:sample=16", "entropy:sample=32
 
 
 # What is measured besides, where it is asked for by name.
-Extra = Literal["gates", "updates", "residual"]
+Extra = Literal["gates", "updates", "residual", "chosen"]
 
 
 def wanted(stats: Wanted | str) -> tuple[Wanted, frozenset[Extra]]:
@@ -174,6 +184,82 @@ class IndexSums(Revertible[str, LogitStats]):
             numbers[layer, "index_mean_logit"] = PartialValue(value=x.mean_logit, weight=x.n_pairs.to(n.dtype))
             numbers[layer, "index_entropy"] = PartialValue(value=x.entropy, weight=n)
         return SiteNumbers((), numbers)
+
+
+@final
+class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
+    """Collects, by site, what sparse attention chooses in a step, on up to 32 query rows of each call that have a
+    choice: select_*, dense_*, index_margin [h]."""
+
+    ROWS = 32
+
+    def __init__(self, tokens: PassTokens) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self._last: Pairs | None = None  # what the sparse layer before has chosen
+        self._index: dict[str, ScoresCall] = {}  # the latest scores of each layer's indexer
+
+    def begin(self) -> None:
+        """A pass begins."""
+        super().begin()
+        self._last = None
+        self._index.clear()
+
+    def scored(self, layer: str, call: ScoresCall) -> None:
+        """Takes the scores by which a layer's indexer chooses keys."""
+        self._index[layer] = call
+
+    @torch.no_grad()
+    def add(self, site: str, call: Seen) -> None:
+        """Adds the rows of one more call of a sparse site. A call is left out where keys were gathered, or its queries
+        and keys are unknown or of different numbers."""
+        call = self._tokens.on(call)
+        (_, t), index = call.query_shape, self._index.pop(site, None)
+        step = -(-t // self.ROWS)
+        rows = slice((t - 1) % step, t, step)
+        found = dense_rows(call, rows)
+        if found is None:
+            return
+        z, chosen, counted = found
+        positions = torch.arange(t, device=z.device)[rows]
+        later = torch.arange(t, device=z.device) > positions[:, None]
+        causal = ~(chosen & later).any()
+        allowed = ~(later & causal).expand(chosen.shape)
+        if call.query_mask is not None:  # a token that does not count is no key to choose either
+            allowed = allowed & call.query_mask[:, None, None]
+        allowed = allowed | chosen
+        reached = chosen.sum(-1)
+        over = counted & (reached > 0) & (reached < allowed.sum(-1))
+        for name, x in {**chosen_distances(chosen, allowed, positions), **dense_comparison(z, chosen, allowed)}.items():
+            self._count((site, name), x, over)
+        last, self._last = self._last, chosen
+        if last is not None and last.shape == chosen.shape:
+            self._count((site, "select_overlap"), (last & chosen).sum(-1) / (last | chosen).sum(-1).clamp_min(1), over)
+        if index is not None and index.logits.shape[2:] == (t, t):
+            scores, of = index.logits[:, :, rows].to(z.dtype), chosen.any(1, keepdim=True)
+            sides = [scores.masked_fill(~x, 0.0).sum(-1) / x.sum(-1).clamp_min(1) for x in (of, allowed[:, :1] & ~of)]
+            self._count((site, "index_margin"), sides[0] - sides[1], over.any(1, keepdim=True))
+
+    def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
+        total, n = x.to(widest(x.device)).masked_fill(~over, 0.0), over.expand(x.shape).sum((0, 2))
+        known = self._found.get(of)
+        largest = of[1].endswith("_max")
+        new = total.amax((0, 2)) if largest else total.sum((0, 2))
+        if known is not None:
+            new, n = torch.maximum(new, known[0]) if largest else new + known[0], n + known[1]
+        self._found[of] = new, n
+        if of[1] == "dense_kl":
+            self._count((of[0], "dense_kl_max"), x, over)
+
+    def read(self) -> SiteNumbers:
+        """The numbers since the last read, once."""
+        found: dict[NumberKey, Tensor | PartialValue] = {}
+        for (site, name), (x, n) in self.taken().items():
+            weight, largest = n.to(x.dtype), name.endswith("_max")
+            value = x if largest else x / weight.clamp_min(1)
+            how: Reduction = "max" if largest else "mean"
+            found[site, name] = PartialValue(value=value, weight=weight, how=how, own=name != "index_margin")
+        return SiteNumbers((), found)
 
 
 @final
@@ -353,7 +439,7 @@ class WatchedSites:
         self._given = given is not None
         if given is not None:
             self.all += given
-            self.all.missed, self.all.indexers = given.missed, given.indexers
+            self.all.missed, self.all.indexers, self.all.linear = given.missed, given.indexers, given.linear
             self.weighed = self.all
         self.types: Mapping[str, LayerType] = {}  # of the sites that were seen; another object once one has changed
         self._sets: dict[str, VisibleSets] = {}  # of the call with the most queries so far
@@ -383,7 +469,7 @@ class WatchedSites:
             found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
-        self.all.missed, self.all.indexers = found.missed, found.indexers
+        self.all.missed, self.all.indexers, self.all.linear = found.missed, found.indexers, found.linear
         if found.missed:
             others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
@@ -410,6 +496,10 @@ class WatchedSites:
         if known is None or call.query_shape[1] > known.queries:
             origins: dict[str, KeyOrigin] = {site.name: site.origin for site in self.all}
             self._sets[name], self._fresh = visible_sets(call, origins.get(name, "tokens")), True
+
+    def is_sparse(self, name: str) -> bool:
+        """True if the queries of a site are known to reach some of the keys only, with hidden ones between."""
+        return any([site.name == name and site.visible == "sparse" for site in self.all])  # noqa: C419
 
     def pass_over(self) -> None:
         """Changes the type of sites that showed other visible sets than before."""
@@ -480,13 +570,14 @@ class StepNumbers(Visitor):
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
         self._rows = RowSums() if "gates" in extras else None
         self._indexes = IndexSums(tokens)
+        self._chosen = ChosenKeys(tokens) if "chosen" in extras else None
         self._spectra: StepSpectra | None = None  # made when the sites are known
         self._updates, self._residual = "updates" in extras, "residual" in extras
         self._stream: ResidualStream | None = None  # made when the sites are known
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
         self._means, self._tree = Means(), ModuleTree(sites.model)
-        self._collected = [x for x in (self._means, self._indexes, self._rows) if x is not None]
+        self._collected = [x for x in (self._means, self._indexes, self._rows, self._chosen) if x is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
         self._read = SiteNumbers()
@@ -541,10 +632,14 @@ class StepNumbers(Visitor):
         self._sites.see(name, call)
         if self._rows is not None and phase == "train":
             self._rows.add(name, self._tokens.on(call))
+        if self._chosen is not None and phase == "train" and self._sites.is_sparse(name):
+            self._chosen.add(name, call)
 
     def index(self, layer: str, call: ScoresCall, phase: Phase) -> None:
         if phase == "train":
             self._indexes.add(layer, call)
+            if self._chosen is not None:
+                self._chosen.scored(layer, call)
 
     def after(self, phase: Phase, output: object, seen: bool) -> None:
         self._tokens.end()
@@ -620,7 +715,9 @@ class StepNumbers(Visitor):
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, SiteNumbers()
         read = read | self._means.read() | self._indexes.read()
-        return read if self._rows is None else read | self._rows.read()
+        for one in (self._rows, self._chosen):
+            read = read if one is None else read | one.read()
+        return read
 
 
 @final

@@ -17,7 +17,7 @@ from torch import nn
 from qkeel import dist
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.frames.tables import plain_table, tag
-from qkeel.heads.site import AttentionSite, UnrecognizedAttention
+from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -26,6 +26,7 @@ from qkeel.records import (
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
+    LINEAR,
     VALUE_FIELDS,
     fold_heads,
     layer_fields,
@@ -54,7 +55,8 @@ class Sample:
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
     phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of itself, by records.MONITOR_FIELDS
-    types: Mapping[str, str] = dataclasses.field(default_factory=dict)  #: of the layers, see capture.visible_sets
+    #: of the layers, see capture.visible_sets; and of layers without logits, which are in no other field
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):
@@ -126,7 +128,7 @@ class Sample:
         names = [*self.heads, *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads)]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         found = {f"attn/{name}": self.overall(name) for name in names}
-        types = list(dict.fromkeys(self.types.values()))
+        types = list(dict.fromkeys(self.types[layer] for layer in self.layers if layer in self.types))
         for name in per_layer:
             if measured_field(name) in self.heads:
                 found |= {f"attn/{of}/{name}": self.of_type(of, name) for of in types if len(types) > 1}
@@ -296,6 +298,8 @@ def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
                 logits = sample.heads[name][i]
                 row.append("-" if np.isnan(logits).all() else str(int(np.nanargmax(logits))))
         rows.append(row)
+    for layer in [name for name, of in sample.types.items() if of == LINEAR] if rows else ():
+        rows.append([site_label(layer, root), LINEAR, *["-"] * (len(head) - 2)])
     return head, rows
 
 
@@ -341,6 +345,7 @@ def about(
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
+        **({LINEAR: list(sites.linear)} if isinstance(sites, Sites) and sites.linear else {}),
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "cadence": repr(cadence),
         "processes": dist.world(),

@@ -16,7 +16,7 @@ import numpy as np
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.monitor import history as thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
-from qkeel.records import LAYER_TYPES, NON_FINITE, explain_field
+from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
 
 # Alarms and rules: a rule is a condition on records, without state.
 
@@ -140,12 +140,13 @@ def check_threshold(threshold: Threshold) -> None:
                 f'{{"full": 100.0, "window": 50.0}}, got {threshold!r}'
             )
         return
+    of_logits = [layer_type for layer_type in LAYER_TYPES if layer_type != LINEAR]
     if not threshold:
         raise InvalidValueError(
-            f"expected the threshold of at least one type of layers ({', '.join(LAYER_TYPES)}), got none"
+            f"expected the threshold of at least one type of layers ({', '.join(of_logits)}), got none"
         )
     for layer_type, one in threshold.items():
-        check_known("type of layers", layer_type, LAYER_TYPES)
+        check_known("type of layers with logits", layer_type, of_logits)
         if isinstance(one, Mapping):
             raise InvalidTypeError(f"expected a number as the threshold of {layer_type} layers, got {one!r}")
         check_threshold(one)

@@ -80,6 +80,9 @@ def watch(
             - `residual`: the numbers of records.BLOCK_FIELDS for each measured training pass: size and largest channel
               of what enters and leaves each block, and the share that attention and MLP add. The first measured pass is
               preceded by one more, which shows which modules add to the stream.
+            - `chosen`: what sparse attention chooses in each measured training pass, on up to 32 rows of each call:
+              how many keys, how far away, the weight that dense attention would give them, and the overlap with the
+              sparse layer before.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.

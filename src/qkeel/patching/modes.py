@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
@@ -170,6 +170,26 @@ def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the module's own table of buffers; writes change the module."""
     return module._buffers
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns every module once by its name, like `named_modules()`, without a generator for each level of modules."""
+    found, seen = dict[str, nn.Module](), set[int]()
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found[name] = module
+            inner = [(key, child) for key, child in module._modules.items() if child is not None]
+            left += [(f"{name}.{key}" if name else key, child) for key, child in reversed(inner)]
+    return found
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of the modules themselves, each once."""
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    return [*{id(p): p for p in held}.values()]
 
 
 def is_made(module: nn.Module) -> bool:
@@ -384,6 +404,11 @@ def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mappin
     """Returns the arguments that an operator writes to, as add_ does; none for anything else."""
     written = _written(operator) if isinstance(operator, torch._ops.OpOverload) else ()
     return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
+
+
+def writes(operator: object) -> bool:
+    """True if an operator writes to some of its arguments."""
+    return isinstance(operator, torch._ops.OpOverload) and bool(_written(operator))
 
 
 @functools.cache
@@ -662,7 +687,7 @@ _GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_me
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
 _METHODS += ("storage_offset", "stride")
-_ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
+ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
@@ -696,11 +721,9 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in ASKED or (self.only is not None and func not in self.only):
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if self.only is not None and func not in self.only:
-            return func(*args, **kwargs)
-        if func in _ASKED:
-            return func(*args, **kwargs)
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
         if wanted is False or wanted is None:
@@ -759,15 +782,14 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
             if self._keep:
-                self.operations.append((func, args, kwargs, out))
+                self.operations.append((func, args, kwargs or {}, out))
             if self._wanted():
                 # `read` runs operators too, but no mode sees operators inside its own callback, so enter it again.
                 with _recording(), self if self._keep else nullcontext():
-                    self._guard(self._read, function_name(func), args, kwargs, out)
+                    self._guard(self._read, function_name(func), args, kwargs or {}, out)
         return out
 
 

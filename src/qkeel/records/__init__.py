@@ -1,6 +1,7 @@
 """The records on disk: names, units and shapes of every recorded number, and how it is written and read. No torch
 here: the report reads runs on machines that have none."""
 
+from qkeel.records.disk import replace_file as write_bytes
 from qkeel.records.files import (
     HeadRecorder,
     Heads,
@@ -9,7 +10,6 @@ from qkeel.records.files import (
     read_heads,
     read_json,
     read_lines,
-    write_bytes,
     write_json,
     write_text,
 )
@@ -20,6 +20,7 @@ from qkeel.records.names_and_units import (
     HEAD_FIELDS,
     LAYER_FIELDS,
     LAYER_TYPES,
+    LINEAR,
     MONITOR_FIELDS,
     NON_FINITE,
     SINK_HEAD,
@@ -47,6 +48,7 @@ __all__ = [
     "HEAD_FIELDS",
     "LAYER_FIELDS",
     "LAYER_TYPES",
+    "LINEAR",
     "MONITOR_FIELDS",
     "NON_FINITE",
     "SINK_HEAD",

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from qkeel.errors import QkeelError, RunDirectoryError
+from qkeel.errors import QkeelError, RunDirectoryError, reported
 
 # A JSON text's checksum is its last field, crc32, computed over the text with the eight digits of the field set to 0.
 
@@ -176,10 +176,8 @@ def read_start(path: Path, count: int, error: type[QkeelError] = RunDirectoryErr
 
 def _read(path: Path, count: int, error: type[QkeelError]) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with reported(f"cannot read {path}", ". Expected a readable file.", error), open(path, "rb") as file:
             return file.read(count)
-    except OSError as failure:
-        raise error(f"cannot read {path}: {failure.strerror or failure}. Expected a readable file.") from failure
     except MemoryError as failure:
         raise error(f"cannot read {path}: it does not fit into memory. Expected a smaller file.") from failure
 
@@ -346,14 +344,11 @@ def hold_lock(file: int, wait: float) -> bool:
 @contextlib.contextmanager
 def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
     """Turns an OSError into a RunDirectoryError that says what failed, why, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, RunDirectoryError):
-            raise
-        gone = isinstance(error, FileNotFoundError)
-        reason = f"the directory {path.parent} does not exist (any more)" if gone else error.strerror or str(error)
-        raise RunDirectoryError(f"cannot {act} {path}: {reason}. {advice}") from error
+    with reported(f"cannot {act} {path}", f". {advice}"):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise OSError(error.errno, f"the directory {path.parent} does not exist (any more)") from error
 
 
 @contextlib.contextmanager

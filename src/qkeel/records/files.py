@@ -19,7 +19,7 @@ from qkeel.errors import DamagedFileError, QkeelError, ShapeError, reported
 from qkeel.records import disk
 from qkeel.records.disk import FIELD, MOST_BYTES, check_seal, is_sealed, read_regular, refuse_irregular, seal
 from qkeel.records.names_and_units import BLOCK_FIELDS, EXTRAPOLATION_COLUMNS, LAYER_FIELDS, SINK_HEAD, head_field
-from qkeel.records.parse import json_value
+from qkeel.records.parse import complete_json, json_value
 
 # JSON documents and JSON lines, each with a checksum. Readers drop a torn last line and report any other damage.
 
@@ -27,19 +27,11 @@ JSONObject = dict[str, Any]  # parsed JSON; FIELDS has the types of its values
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically, see `write_bytes`.
+    """Writes a text file atomically, see `disk.replace_file`.
 
     >>> write_text(Path("a.txt"), "whole")
     """
-    write_bytes(path, text.encode("utf-8"))
-
-
-def write_bytes(path: Path, data: bytes | bytearray) -> None:
-    """Writes a file so that readers see either the old or the new content, never a mixture; see `disk.replace_file`.
-
-    >>> write_bytes(Path("a.bin"), b"whole")
-    """
-    disk.replace_file(path, data)
+    disk.replace_file(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> None:
@@ -50,7 +42,7 @@ def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> 
     >>> write_json(Path("b.json"), {"loss": math.nan})
     """
     plain = _plain(value)
-    write_bytes(path, seal(plain, 2) if sealed else json.dumps(plain, indent=2, allow_nan=False).encode() + b"\n")
+    disk.replace_file(path, seal(plain, 2) if sealed else json.dumps(plain, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def append_line(path: Path, value: Mapping[str, object]) -> None:
@@ -73,12 +65,8 @@ def read_json(path: Path, sealed: bool = False) -> Any:
     """
     if refuse_irregular(path) is None:
         raise DamagedFileError(f"{path} is missing; expected a readable file. Restore it.")
-    try:
+    with complete_json(path, DamagedFileError):
         return _value(read_regular(path), sealed)
-    except ValueError as failure:
-        raise DamagedFileError(
-            f"{path} is not complete JSON ({failure}). It is damaged or of another kind: restore it or create it again."
-        ) from failure
 
 
 def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
@@ -566,6 +554,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gap_of_sinks": lambda values: _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD),
     "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
     "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
+    "max_over_mean": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _mean(values),
 }
 
 

@@ -40,7 +40,7 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "std"]
+    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "max_over_mean", "std"]
     column: str = ""
     per_layer: bool = False
 
@@ -90,6 +90,12 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "min_logit": HeadField("nats", "smallest signed attention logit, scaled, before cap", "min", count="n_pairs"),
     "mean_logit": HeadField(
         "nats", "mean attention logit over visible pairs, scaled, before cap", "mean", count="n_pairs"
+    ),
+    "logit_gap": HeadField(
+        "nats",
+        "largest minus mean logit of a query row, before the cap: mean over rows with two or more keys",
+        "mean",
+        count="n_free",
     ),
     "capped_max_logit": HeadField("nats", "largest attention logit after the cap; max_logit without one", "max"),
     "max_abs_logit": HeadField(
@@ -171,6 +177,27 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
+    "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
+    "select_share": HeadField(
+        "share", "keys that a query of a sparse layer reaches over those it may choose from", "mean", column="chosen"
+    ),
+    "select_distance": HeadField(
+        "1", "mean distance of the chosen keys in tokens over the number of keys to choose from", "mean"
+    ),
+    "select_distance_max": HeadField("1", "largest distance of a chosen key over that number", "max"),
+    "select_local_share": HeadField(
+        "share", "share of the chosen keys that are among as many nearest ones; 1 is a sliding window", "max"
+    ),
+    "select_overlap": HeadField(
+        "share", "keys chosen by this layer and by the sparse layer before it, over those chosen by either", "mean"
+    ),
+    "dense_recall": HeadField(
+        "share", "weight that dense attention would give to the chosen keys: mean over rows", "min", column="recall"
+    ),
+    "dense_kl": HeadField("nats", "mean divergence of sparse from dense attention, -ln of that weight", "max"),
+    "dense_kl_max": HeadField("nats", "the same of the row with the smallest weight", "max"),
+    "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
+    "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
@@ -223,6 +250,15 @@ LAYER_FIELDS: dict[str, LayerField] = {
         "smallest gate_mean of a head over the median head's; shows a single closed gate",
         of="gate_mean",
         fold="min_ratio",
+    ),
+    "gate_std_ratio": LayerField(
+        "1",
+        "largest gate_std of a head over the heads' mean; shows a head that opens for a few queries",
+        of="gate_std",
+        fold="max_over_mean",
+    ),
+    "lse_std_ratio": LayerField(
+        "1", "largest lse_std of a head over the heads' mean", of="lse_std", fold="max_over_mean"
     ),
 }
 
@@ -357,7 +393,9 @@ LAYER_TYPES: dict[str, str] = {
     "compressed": "some keys stand for several tokens each",
     "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
     "cross": "keys come of another source than queries",
+    "linear": "positions are mixed without logits, as by linear attention and state-space layers; nothing is measured",
 }
+LINEAR = "linear"  # the one type whose layers have no logits, so no numbers and no thresholds
 
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -78,8 +79,21 @@ def parse_json(text: bytes | str, where: str, error: type[QkeelError] = RunDirec
         QkeelError: the text is incomplete, has a name twice, is nested deeper than 64, or contains a number beyond 64
             bits or text that is not Unicode. The class is `error`.
     """
-    try:
+    with complete_json(where, error):
         return json_value(text)
+
+
+@contextlib.contextmanager
+def complete_json(where: object, error: type[QkeelError]) -> Iterator[None]:
+    """Turns the ValueError of a JSON text into an error of class `error` that names its place.
+
+    >>> with complete_json("a.json", RunDirectoryError):
+    ...     json_value("[1, 2")
+    Traceback (most recent call last):
+    qkeel.errors.RunDirectoryError: a.json is not complete JSON (line 1, column 6: Expecting ',' delimiter). It is ...
+    """
+    try:
+        yield
     except ValueError as failure:
         raise error(
             f"{where} is not complete JSON ({failure}). It is damaged or of another kind: "

@@ -27,13 +27,14 @@ from qkeel.records.files import (
     whole_bytes,
     write_json,
 )
+from qkeel.records.names_and_units import LINEAR
 
 TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
 
 
 def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
     """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
-    versions say none.
+    versions say none. Layers without logits come last.
 
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}
@@ -41,6 +42,8 @@ def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, objec
     sites = about.get("sites")
     known = [site for site in sites if isinstance(site, dict)] if isinstance(sites, (list, tuple)) else []
     types = {str(site["name"]): str(site["type"]) for site in known if "type" in site and "name" in site}
+    linear = about.get(LINEAR)
+    types |= dict.fromkeys(map(str, linear if isinstance(linear, (list, tuple)) else ()), LINEAR)
     for event in events:
         if event.get("event") == TYPES_EVENT and isinstance(changed := event.get("types"), dict):
             types |= {str(layer): str(of) for layer, of in changed.items()}
@@ -325,20 +328,26 @@ def fresh_directory(path: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
+def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
+    """Returns nested values by dotted name.
+
+    >>> flat({"optim": {"lr": 1.0}, "seed": 0})
+    {'optim.lr': 1.0, 'seed': 0}
+    """
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{under}{name}.") if isinstance(value, Mapping) else {under + name: value}
+    return found
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Returns the keys (dotted if nested) at which two configurations differ.
 
     >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
     ['optim.lr']
     """
-    found: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(prefix + key)
-    return found
+    a, b = flat(old), flat(new)
+    return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
 
 
 @contextmanager

@@ -711,7 +711,8 @@ def _check_ran(
     for new in placed:
         new.seen = []
     try:
-        trace = seen(target.model, *target.short(), below=any(site.below for site in sites))
+        below = any(site.below for site in sites)
+        trace = seen(target.model, *target.short(), below=below, earlier=target.trace)
     finally:
         sizes = [new.seen for new in placed]
         for new in placed:

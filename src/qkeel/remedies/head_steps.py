@@ -253,7 +253,7 @@ def join(
 
 def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGroup) -> None:
     """Sets up the state of a parameter for optimizers that do so when they are made, such as Adagrad."""
-    if not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
+    if not optimizer.state or not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
         return
     try:
         state = probe_optimizer(optimizer, parameter, group).state

@@ -81,25 +81,29 @@ NAMES = frozenset({HOST, "localhost"})
 
 
 @final
-class LiveServer:
-    """A server in its own thread, until `close()`; it only reads the files of the run."""
+class LiveServer(ThreadingHTTPServer):
+    """The page of a directory, served by a thread of its own until `close()`; it only reads the files of the run.
+
+    The page is cached by the state of the files.
+    """
+
+    daemon_threads = True  # an open connection does not keep the process alive
+    allow_reuse_address = False  # a second server on the same port fails instead of shadowing the first
 
     def __init__(self, directory: Path, port: int) -> None:
-        self.directory = directory
-        self._page = _LivePage(directory)
-        handler = functools.partial(_Handler, self._page)
+        self.directory, self._caching, self._made = directory, threading.Lock(), ("", b"")
         try:
-            self._server = _Server((HOST, port), handler)
+            super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             text = f"cannot listen on {HOST}:{port}: {error}. Expected a free port; choose another one, or 0 for any."
             raise InvalidValueError(text) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="qkeel-live")
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="qkeel-live")
         self._thread.start()
 
     @property
     def url(self) -> str:
         """The address of the page."""
-        return f"http://{HOST}:{self._server.server_address[1]}/"
+        return f"http://{HOST}:{self.server_address[1]}/"
 
     def wait(self) -> None:
         """Blocks until the server is closed, by another thread or by Ctrl-C."""
@@ -110,15 +114,50 @@ class LiveServer:
     def close(self) -> None:
         """Stops the server; a second call does nothing."""
         if self._thread.is_alive():
-            self._server.shutdown()
+            self.shutdown()
             self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> LiveServer:
-        return self
+        self.server_close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignores the error, because browsers may close a connection in the middle of an answer."""
+
+    def state(self) -> str:
+        """Returns a string that changes whenever a file of the page changes."""
+        # Sizes and times are enough: records are only appended, and other files are replaced.
+        places = [self.directory, *sorted(self.directory.glob("runs/*"))]
+        seen = []
+        for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                seen.append((str(path), about.st_size, about.st_mtime_ns))
+        return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+
+    def html(self) -> bytes:
+        """Returns the page for the present files."""
+        with self._caching:
+            state = self.state()
+            if self._made[0] != state:
+                self._made = (state, self._make(state).encode())
+            return self._made[1]
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is done."""
+        return RunDirectory(self.directory).status is RunStatus.DONE
+
+    def _make(self, state: str) -> str:
+        missing = RunDirectory(self.directory).status is RunStatus.MISSING
+        title, text = "Waiting for the first record", f"The directory {self.directory} is empty so far."
+        if not missing or (self.directory / "study.json").exists():
+            try:
+                return page(self.directory).html(live=state)
+            except QkeelError as error:  # e.g. a file that is just being written; the next state will be complete
+                title, text = "The page cannot be made", str(error)
+        note = empty_note(f"{text} The page looks for new records every two seconds.")
+        return Page(title=title, sections=[Section("waiting", "", note)], in_place=True).html(live=state)
 
 
 def serve(directory: str | Path, port: int = 0) -> LiveServer:
@@ -137,67 +176,10 @@ def serve(directory: str | Path, port: int = 0) -> LiveServer:
     return LiveServer(Path(directory), port)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True  # an open connection does not keep the process alive
-    allow_reuse_address = False  # a second server on the same port fails instead of shadowing the first
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores the error, because browsers may close a connection in the middle of an answer."""
-
-
-class _LivePage:
-    """The page of a directory, cached by the state of the files."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._lock = threading.Lock()
-        self._made = ("", b"")
-
-    def state(self) -> str:
-        """Returns a string that changes whenever a file of the page changes."""
-        # Sizes and times are enough: records are only appended, and other files are replaced.
-        places = [self.directory, *sorted(self.directory.glob("runs/*"))]
-        seen = []
-        for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
-            with contextlib.suppress(FileNotFoundError):
-                about = path.stat()
-                seen.append((str(path), about.st_size, about.st_mtime_ns))
-        return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
-
-    def html(self) -> bytes:
-        """Returns the page for the present files."""
-        with self._lock:
-            state = self.state()
-            if self._made[0] != state:
-                self._made = (state, self._make(state).encode())
-            return self._made[1]
-
-    def over(self) -> bool:
-        """Whether the run is done."""
-        return RunDirectory(self.directory).status is RunStatus.DONE
-
-    def _make(self, state: str) -> str:
-        missing = RunDirectory(self.directory).status is RunStatus.MISSING
-        if missing and not (self.directory / "study.json").exists():
-            return _waiting("Waiting for the first record", f"The directory {self.directory} is empty so far.", state)
-        try:
-            return page(self.directory).html(live=state)
-        except QkeelError as error:  # e.g. a file that is just being written; the next state will be complete
-            return _waiting("The page cannot be made", str(error), state)
-
-
-def _waiting(title: str, text: str, state: str) -> str:
-    note = empty_note(f"{text} The page looks for new records every two seconds.")
-    return Page(title=title, sections=[Section("waiting", "", note)], in_place=True).html(live=state)
-
-
 class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version = "qkeel"
     sys_version = ""
-
-    def __init__(self, page: _LivePage, *rest: object) -> None:
-        self.page = page
-        super().__init__(*rest)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
         """Answers / with the page and /state.json with its state."""
@@ -205,9 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = "This server answers only requests from this machine, to 127.0.0.1 or localhost."
             self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")
         elif self.path == "/":
-            self._answer(HTTPStatus.OK, self.page.html(), "text/html")
+            self._answer(HTTPStatus.OK, self.server.html(), "text/html")
         elif self.path == "/state.json":
-            state = {"state": self.page.state(), "over": self.page.over()}
+            state = {"state": self.server.state(), "over": self.server.over}
             self._answer(HTTPStatus.OK, json.dumps(state).encode(), "application/json")
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"There is nothing here; the page is at /.", "text/plain")
@@ -324,13 +306,8 @@ def _of_watched(run: Watched) -> Drawing:
     }
     for field, label in labels.items():
         if field in run.measured():
-            lines = fold_heads(field, run.heads.values[field])
-            yield (
-                field,
-                lambda ax, lines=lines, label=label, field=field: _layers(
-                    ax, run.steps, lines, names, label, alarm=field == "max_logit"
-                ),
-            )
+            about = {"steps": run.steps, "lines": fold_heads(field, run.heads.values[field]), "names": names}
+            yield field, functools.partial(_layers, **about, label=label, alarm=field == "max_logit")
     if "max_logit" in run.measured():
         yield "heads", lambda ax: _heads(ax, run.heads.values["max_logit"][-1], names, run.steps[-1])
 
@@ -378,14 +355,9 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
 def _of_study(study: StudyData) -> Drawing:
     rows = study.rows()
     if len(study.lrs()) > 1:
-        for field, label in (
-            ("val_loss", f"held-out loss ({study.loss_unit()})"),
-            ("max_logit", "largest logit (nats)"),
-        ):
-            yield (
-                f"{field}_by_lr",
-                lambda ax, field=field, label=label: _by_rate(ax, study, field, label, log=field == "max_logit"),
-            )
+        loss = f"held-out loss ({study.loss_unit()})"
+        yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, "val_loss", loss, log=False)
+        yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, "max_logit", "largest logit (nats)", log=True)
     for lr in sorted({run.lr for run in study.runs if run.metrics and run.role == "grid"}):
         yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, study, lr)
     found = [gain for gain in gains(rows, study.remedies, study.baseline) if gain.effect is not None]

@@ -20,6 +20,7 @@ from qkeel.records import (
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
+    LINEAR,
     MONITOR_FIELDS,
     VALUE_FIELDS,
     Field,
@@ -33,35 +34,8 @@ from qkeel.records import (
     of_layers,
 )
 from qkeel.records.run_directory import note_checksums
-from qkeel.report.html import (
-    MAX_RECORDS,
-    MINUS,
-    NOTHING,
-    Chart,
-    Finding,
-    Markup,
-    Page,
-    Section,
-    cell,
-    choices,
-    columns,
-    command_block,
-    count,
-    details,
-    empty_note,
-    facts,
-    join,
-    listing,
-    loss,
-    measured,
-    number,
-    series,
-    table,
-    table_row,
-    tag,
-    thin,
-    words,
-)
+from qkeel.report import html as h
+from qkeel.report.html import Chart, Finding, Markup, Page, Section
 from qkeel.report.study.collect import StudyData, as_number, differences, written_times
 from qkeel.report.study.provenance import advice
 
@@ -244,10 +218,10 @@ def class_tables(runs: Sequence[Watched]) -> Markup:
             continue
         pairs = [name for name in names if name.startswith("class_mass/")]
         shown = [name for name in _INDEX if name in names]
-        head = columns("Layer", kind="text")
+        head = h.columns("Layer", kind="text")
         for name in shown:
-            head += columns(_INDEX[name], "since the start")
-        head += columns(*(f"{name.partition('/')[2].replace('->', ' → ')}, weight" for name in pairs))
+            head += h.columns(_INDEX[name], "since the start")
+        head += h.columns(*(f"{name.partition('/')[2].replace('->', ' → ')}, weight" for name in pairs))
         body = [_line(run, i, shown, pairs) for i in range(len(run.layers))]
         text = (
             "Ratio: mean norm of the class with the longest vectors over that of the class with the shortest, mean of "
@@ -255,8 +229,8 @@ def class_tables(runs: Sequence[Watched]) -> Markup:
             "first class give to all keys of the second; in brackets what they would give if all keys counted alike."
         )
         title = f"Token classes of {run.name} at step {run.steps[-1]:,}"
-        parts += [tag("p", {}, text), table(title, head, body, sortable=True)]
-    return join(parts)
+        parts += [h.tag("p", {}, text), h.table(title, head, body, sortable=True)]
+    return h.join(parts)
 
 
 def _line(run: Watched, layer: int, shown: Sequence[str], pairs: Sequence[str]) -> Markup:
@@ -264,13 +238,13 @@ def _line(run: Watched, layer: int, shown: Sequence[str], pairs: Sequence[str]) 
     for name in shown:
         course = fold_heads(name, run.heads.values[name][:, layer])
         for value in (float(course[-1]), drift(course)):
-            cells.append(measured(value))
+            cells.append(h.measured(value))
     for name in pairs:
         value = float(fold_heads(name, run.heads.values[name][-1, layer]))
         uniform = run.heads.values.get(f"class_uniform_mass/{name.partition('/')[2]}")
-        even = "" if uniform is None else f"({number(float(fold_heads(name, uniform[-1, layer])))})"
-        cells.append(measured(value, even))
-    return table_row(run.layers[layer], *cells)
+        even = "" if uniform is None else f"({h.number(float(fold_heads(name, uniform[-1, layer])))})"
+        cells.append(h.measured(value, even))
+    return h.table_row(run.layers[layer], *cells)
 
 
 # The sentences at the top of the page, each computed from numbers and omitted if they are missing.
@@ -305,7 +279,7 @@ def verdict(run: Watched) -> Verdict:
     known = values[~np.isnan(values)]
     now = float(known[-1]) if len(known) else math.nan
     peak = float(known.max()) if len(known) else math.nan
-    span = f"in {count(run.steps[-1], 'step')}" if run.steps[-1] else "at the first step"
+    span = f"in {h.count(run.steps[-1], 'step')}" if run.steps[-1] else "at the first step"
     grave = [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
     head = run.leader()
     where = "" if head is None else f" in {head.name}, head {head.head}"
@@ -316,25 +290,24 @@ def verdict(run: Watched) -> Verdict:
         text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}"
         if cause != CAUSE or math.isnan(peak):
             return Verdict("bad", f"{text}: {first.get('meaning')}{place(first)}.")
-        at_most = f"; it was {number(peak)} at most" if peak > 1.05 * now else ""
-        return Verdict("bad", f"{text}. The largest is {number(now)}{where}{at_most}. {_LIMIT}")
+        at_most = f"; it was {h.number(peak)} at most" if peak > 1.05 * now else ""
+        return Verdict("bad", f"{text}. The largest is {h.number(now)}{where}{at_most}. {_LIMIT}")
     if math.isnan(peak):
         return Verdict("none" if not run.alarms else "large", f"No attention logit was measured {span}.")
     if run.acted and peak > ALARM_THRESHOLD:
-        text = (
-            f"Held: the largest attention logit was {number(peak)}, and is {number(now)} since remedies were applied."
-        )
+        text = f"Held: the largest attention logit was {h.number(peak)}, and is {h.number(now)}"
+        text += " since remedies were applied."
         return Verdict("large" if now > ALARM_THRESHOLD else "good", text)
     if peak > HARMFUL_LOGIT:
-        return Verdict("bad", f"Attention logits are too large: {number(peak)} at most {span}. {_LIMIT}")
+        return Verdict("bad", f"Attention logits are too large: {h.number(peak)} at most {span}. {_LIMIT}")
     if peak > ALARM_THRESHOLD:
-        return Verdict("large", f"Attention logits are large: {number(peak)} at most {span}{where}. {_LIMIT}")
-    text = f"Healthy: the largest attention logit {span} is {number(peak)}{where}"
-    return Verdict("good", f"{text}. They count as large from {number(ALARM_THRESHOLD)} on.")
+        return Verdict("large", f"Attention logits are large: {h.number(peak)} at most {span}{where}. {_LIMIT}")
+    text = f"Healthy: the largest attention logit {span} is {h.number(peak)}{where}"
+    return Verdict("good", f"{text}. They count as large from {h.number(ALARM_THRESHOLD)} on.")
 
 
 CAUSE = "attention logits have grown too large"  # the default for alarms recorded without a cause
-_LIMIT = f"Above {number(HARMFUL_LOGIT)} training suffers."
+_LIMIT = f"Above {h.number(HARMFUL_LOGIT)} training suffers."
 
 
 def fix(run: Watched) -> list[str]:
@@ -368,10 +341,10 @@ def movement(run: Watched) -> str:
     values = run.overall("max_logit")
     power = run.exponent()
     if math.isfinite(power) and abs(power) >= LEVEL:
-        return f"grows as step^{power:.2g}" if power > 0 else f"falls as step^{MINUS}{-power:.2g}"
+        return f"grows as step^{power:.2g}" if power > 0 else f"falls as step^{h.MINUS}{-power:.2g}"
     if math.isfinite(power):
         return "holds its level"
-    return f"was {number(values[0])} at step {run.steps[0]:,}" if len(values) > 1 and np.isfinite(values[0]) else ""
+    return f"was {h.number(values[0])} at step {run.steps[0]:,}" if len(values) > 1 and np.isfinite(values[0]) else ""
 
 
 def _growth(run: Watched) -> str:
@@ -380,7 +353,9 @@ def _growth(run: Watched) -> str:
     if not math.isfinite(power):
         if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
             return ""
-        return f"The largest logit was {number(values[0])} at step {run.steps[0]:,} and is {number(values[-1])} now."
+        return (
+            f"The largest logit was {h.number(values[0])} at step {run.steps[0]:,} and is {h.number(values[-1])} now."
+        )
     if abs(power) < LEVEL:
         return "The largest logit stays level."
     grows = "grows" if power > 0 else "falls"
@@ -415,21 +390,21 @@ def _growth_or_angle(run: Watched) -> str:
         cause = "mostly by the norms" if share > 0.75 else "mostly by the angle" if share < 0.25 else "by both"
         cause = f" It grew {cause}."
     since = run.steps[int(fine[0])]
-    text = f"Since step {since:,} the logit of {head.name} head {head.head} grew {number(logit, 2)}-fold: "
-    return f"{text}|q|\u2060·\u2060|k| by {number(norm, 2)}, the largest cosine by {number(angle, 2)}.{cause}"
+    text = f"Since step {since:,} the logit of {head.name} head {head.head} grew {h.number(logit, 2)}-fold: "
+    return f"{text}|q|\u2060·\u2060|k| by {h.number(norm, 2)}, the largest cosine by {h.number(angle, 2)}.{cause}"
 
 
 def _entropy(run: Watched) -> str:
     values = run.overall("entropy")
     if not len(values) or not np.isfinite(values[-1]):
         return ""
-    text = f"Mean attention entropy is {number(values[-1])} nats"
-    text += f" (it was {number(values[0])})" if len(values) > 1 and np.isfinite(values[0]) else ""
+    text = f"Mean attention entropy is {h.number(values[-1])} nats"
+    text += f" (it was {h.number(values[0])})" if len(values) > 1 and np.isfinite(values[0]) else ""
     heads = run.heads.values.get("entropy")
     if heads is not None and len(run.layers) > 1 and not np.isnan(heads[-1]).all():
         means = fold_heads("entropy", heads[-1])
         low = int(np.nanargmin(means))
-        text += f"; the lowest layer is {run.layers[low]} with {number(means[low])}"
+        text += f"; the lowest layer is {run.layers[low]} with {h.number(means[low])}"
     return text + "."
 
 
@@ -438,10 +413,8 @@ def _loss(run: Watched) -> str:
     fine = np.flatnonzero(np.isfinite(values))
     if len(fine) < 2:
         return ""
-    start, end = float(values[fine[0]]), float(values[fine[-1]])
-    return (
-        f"Training loss went from {loss(start)} at step {steps[fine[0]]:,} to {loss(end)} at step {steps[fine[-1]]:,}."
-    )
+    first, last = (f"{h.loss(float(values[i]))} at step {steps[i]:,}" for i in (fine[0], fine[-1]))
+    return f"Training loss went from {first} to {last}."
 
 
 def _evaluation(run: Watched) -> str:
@@ -449,7 +422,7 @@ def _evaluation(run: Watched) -> str:
     if not np.isfinite(values).any():
         return ""
     peak = values[np.isfinite(values)].max()
-    return f"In evaluation mode ({count(len(values), 'sample')}) the largest logit was {number(peak)}."
+    return f"In evaluation mode ({h.count(len(values), 'sample')}) the largest logit was {h.number(peak)}."
 
 
 def _cautions(run: Watched) -> list[str]:
@@ -460,15 +433,20 @@ def _cautions(run: Watched) -> list[str]:
         others = "; ".join(f"{one.get('module') or 'the model itself'}: {one.get('reason')}" for one in missed)
         text = f"{watched} of {watched + len(missed)} attentions were watched. Not understood: {others}."
         found.append(text)
+    linear = [name for name, of in run.types.items() if of == LINEAR]
+    if linear:
+        found.append(f"Layers without logits, of which nothing is measured: {h.listing(linear)}.")
     if run.status is not RunStatus.DONE and run.records:
         found.append(f"The run is not finished: the page shows it up to step {run.steps[-1]:,}.")
     peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan
     if not run.alarms and peak > ALARM_THRESHOLD:
-        found.append(f"The largest logit reached {number(peak)}, over {number(ALARM_THRESHOLD)}; no alarm is recorded.")
+        found.append(
+            f"The largest logit reached {h.number(peak)}, over {h.number(ALARM_THRESHOLD)}; no alarm is recorded."
+        )
     if len(run.records) and not math.isfinite(run.exponent()):
-        found.append(f"{count(len(run.records), 'sample')}: too few to say how the logits grow.")
+        found.append(f"{h.count(len(run.records), 'sample')}: too few to say how the logits grow.")
     notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
-    return found + ([f"Noted while watching: {listing(notes)}."] if notes else [])
+    return found + ([f"Noted while watching: {h.listing(notes)}."] if notes else [])
 
 
 # The charts and their data; assets/watch.js draws them. Long runs are thinned by leaving records out, not by averaging.
@@ -562,7 +540,7 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     shown = [run for run in runs if run.records]
     width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run), *run.more())) for run in shown)
     # Large models show fewer records, so that the size of the page stays bounded.
-    most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
+    most = int(min(h.MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
     fields: dict[str, Field] = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
     more = {**LAYER_FIELDS, **BLOCK_FIELDS}
@@ -579,22 +557,22 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
 
 
 def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
-    rows = np.array(thin(run.overall("max_logit").tolist(), most))
+    rows = np.array(h.thin(run.overall("max_logit").tolist(), most))
     head, names = run.leader(), (*class_names(run), *LINES)
     more = {name: values for name in run.more() if (values := run.by_layer(name)) is not None}
     return {
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
-        "values": {name: series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
+        "values": {name: h.series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
         "layers": short_names(run.layers),
         "lines": {
             **{
-                name: [series(layer) for layer in fold_heads(name, run.heads.values[name][rows]).T]
+                name: [h.series(layer) for layer in fold_heads(name, run.heads.values[name][rows]).T]
                 for name in names
                 if name in run.measured()
             },
-            **{name: [series(line) for line in values[rows].T] for name, values in more.items()},
+            **{name: [h.series(line) for line in values[rows].T] for name, values in more.items()},
         },
         "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
         "last": _last_value(run, cells),
@@ -628,7 +606,7 @@ def _leading(run: Watched, rows: np.ndarray) -> dict[str, object]:
         return {}
     found = {"max_logit": run.heads.values["max_logit"], "cos_max": run.heads.values.get("cos_max"), "norm": product}
     return {
-        name: series(values[rows, head.layer, head.head])
+        name: h.series(values[rows, head.layer, head.head])
         for name, values in found.items()
         if values is not None and not np.isnan(values).all()
     }
@@ -641,9 +619,9 @@ def _last_value(run: Watched, cells: int) -> dict[str, object] | None:
     measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
     ordered = [*(n for n in LINES if n in measured), *(n for n in measured if n not in LINES)]
     size = run.heads.values[ordered[0]][-1].size if ordered else 1
-    fields = {n: [series(line, 3) for line in run.heads.values[n][-1]] for n in ordered[: max(2, cells // size)]}
+    fields = {n: [h.series(line, 3) for line in run.heads.values[n][-1]] for n in ordered[: max(2, cells // size)]}
     product = norm_product(run)
-    norm = {} if product is None else {"norm": [series(line, 3) for line in product[-1]]}
+    norm = {} if product is None else {"norm": [h.series(line, 3) for line in product[-1]]}
     return {"step": run.steps[-1], "fields": fields, **norm} if fields else None
 
 
@@ -676,9 +654,9 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
 
 def _evaluation_chart(run: Watched) -> dict[str, object]:
     found = {name: overall(run.eval_records, run.eval_heads, name) for name in ("max_logit", "entropy", "val_loss")}
-    every = max(1, len(run.eval_records) // MAX_RECORDS)
+    every = max(1, len(run.eval_records) // h.MAX_RECORDS)
     steps = [int(record["step"]) for record in run.eval_records]
-    return {"step": steps[::every], **{n: series(v[::every]) for n, v in found.items() if np.isfinite(v).any()}}
+    return {"step": steps[::every], **{n: h.series(v[::every]) for n, v in found.items() if np.isfinite(v).any()}}
 
 
 # The sections of the page.
@@ -707,7 +685,9 @@ _FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the me
 def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
     """Returns the page about watched runs, with a study's advice on remedies if one is given."""
     present = charts(runs)
-    empty = Markup("") if present else empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
+    empty = (
+        Markup("") if present else h.empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
+    )
     return Page(
         title=heading(runs),
         meta=_meta(runs),
@@ -734,22 +714,22 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
 def heading(runs: Sequence[Watched]) -> str:
     """Returns the name of what was watched."""
     models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
-    several = f"{count(len(runs), 'watched run')} of " if len(runs) > 1 else ""
-    return f"{several}{listing(models)}" + ("" if several else ", watched")
+    several = f"{h.count(len(runs), 'watched run')} of " if len(runs) > 1 else ""
+    return f"{several}{h.listing(models)}" + ("" if several else ", watched")
 
 
 def _meta(runs: Sequence[Watched]) -> str:
     if len(runs) > 1:
-        return " · ".join(f"{run.name}: {count(len(run.records), 'sample')}" for run in runs)
+        return " · ".join(f"{run.name}: {h.count(len(run.records), 'sample')}" for run in runs)
     run = runs[0]
     about = run.about
     size = about.get("parameters")
     parts = [
-        count(size, "parameter") if isinstance(size, int) else "",
-        count(len(run.layers or about.get("sites") or ()), "attention layer"),
+        h.count(size, "parameter") if isinstance(size, int) else "",
+        h.count(len(run.layers or about.get("sites") or ()), "attention layer"),
         str(about["optimizer"]) if isinstance(about.get("optimizer"), str) else "",
-        count(run.steps[-1], "step") if run.records else "",
-        count(len(run.records), "sample"),
+        h.count(run.steps[-1], "step") if run.records else "",
+        h.count(len(run.records), "sample"),
         f"run {run.name}",
     ]
     return " · ".join(part for part in parts if part)
@@ -760,15 +740,15 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
     if len(runs) > 1:
         return None
     found, lines = verdict(runs[0]), fix(runs[0])
-    light = tag("span", {"class": "light", "aria-hidden": "true"})
-    sentence = tag("p", {"class": f"lead signal signal-{found.light}"}, light, tag("span", {}, found.text))
+    light = h.tag("span", {"class": "light", "aria-hidden": "true"})
+    sentence = h.tag("p", {"class": f"lead signal signal-{found.light}"}, light, h.tag("span", {}, found.text))
     if not lines:
         return sentence
-    parts = [tag("div", {"class": "remedy-line"}, command_block(lines[0], "Copy fix"))]
+    parts = [h.tag("div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix"))]
     if len(lines) > 1:
-        other = tag("code", {}, lines[1])
-        parts.append(tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
-    return join([sentence, tag("div", {"class": "fix"}, *parts)])
+        other = h.tag("code", {}, lines[1])
+        parts.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
+    return h.join([sentence, h.tag("div", {"class": "fix"}, *parts)])
 
 
 def _alarms(runs: Sequence[Watched]) -> Markup:
@@ -779,7 +759,7 @@ def _alarms(runs: Sequence[Watched]) -> Markup:
         for alarm in run.alarms:
             causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
         items += [_story(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
-    return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+    return h.tag("ul", {"class": "alarms"}, *items) if items else Markup("")
 
 
 _GRAVITY = ("notice", "alarm", "critical")
@@ -788,22 +768,22 @@ _GRAVITY = ("notice", "alarm", "critical")
 def _story(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
     gravest = max((str(alarm.get("severity")) for alarm in alarms), key=lambda s: (*_GRAVITY, s).index(s))
     since = f"since step {alarms[0]['step']:,}" + (f", {name}" if name else "")
-    title = tag("strong", {"class": "severity"}, gravest), f" {cause[0].upper()}{cause[1:]} {since}"
-    seen = tag("ol", {"class": "course"}, *map(_seen, alarms))
+    title = h.tag("strong", {"class": "severity"}, gravest), f" {cause[0].upper()}{cause[1:]} {since}"
+    seen = h.tag("ol", {"class": "course"}, *map(_seen, alarms))
     grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"]
     advised = dict.fromkeys(str(alarm["remedy"]) for alarm in grave or alarms if alarm.get("remedy"))
-    fixes = [tag("div", {"class": "remedy-line"}, command_block(line)) for line in list(advised)[:1]]
+    fixes = [h.tag("div", {"class": "remedy-line"}, h.command_block(line)) for line in list(advised)[:1]]
     if run.acted and cause == CAUSE:
-        fixes = [tag("p", {"class": "source"}, "The autopilot acts on this; what it did is below.")]
+        fixes = [h.tag("p", {"class": "source"}, "The autopilot acts on this; what it did is below.")]
     sources = dict.fromkeys(str(alarm.get("source")) for alarm in alarms if alarm.get("source"))
-    about = tag("ul", {}, *(tag("li", {"class": "source"}, source) for source in sources))
-    more = details("Where the thresholds come from", about) if sources else ""
-    return tag("li", {"class": f"alarm-{gravest}"}, tag("p", {}, *title), seen, *fixes, more)
+    about = h.tag("ul", {}, *(h.tag("li", {"class": "source"}, source) for source in sources))
+    more = h.details("Where the thresholds come from", about) if sources else ""
+    return h.tag("li", {"class": f"alarm-{gravest}"}, h.tag("p", {}, *title), seen, *fixes, more)
 
 
 def _seen(alarm: Row) -> Markup:
     trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
-    return tag("li", {}, f"Step {alarm['step']:,}{place(alarm)}: {alarm.get('meaning')}{trend}.")
+    return h.tag("li", {}, f"Step {alarm['step']:,}{place(alarm)}: {alarm.get('meaning')}{trend}.")
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:
@@ -818,7 +798,7 @@ def _interventions(runs: Sequence[Watched]) -> Markup:
         for own in alike.values():
             effects = [seen.get((e["step"], e.get("action"), e.get("site"))) for e in own if not e.get("release")]
             items.append(_intervention(own, [effect for effect in effects if effect is not None]))
-    return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+    return h.tag("ul", {"class": "alarms"}, *items) if items else Markup("")
 
 
 def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
@@ -831,49 +811,49 @@ def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
             start.split(", ")[0],
             [", ".join(str(e.get("text")).partition(": ")[0].split(", ")[1:]) for e in events],
         )
-        text = f"{when}, {count(len(events), 'site')}: {rest}"
+        text = f"{when}, {h.count(len(events), 'site')}: {rest}"
         went = [f"{e['site']} from {e['before']:.4g} to {e['after']:.4g}" for e in effects]
         below = [
             "; ".join(places),
             *([f"By step {effects[0]['step']:,} the max logit went at {'; '.join(went)}"] if went else []),
         ]
-    parts = [tag("p", {}, tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
-    return tag("li", {"class": "alarm-notice"}, *parts, *(tag("p", {"class": "source"}, line) for line in below))
+    parts = [h.tag("p", {}, h.tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
+    return h.tag("li", {"class": "alarm-notice"}, *parts, *(h.tag("p", {"class": "source"}, line) for line in below))
 
 
 def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
     first = [chart.figure() for chart in present if chart is RUNS]  # shows all runs; the others show the selected run
-    choice = choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
-    return join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
+    choice = h.choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
+    return h.join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
 
 
 def _compared(runs: Sequence[Watched]) -> Markup:
     if len(runs) < 2:
         return Markup("")
-    head = columns("Run", kind="text")
-    head += columns("Steps", "Alarms", "First alarm", "Largest logit, last", "… of the run")
-    head += [*columns("Moves", kind="text"), *columns("Entropy, last", "Training loss, last")]
-    return table("The watched runs", head, [_compared_line(run) for run in runs], sortable=True)
+    head = h.columns("Run", kind="text")
+    head += h.columns("Steps", "Alarms", "First alarm", "Largest logit, last", "… of the run")
+    head += [*h.columns("Moves", kind="text"), *h.columns("Entropy, last", "Training loss, last")]
+    return h.table("The watched runs", head, [_compared_line(run) for run in runs], sortable=True)
 
 
 def _compared_line(run: Watched) -> Markup:
     logits = run.overall("max_logit")
     peak = float(np.fmax.reduce(logits, initial=np.nan))
-    return table_row(
+    return h.table_row(
         run.name,
-        cell(f"{run.steps[-1]:,}", run.steps[-1]) if run.records else cell("–", -1),
-        cell(str(len(run.alarms)), len(run.alarms)),
-        cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"]) if run.alarms else NOTHING,
+        h.cell(f"{run.steps[-1]:,}", run.steps[-1]) if run.records else h.cell("–", -1),
+        h.cell(str(len(run.alarms)), len(run.alarms)),
+        h.cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"]) if run.alarms else h.NOTHING,
         _last(logits),
-        cell(number(peak), peak),
-        words(movement(run) if run.records else ""),
+        h.cell(h.number(peak), peak),
+        h.words(movement(run) if run.records else ""),
         _last(run.overall("entropy")),
         _last(run.overall("train_loss")),
     )
 
 
 def _last(values: np.ndarray) -> Markup:
-    return measured(float(values[-1]) if len(values) else math.nan)
+    return h.measured(float(values[-1]) if len(values) else math.nan)
 
 
 def _layers(runs: Sequence[Watched]) -> Markup:
@@ -886,16 +866,18 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         folded = {n: values[-1] for n, values in known.items() if values is not None and not np.isnan(values[-1]).all()}
         shown = list(folded)
         names = ("Layer", "Type")[: 1 + any(of != "full" for of in run.types.values())]
-        head = [*columns(*names, kind="text"), *columns(*(COLUMNS[name] for name in shown))]
+        linear = [name for name, of in run.types.items() if of == LINEAR]
+        head = [*h.columns(*names, kind="text"), *h.columns(*(COLUMNS[name] for name in shown))]
         body = [_layer(run, i, folded, typed=len(names) > 1) for i in range(len(run.layers))]
-        inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
+        body += [h.table_row(name, h.words(LINEAR), *[h.measured(math.nan)] * len(shown)) for name in linear]
+        inner = h.table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
         title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
-        parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))
-    return join(parts)
+        parts.append(h.details(f"{title}: {h.count(len(run.layers), 'layer')}", inner))
+    return h.join(parts)
 
 
 def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: bool) -> Markup:
-    cells = [words(run.types.get(run.layers[i], ""))] if typed else []
+    cells = [h.words(run.types.get(run.layers[i], ""))] if typed else []
     for name, values in folded.items():
         heads = run.heads.values.get(measured_field(name), np.full((1, len(run.layers), 1), np.nan))[-1][i]
         field = head_field(name)
@@ -903,8 +885,8 @@ def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray], *, typed: boo
         which = ""
         if fold != "mean" and not np.isnan(heads).all():
             which = f"head {int(np.nanargmax(heads) if fold == 'max' else np.nanargmin(heads))}"
-        cells.append(measured(float(values[i]), which))
-    return table_row(run.layers[i], *cells)
+        cells.append(h.measured(float(values[i]), which))
+    return h.table_row(run.layers[i], *cells)
 
 
 def _facts(runs: Sequence[Watched]) -> Markup:
@@ -923,7 +905,7 @@ def _facts(runs: Sequence[Watched]) -> Markup:
         }.items():
             if value is not None and value != "":
                 found.setdefault(name.replace("_", " "), {})[_word(value)] = None
-    return join([facts({name: list(values) for name, values in found.items()}), *(_sites(run) for run in runs)])
+    return h.join([h.facts({name: list(values) for name, values in found.items()}), *(_sites(run) for run in runs)])
 
 
 def _word(value: object) -> str:
@@ -941,10 +923,10 @@ def _sites(run: Watched) -> Markup:
     if not sites:
         return Markup("")
     names = list(dict.fromkeys(key for site in sites for key in site))
-    head = columns(*(name.replace("_", " ") for name in names), kind="text")
-    body = [tag("tr", {}, *(words(_word(site.get(name, ""))) for name in names)) for site in sites]
-    inner = table(f"Attention layers of {run.name}", head, body)
-    return details(f"{run.name}: {count(len(sites), 'attention layer')}", inner)
+    head = h.columns(*(name.replace("_", " ") for name in names), kind="text")
+    body = [h.tag("tr", {}, *(h.words(_word(site.get(name, ""))) for name in names)) for site in sites]
+    inner = h.table(f"Attention layers of {run.name}", head, body)
+    return h.details(f"{run.name}: {h.count(len(sites), 'attention layer')}", inner)
 
 
 def _definitions(runs: Sequence[Watched]) -> Markup:
@@ -955,4 +937,4 @@ def _definitions(runs: Sequence[Watched]) -> Markup:
     values = dict.fromkeys(name.partition("/")[0] for run in runs for record in run.records[-1:] for name in record)
     more = {**VALUE_FIELDS, **BLOCK_FIELDS, **{f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}}
     found |= {n: f"{field.meaning} [{field.unit}]" for n, field in more.items() if n in values}
-    return facts(found, code=True)
+    return h.facts(found, code=True)

@@ -21,7 +21,16 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Site
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import WRAPPED_AS, Args, Kwargs, buffers_of, parameters_of, submodules_of
+from qkeel.patching.modes import (
+    WRAPPED_AS,
+    Args,
+    Kwargs,
+    buffers_of,
+    modules_of,
+    parameters_in,
+    parameters_of,
+    submodules_of,
+)
 from qkeel.sites.trace import SEARCH, ModelTrace, spread, traced, whole_weights
 
 # Several models that are given as one, such as the stages of a pipeline that one process has: each has a name.
@@ -120,7 +129,8 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
     pairs = [(inside, sites) for inside, sites in named]
     indexers = (_renamed(site, inside) for inside, sites in pairs for site in sites.indexers)
-    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers)
+    linear = (inside(name) for inside, sites in pairs for name in sites.linear)
+    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers, linear)
 
 
 def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
@@ -200,7 +210,10 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             f"none of the sites ({', '.join(site.name for site in sites)}) has a module of its name in this "
             f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
         )
-    return Sites(found, sites.missed, _bound_indexers(sites, model)) if isinstance(sites, Sites) else Sites(found)
+    if not isinstance(sites, Sites):
+        return Sites(found)
+    linear = [now for n in sites.linear if (now := _name_now(model, n, of_module=True)) in modules]
+    return Sites(found, sites.missed, _bound_indexers(sites, model), linear)
 
 
 def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
@@ -282,7 +295,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
 def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
     own = _own_sites(model)
     trace = traced(model, args, kwargs, expected=not own)
-    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
+    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers, trace.sites.linear), trace
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
@@ -297,7 +310,7 @@ def _unverified(sites: Sites) -> str:
 
 
 def _own_sites(model: nn.Module) -> list[AttentionSite]:
-    return [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
+    return [_site(name, module) for name, module in modules_of(model).items() if isinstance(module, _OWN)]
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
@@ -369,7 +382,7 @@ def is_normed(site: AttentionSite) -> bool:
 
 def on_meta(model: nn.Module) -> bool:
     """Returns whether weights of a model are on the meta device."""
-    return any(p.is_meta for p in model.parameters())
+    return any([p.is_meta for p in parameters_in(modules_of(model).values())])  # noqa: C419
 
 
 def with_values(model: nn.Module) -> nn.Module:

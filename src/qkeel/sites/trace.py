@@ -25,7 +25,7 @@ from qkeel import dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.example import ModuleCall, ShortExample, Undo, copied, first_row, shorter, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.capture.scores import reached
+from qkeel.capture.scores import is_projected, reached
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -41,22 +41,29 @@ from qkeel.heads.site import (
     UnrecognizedAttention,
     layer_of,
 )
-from qkeel.heads.verification import RecordedCall, Verification
+from qkeel.heads.verification import Copy, RecordedCall, Verification
 from qkeel.heads.walk import Record, Repetition, Values, leaves_of, memory, names_of, nodes_of, variable_of
+from qkeel.nn.attention import SpecModule
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
+    SDPA_BY_NAME,
     Args,
     DeferredError,
+    Function,
     Guarded,
     Kwargs,
     TorchOperator,
+    buffers_of,
     gathered,
+    modules_of,
     no_operators_seen,
+    parameters_in,
     running_stage,
     uncompiled,
     unguarded,
 )
+from qkeel.sites.linear_layers import linear_layers
 from qkeel.sites.unrecognized import unrecognized_attention
 from qkeel.spec import AttentionCall
 
@@ -66,6 +73,7 @@ SEARCH = "the search for attention in a model that is split over processes"
 ONE_LENGTH = 1e-3  # what a norm adds under its root changes lengths by less
 
 Gains = tuple[NormGain, ...]
+Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]  # see `CaptureMode`: modules to look at, by name
 # How much is read of the sites of a pass: whether a norm precedes the logit ("norms": also where only operators are
 # seen), also the weights, or also whether an experiment confirms these.
 Wanted = Literal["plain norms", "norms", "weights", "verified"]
@@ -141,6 +149,14 @@ class ModelTrace:
         checks = Verification(self.model, self.operators, self.given)
         return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
 
+    def places(self) -> Places | None:
+        """Returns the modules that made the calls, by name, if all attentions are calls of
+        F.scaled_dot_product_attention by that name in modules inside the model; else None."""
+        calls = [one.captured for each in self.calls.values() for one in each]
+        named = all(c.named and c.frame.name and not c.below and not c.headless for c in calls)
+        plain = named and not self.sites.missed and {c.name for c in calls} == {site.name for site in self.sites}
+        return {c.frame.name: (c.frame.module, SDPA_BY_NAME) for c in calls} if plain and calls else None
+
     @functools.cached_property
     def record(self) -> Record:
         """The operators, with an index of the memory that each reads and writes."""
@@ -196,11 +212,12 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         for short in () if dist.world() > 1 else shorter(args, kwargs):
             try:
                 trace = _traced(model, short.args, short.kwargs, undo, expected=expected)
+                undo()
                 sites = trace.sites
                 known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
                 if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
                     minima, types = whole
-                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers)
+                    sites = Sites(_typed(sites, types), sites.missed, sites.indexers, sites.linear)
                     if short.cut and any(s.normed for s in sites):
                         sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
                     return dataclasses.replace(trace, sites=sites, minima=minima)
@@ -210,12 +227,25 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True) -> ModelTrace:
+def seen(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, below: bool = True, earlier: ModelTrace | None = None
+) -> ModelTrace:
     """Returns the trace of a pass over the whole example: its sites and whether their q or k is normed, without the
-    weights of their heads. With `below` the operators are observed too."""
+    weights of their heads.
+
+    Args:
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        below: observe operators too.
+        earlier: a pass on the same example. If all its attentions were calls of F.scaled_dot_product_attention by that
+            name, only such calls in the modules that made these are looked at.
+    """
     model = uncompiled(model)
+    places = None if earlier is None or below else earlier.places()
     with whole_weights(model), extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        return _traced(model, args, kwargs, undo, expected=True, read="norms" if below else "plain norms")
+        read: Wanted = "norms" if below else "plain norms"
+        return _traced(model, args, kwargs, undo, expected=True, read=read, places=places)
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -250,12 +280,18 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
 
 
 def _traced(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, *, expected: bool, read: Wanted = "verified"
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    undo: Undo,
+    *,
+    expected: bool,
+    read: Wanted = "verified",
+    places: Places | None = None,
 ) -> ModelTrace:
     """The trace of one pass over this example, with as much of its sites as `read` says."""
     check_devices(model, args, kwargs)
-    reading, below = _watched(model, args, kwargs, undo, read)
-    undo()
+    reading, below = _watched(model, args, kwargs, undo, read, places)
     watcher = reading.watcher
     unrecognized = tuple(reading.unrecognized())
     if not reading.sites and expected:
@@ -269,9 +305,10 @@ def _traced(
     groups = grouped([call.captured for call in reading.order.values()])
     calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
     least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
+    missed, linear = (*watcher.missed, *unrecognized), reading.linear(unrecognized)
     return ModelTrace(
         model=model,
-        sites=Sites(sites, (*watcher.missed, *unrecognized), _indexers(watcher, [site.name for site in sites])),
+        sites=Sites(sites, missed, _indexers(watcher, [site.name for site in sites]), linear),
         unrecognized=unrecognized,
         given=reading.given,
         calls=calls,
@@ -356,7 +393,7 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
     found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
-    return Sites(found, sites.missed, sites.indexers)
+    return Sites(found, sites.missed, sites.indexers, sites.linear)
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:
@@ -370,7 +407,9 @@ def check_devices(model: nn.Module, *example: object) -> None:
     Raises:
         InvalidValueError: with both devices.
     """
-    homes = {x.device for x in (*model.parameters(), *model.buffers())}
+    modules = modules_of(model).values()
+    buffers = [x for module in modules for x in buffers_of(module).values() if x is not None]
+    homes = {x.device for x in (*parameters_in(modules), *buffers)}
     for x in tensors(example):
         # A number on the CPU goes with anything.
         if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
@@ -386,9 +425,27 @@ class _Reading:
     """The sites of a pass, read from the first call of each. Those that are complete at the end of a checkpointed part
     are read there, as nothing of its graph is kept; the others are read at the end of the pass."""
 
-    def __init__(self, model: nn.Module, given: tuple[Args, Kwargs], read: Wanted, *, dispatch: bool, keep: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        given: tuple[Args, Kwargs],
+        read: Wanted,
+        *,
+        dispatch: bool,
+        keep: bool,
+        places: Places | None = None,
+    ) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.watcher = CaptureMode(
-            model, self._note, probing=True, dispatch=dispatch, record=read == "verified", guard=_guard(model)
+            model,
+            self._note,
+            probing=True,
+            dispatch=dispatch,
+            record=read == "verified",
+            guard=_guard(model),
+            only_in=places,
+            names=self._names,
         )
         self.watcher.values = {}
         self.given = given
@@ -397,14 +454,9 @@ class _Reading:
         self.sites: dict[str, AttentionSite] = {}
         self.order: dict[str, RecordedCall] = {}  # the first call of each name
         self.visible: dict[str, VisibleSets] = {}
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._names = names_of(model)
         self.checks: Verification | None = None
         self._waiting: list[CapturedCall] = []
         self._recorded: dict[str, list[RecordedCall]] = {}  # of sites that were read before the end
-        self._confirmed: dict[
-            type[nn.Module], tuple[AttentionSite, CapturedCall]
-        ] = {}  # the last of each kind of module
 
     def _note(self, captured: CapturedCall) -> None:
         if captured.name not in self.order:
@@ -431,24 +483,60 @@ class _Reading:
     def run(self) -> None:
         """Runs the pass."""
         torch.clear_autocast_cache()  # else a weight's cast may be one of an earlier pass
-        forward(self.watcher.stack.root.module, self.watcher, *self.given, parts=self.parts)
+        watcher = self.watcher
+        forward(watcher.stack.root.module, _looking(watcher), *self.given, parts=self.parts, guard=watcher.guard)
 
     def finished(self) -> bool:
         """Reads the remaining sites and verifies those of a recorded pass; False if that needed a checkpointed part
         which was not kept."""
-        checks = None
         if self.watcher.operations:
-            self.checks = checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
+            self.checks = Verification(self.watcher.stack.root.module, self.watcher.operations, self.given)
             for name, site in self.sites.items():
-                self.sites[name] = checks.site(site, self._recorded[name])
+                self.sites[name] = self._checked(site, self._recorded[name])
         try:
             with torch.enable_grad():
-                for calls in grouped(self._waiting):
-                    self.sites[calls[0].name] = self._with_origin(self._site(calls, checks), calls)
+                self._read_by_kind([*grouped(self._waiting)])
         except RuntimeError:
             if not self.parts.missed:
                 raise
         return not self.parts.missed
+
+    def _read_by_kind(self, groups: Sequence[list[CapturedCall]]) -> None:
+        """Reads the sites of these calls: one of each kind from the graph, and as that one those that are like it."""
+        tried: dict[str, set[int]] = {calls[0].name: set() for calls in groups}
+        while groups:
+            copies: list[tuple[Copy, list[CapturedCall]]] = []
+            for calls in groups:
+                recorded, name = [self.order[call.name] for call in calls], calls[0].name
+                copy = None if self.checks is None else self.checks.another(recorded, tried[name])
+                if copy is None:
+                    with unrounded(scored(calls[0])):
+                        site = _site(calls, self._names, self._wanted)
+                    site = site if self.checks is None else self.checks.site(site, recorded)
+                    self.sites[name] = self._with_origin(site, calls)
+                else:
+                    copies.append((copy, calls))
+                    tried[name].add(id(copy.pattern))
+            same = [] if self.checks is None else self.checks.same_numbers([copy for copy, _ in copies])
+            for (copy, calls), yes in zip(copies, same, strict=True):
+                if yes:
+                    self.sites[calls[0].name] = self._with_origin(self._with_gains(copy.site, calls), calls)
+            groups = [calls for (_, calls), yes in zip(copies, same, strict=True) if not yes]
+
+    def _with_gains(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
+        if not site.normed:
+            return site
+        with unrounded(scored(calls[0])):
+            query, key = _gains(calls, calls[0].call.q, calls[0].call.k, self._names)
+        return dataclasses.replace(site, query_gains=query, key_gains=key)
+
+    def _checked(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
+        """A site that was read earlier, with what the experiment shows, on it or on one that it is like."""
+        assert self.checks is not None
+        copy = self.checks.another(calls)
+        if copy is not None and _same_terms(copy.site, site) and all(self.checks.same_numbers([copy])):
+            return dataclasses.replace(site, unscaled=copy.site.unscaled)
+        return self.checks.site(site, calls)
 
     def unrecognized(self) -> list[UnrecognizedAttention]:
         """The attentions of a recorded pass that no reader of calls has seen."""
@@ -460,8 +548,21 @@ class _Reading:
         found = unrecognized_attention(record, dynamic, watcher.stack.frames, weights, watcher.fused)
         return [one for one in found if not watcher.accounts_for(one.module)]
 
+    def linear(self, unrecognized: Sequence[UnrecognizedAttention]) -> tuple[str, ...]:
+        """The modules of a recorded pass that mix positions without logits."""
+        if self.checks is None:
+            return ()
+        own = [
+            name for name, module in self.watcher.stack.root.module.named_modules() if isinstance(module, SpecModule)
+        ]
+        attending = [*self.order, *own, *(one.module for one in (*self.watcher.missed, *unrecognized))]
+        return linear_layers(self.checks.record, self.checks.dynamic, self.watcher.stack.frames, attending)
+
     def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
-        """Returns the site with what its keys are made of, and stores the visible sets of its first call."""
+        """Returns the site with what its keys are made of, and stores the visible sets of its first call: neither where
+        only norms are read."""
+        if self._wanted.endswith("norms"):
+            return site
         origin: KeyOrigin = "tokens"
         if _of_other_source(calls[0]):
             origin = "other"
@@ -470,28 +571,31 @@ class _Reading:
         self.visible[site.name] = visible_sets(calls[0].call, origin)
         return dataclasses.replace(site, origin=origin)
 
-    def _site(self, calls: list[CapturedCall], checks: Verification | None) -> AttentionSite:
-        """The site of a call, taken from a confirmed site of the same kind of module where both compute alike."""
-        recorded, kind = [self.order[call.name] for call in calls], type(calls[0].frame.module)
-        if checks is not None and kind in self._confirmed:
-            known, shown = self._confirmed[kind]
-            site = _as_another(known, shown, calls, self._names)
-            if site is not None and checks.is_of_known_kind(site, recorded):
-                return site
-        with unrounded(scored(calls[0])):
-            site = _site(calls, self._names, self._wanted)
-        if checks is not None:
-            site = checks.site(site, recorded)
-            if site.verified:
-                self._confirmed[kind] = site, calls[0]
-        return site
+
+def _same_terms(one: AttentionSite, two: AttentionSite) -> bool:
+    """True if two sites have the same rows of the same weights in the same terms."""
+    if [(len(t.query), len(t.key)) for t in one.terms] != [(len(t.query), len(t.key)) for t in two.terms]:
+        return False
+    mine, others = ([s for t in site.terms for s in (*t.query, *t.key)] for site in (one, two))
+    pairs = zip(mine, others, strict=True)
+    return all(s.parameter == o.parameter and s.bias == o.bias and s.same(o) for s, o in pairs)
 
 
-def _watched(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> tuple[_Reading, str]:
+@contextmanager
+def _looking(watcher: CaptureMode) -> Iterator[None]:
+    """A context in which a mode observes the calls of a pass, and which of them are made by their name."""
+    with ExitStack() as around:
+        watcher.look(around)
+        yield
+
+
+def _watched(
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None
+) -> tuple[_Reading, str]:
     """One forward pass as it was read, and the reason if its operators could not be recorded. Where weights and the
     logits that they make lie in two checkpointed parts, a second pass keeps both, and a warning says so."""
     for keep in (False, True):
-        reading, failed, why = _passed(model, args, kwargs, undo, read, keep=keep)
+        reading, failed, why = _passed(model, args, kwargs, undo, read, places, keep=keep)
         if failed is None and reading.finished():
             if keep:
                 caution(_KEPT.format(type(model).__name__))
@@ -510,14 +614,14 @@ def _failed(model: nn.Module, why: str) -> InvalidValueError:
 
 
 def _passed(
-    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, *, keep: bool
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted, places: Places | None, *, keep: bool
 ) -> tuple[_Reading, Exception | None, str]:
     """A pass whose operators are recorded, or an ordinary one where that fails; its error, and why recording failed."""
     try:
         given = copied(args), copied(kwargs)
     except Exception as error:  # what is no tensor may refuse to be copied
         raise _failed(model, f"{type(error).__name__}: {error}") from error
-    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep)
+    reading = _Reading(model, given, read, dispatch=read != "plain norms", keep=keep, places=places)
     below = _failure(reading, undo)
     if below is None or read == "plain norms":
         return reading, below, "" if below is None else f"{type(below).__name__}: {below}"
@@ -571,6 +675,7 @@ def forward(
     *,
     graph: bool = True,
     parts: CheckpointedParts | None = None,
+    guard: Guarded = unguarded,
 ) -> None:
     """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
 
@@ -579,6 +684,7 @@ def forward(
         watcher: what is entered around it.
         graph: whether there are gradients.
         parts: its checkpointed parts; by default nothing of their graphs is kept.
+        guard: what calls the readers of the pass; an error that it has kept is raised when the pass is over.
 
     Raises: ApartError if it involves all processes and fails on only some of them.
     """
@@ -590,8 +696,8 @@ def forward(
     try:
         with agreed, eager, unoptimised, grads[0], grads[1], noticed, watcher:
             model(*args, **kwargs)
-        if isinstance(watcher, CaptureMode) and isinstance(watcher.guard, DeferredError):
-            watcher.guard.settle()
+        if isinstance(guard, DeferredError):
+            guard.settle()
     except Exception as error:
         if spread(model) and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)
@@ -623,7 +729,8 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
     elif first.added is not None:
         lost = first.added.lost
         products += first.added.products
-    used = next((found for _, b in products if b is not None and (found := key_heads(b)) is not None), None)
+    repeated = () if read.endswith("norms") else (key_heads(b) for _, b in products if b is not None)
+    used = next((found for found in repeated if found is not None), None)
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
         products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
@@ -677,7 +784,11 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
 
 
 def _of_other_source(captured: CapturedCall) -> bool:
-    """True if queries and keys come from different inputs of the call's module, or of one around it."""
+    """True if queries and keys come from different inputs of the module that projects them.
+
+    That is the call's module, or one around it: a module that is given queries and keys only multiplies them, and two
+    projections of one hidden state are two inputs of it.
+    """
     call = captured.call
     pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
     nodes = [[None if x is None else x.grad_fn for x in pair] for pair in pairs[:1]]
@@ -687,7 +798,7 @@ def _of_other_source(captured: CapturedCall) -> bool:
     for frame in captured.frame.line():
         stops = nodes_of(frame.inputs)
         of_query, of_key = reached(query, stops), reached(key, stops)  # type: ignore[arg-type]
-        if of_query and of_key:
+        if of_query and of_key and any(is_projected(way, stops) for way in (query, key)):  # type: ignore[arg-type]
             return of_query.isdisjoint(of_key)
     return False
 
@@ -704,61 +815,6 @@ def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> 
     widest_of = max((width(part) for part in (*site.query, *site.key)), default=0)
     own = [width(part) for part in last if part.n > 1]
     return bool(own) and all(0 < n < widest_of for n in own)
-
-
-def _as_another(
-    known: AttentionSite, shown: CapturedCall, calls: list[CapturedCall], names: dict[int, str]
-) -> AttentionSite | None:
-    """The site of a call whose module is of the class of a known site's: with the weights of the same names in its own
-    module. None if the calls differ."""
-    first = calls[0]
-    module, home = first.frame.module, known.name.partition("#")[0]
-    if len(calls) > 1 or first.headless or _form(first) != _form(shown):
-        return None
-    products = first.call.products if isinstance(first.call, ScoresCall) else ((first.call.q, first.call.k),)
-    if next((found for _, b in products if b is not None and (found := key_heads(b))), None) != known.key_heads:
-        return None
-
-    def here(name: str | None) -> str | None:
-        if name is None or not name.startswith(f"{home}."):
-            return name
-        parameter = module.get_parameter(name[len(home) + 1 :])
-        return names[id(parameter)]
-
-    try:
-        terms = tuple(
-            QKProduct(
-                **{
-                    part: tuple(
-                        dataclasses.replace(s, parameter=here(s.parameter), bias=here(s.bias))
-                        for s in getattr(term, part)
-                    )
-                    for part in ("query", "key")
-                }
-            )
-            for term in known.terms
-        )
-    except (AttributeError, KeyError):
-        return None
-    gains: tuple[Gains, Gains] = ((), ())
-    if known.normed:
-        with unrounded(scored(first)):
-            gains = _gains(calls, first.call.q, first.call.k, names)
-    return dataclasses.replace(
-        known, name=first.name, module=module, terms=terms, query_gains=gains[0], key_gains=gains[1]
-    )
-
-
-def _form(captured: CapturedCall) -> object:
-    """All that calls of one form have in common: everything but their numbers."""
-    call, layout = captured.call, captured.layout
-    products = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
-    shapes = [None if x is None else x.shape for pair in products for x in pair]
-    lost = call.lost if isinstance(call, ScoresCall) else ()
-    arranged = None if layout is None else (layout.groups, layout.sizes, layout.guess)
-    added = None if captured.added is None else id(captured)
-    how = (captured.how, captured.ordinal, captured.below, added)
-    return type(call), call.spec, scored(captured).shape, shapes, lost, arranged, how
 
 
 def scored(captured: CapturedCall) -> Tensor:

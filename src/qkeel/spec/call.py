@@ -6,7 +6,7 @@ Shapes: b batch, t queries, s keys, h query heads, g key heads, d numbers per he
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -181,22 +181,10 @@ class Visibility:
         )
 
 
-class _QueryMasked(Protocol):
-    """A frozen dataclass with query rows [b t] that statistics may exclude."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def query_shape(self) -> tuple[int, int]: ...
-
-    @property
-    def query_device(self) -> torch.device: ...
+CallT = TypeVar("CallT", bound=Any)  # a frozen dataclass with query_shape, query_device and query_mask
 
 
-_Call = TypeVar("_Call", bound=_QueryMasked)
-
-
-def with_query_mask(call: _Call, mask: Bool[Tensor, "b t"]) -> _Call:
+def with_query_mask(call: CallT, mask: Bool[Tensor, "b t"]) -> CallT:
     """Restricts the statistics of a call to the query rows where mask [b t] is True.
 
     Output and gradients do not change. The call is returned unchanged if the mask's shape differs from the call's

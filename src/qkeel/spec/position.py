@@ -199,6 +199,17 @@ METHODS: dict[str, str] = {
     "self_extend": "leaky_rerope at whole positions [arXiv 2401.01325]",
     "log_n": "logits × max(1, ln n / ln train_length) at test time [kexue.fm 9706]",
 }
+# Options besides factor and train_length.
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ntk_mixed": ("power",),
+    "abf": ("base",),
+    "yarn": ("ramp", "fast", "slow"),
+    "rerope": ("window",),
+    "leaky_rerope": ("window", "leak"),
+    "self_extend": ("window", "leak"),
+    "window": ("window",),
+}
+_NTK: dict[str, Literal["old", "fixed", "mixed"]] = {"ntk": "old", "ntk_fixed": "fixed", "ntk_mixed": "mixed"}
 
 
 def position_for(
@@ -208,8 +219,9 @@ def position_for(
     check_known("extrapolation method", method, METHODS)
     sound = math.isfinite(factor) and factor >= 1
     check(sound, f"a factor of at least 1 (test length / train length) for {method}", factor)
+    for name in options:
+        check_known(f"option of {method}", name, _OPTIONS.get(method, ()))
     if method in ("none", "log_n"):
-        _only(method, options)
         return position
     if method == "window":
         return _seeing(position, train_length, options)
@@ -219,14 +231,12 @@ def position_for(
         trained = position.window <= _length(method, train_length)
         return position if trained else dataclasses.replace(position, inner=inner)
     if method == "rope":
-        _only(method, options)
         return _unclipped(position)
     if not isinstance(position, Rope) or position.stretch.changes:
         raise RefusedError(
             f"{method} changes the rotation of a RoPE that is as trained; this spec has {position.formula()}"
         )
     if method == "abf":
-        _only(method, options, "base")
         return dataclasses.replace(position, base=float(options.get("base", position.base * factor)))
     if method in ("rerope", "leaky_rerope", "self_extend"):
         return _clipped(position, method, factor, train_length, options)
@@ -243,7 +253,6 @@ def position_for(
 
 
 def _seeing(position: Position, train_length: int | None, options: Options) -> Position:
-    _only("window", options, "window")
     window = int(options["window"]) if "window" in options else _length("window", train_length)
     if train_length is not None and window > train_length:
         raise InvalidValueError(
@@ -274,23 +283,15 @@ def scale_for(scale: Scale, method: str, train_length: int | None) -> Scale:
 
 def _stretch(method: str, factor: float, train_length: int | None, options: Options) -> Stretch:
     if method == "pi":
-        _only(method, options)
         return PI(factor=factor)
-    if method in ("ntk", "ntk_fixed", "ntk_mixed"):
-        if method == "ntk_mixed":
-            _only(method, options, "power")
-            return NTK(factor=factor, kind="mixed", power=float(options.get("power", 0.625)))
-        _only(method, options)
-        return NTK(factor=factor, kind="old" if method == "ntk" else "fixed")
+    if method in _NTK:
+        return NTK(factor=factor, kind=_NTK[method], power=float(options.get("power", 0.625)))
     if method == "dynamic_ntk":
-        _only(method, options)
         return DynamicNTK(train_length=_length(method, train_length))
-    _only(method, options, "ramp", "fast", "slow")
     return YaRN(factor=factor, train_length=_length(method, train_length), **options)  # type: ignore[arg-type]
 
 
 def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, options: Options) -> Position:
-    _only(method, options, "window", *(() if method == "rerope" else ("leak",)))
     if rope.pairing != "half":
         raise RefusedError(f"{method} is written for RoPE of half pairs, and this spec has {rope.formula()}")
     window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
@@ -309,8 +310,3 @@ def _length(method: str, train_length: int | None) -> int:
     if train_length is None:
         raise InvalidValueError(f"{method} needs the training length: spec.extrapolate({method!r}, train_length=512)")
     return train_length
-
-
-def _only(method: str, options: Options, *known: str) -> None:
-    for name in options:
-        check_known(f"option of {method}", name, known)

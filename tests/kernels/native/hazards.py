@@ -42,7 +42,6 @@ class Hazard:
     do: Callable[..., Found]
     on: str = ""
     off: str = ""
-    spec: str = "qwen3"
     tolerance: float = 2e-5
     alone: bool = False  # in a process without the shape checks of the tests, which are in the way of compilers
 
@@ -547,13 +546,13 @@ def forgotten(m: Any, x: Tensor) -> Found:
 # Inputs.
 
 
-def laid_out(change: Callable[[Tensor], Tensor], train: bool = True) -> Callable[..., Found]:
+def laid_out(change: Callable[[Tensor], Tensor]) -> Callable[..., Found]:
     """q, k and v in a layout of its own, as a view of leaves."""
 
-    def do(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Found:
-        given_leaves = leaves(q, k, v)
-        y = attend(*(change(x) for x in given_leaves))
-        return [y, *torch.autograd.grad(y.sin().sum(), given_leaves)] if train else [y]
+    def do(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
+        given = leaves(q, k, v)
+        y = attend(*(change(x) for x in given))
+        return [y, *torch.autograd.grad(y.sin().sum(), given)]
 
     return do
 

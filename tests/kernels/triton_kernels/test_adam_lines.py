@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import random
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -22,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 import qkeel
 from qkeel.kernels.triton import available
 from qkeel.remedies.fused_adam import refusal
-
-from ..native.test_adamw import VARIANTS, any_tensors, copied, made, near, options, truth
 
 
 @pytest.fixture
@@ -51,84 +46,6 @@ def kernels_of_cpu() -> Any:
     from qkeel.kernels.triton import adamw
 
     return adamw
-
-
-def check_seeds(seeds: range) -> None:
-    kernels = kernels_of_cpu()
-    for seed in seeds:
-        torch.manual_seed(seed)
-        t, o = any_tensors(random.Random(seed))
-        told = f"seed {seed}: {[tuple(w.shape) for w in t.weights]}, {o}"
-        expected = truth(t, o)
-        kernels.adam_lines(t, o)
-        try:
-            near(t, expected, 2e-6)
-        except AssertionError as error:
-            raise AssertionError(told) from error
-        left = [x.clone() for x in t.squares]
-        for x in t.squares:
-            x.fill_(torch.nan)
-        kernels.sum_lines(t.weights, t.squares, t.axes)
-        assert all(map(torch.equal, left, t.squares)), told
-
-
-@pytest.mark.usefixtures("_poisoned")
-def test_weights_and_options_give_the_formula_in_float64_and_the_squares() -> None:
-    check_seeds(range(2))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_poisoned")
-def test_any_weights_and_options_give_the_formula_in_float64_and_the_squares() -> None:
-    check_seeds(range(2, 80))
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_at_rate_1_it_is_torchs_fused_step_to_a_few_roundings() -> None:
-    for kind, more in VARIANTS:
-        t = made((5, 64), (16, 8), (24,), top=more.get("amsgrad", False))
-        t = dataclasses.replace(t, rates=[torch.ones_like(r) for r in t.rates])
-        theirs = [nn.Parameter(w.clone()) for w in t.weights]
-        torchs: Any = kind(theirs, lr=0.01, fused=True, **more)
-        group = torchs.param_groups[0]
-        o = options(
-            beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], decay=group["weight_decay"],
-            decoupled=kind is torch.optim.AdamW, maximize=group["maximize"],
-        )  # fmt: skip
-        for i in range(5):
-            for p, g in zip(theirs, t.gradients):
-                g.copy_(torch.randn(g.shape) * 10.0 ** (i % 5 - 4))
-                p.grad = g.clone()
-            torchs.step()
-            kernels_of_cpu().adam_lines(t, o)
-        for i, p in enumerate(theirs):
-            state = torchs.state[p]
-            torch.testing.assert_close(t.weights[i], p.detach(), rtol=1e-6, atol=1e-6, msg=str((kind, more)))
-            torch.testing.assert_close(t.means[i], state["exp_avg"], rtol=1e-6, atol=1e-7)
-            torch.testing.assert_close(t.variances[i], state["exp_avg_sq"], rtol=2e-6, atol=1e-9)
-            assert torch.equal(t.steps[i], state["step"])
-
-
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, where the interpreter divides
-def test_lines_at_rate_0_stay_and_nan_and_infinity_stay_in_their_places_as_in_torch() -> None:
-    for axis in (0, 1):
-        t = made((6, 16) if axis == 0 else (16, 6), axis=axis, step=1.0)
-        t = dataclasses.replace(t, rates=[torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])])
-        rows = [x[0] if axis == 0 else x[0].T for x in (t.weights, t.gradients, t.means, t.variances)]
-        rows[1][0, 3], rows[1][1, 5], rows[3][2, 7] = torch.nan, torch.inf, torch.nan
-        before, theirs = rows[0][4].clone(), copied(t)
-        kernels_of_cpu().adam_lines(t, options())
-        assert torch.equal(rows[0][4], before)
-        theirs.steps[0].add_(1)
-        torch._fused_adamw_(
-            *(list(x) for x in (theirs.weights, theirs.gradients, theirs.means, theirs.variances, [], theirs.steps)),
-            lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        for mine, other in zip((t.weights, t.means, t.variances), (theirs.weights, theirs.means, theirs.variances)):
-            assert torch.equal(mine[0].isnan(), other[0].isnan())
-            assert torch.equal(mine[0].isinf(), other[0].isinf())
-        assert t.squares[0].isfinite().tolist() == [False, False, False, True, True, True]
 
 
 def check_models(names: Iterable[str], launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +100,6 @@ class Operators(TorchDispatchMode):
         return out
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_lalr_moves_the_bytes_of_adamw_and_few_for_each_line(
     launches: Counter[str], monkeypatch: pytest.MonkeyPatch
@@ -297,32 +213,6 @@ def test_what_others_write_is_seen_and_what_the_kernels_write_is_told(
     assert launches == {"step": 4, "sum": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.slow
-def test_checkpoints_go_on_in_the_pass_or_without_it(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    grads = list(gradients(attention(torch.float32), 8))
-    found: list[list[Tensor]] = []
-    for ways in ("11", "10", "01", "00"):
-        kept: Any = None
-        for way, own in zip(ways, (grads[:4], grads[4:])):
-            monkeypatch.setenv("QKEEL_NATIVE", way)
-            model = attention(torch.float32)
-            optimizer = fused(model)
-            handle = qkeel.apply("lalr", model, optimizer)
-            if kept is not None:
-                model.load_state_dict(kept[0])
-                optimizer.load_state_dict(kept[1])
-                handle.load(kept[2])
-            for g in own:
-                step_by(model, optimizer, g)
-            kept = model.state_dict(), optimizer.state_dict(), handle.state()
-        found.append([p.detach() for p in model.parameters()])
-    assert launches == {"step": 16, "sum": 2}  # one launch after loading, where the pass goes on
-    for other in found[1:]:
-        for a, b in zip(found[0], other):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
 def test_what_cannot_be_taken_over_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     weights = [nn.Parameter(torch.randn(4, 4))]
     optimizers = {
@@ -346,42 +236,6 @@ def test_what_cannot_be_taken_over_is_told_with_its_reason(caplog: pytest.LogCap
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("steps of lalr are")]
     (line,) = told
     assert "copied and rescaled: a parameter group is not fused=True" in line
-
-
-@pytest.mark.parametrize("fault", ["fails", "drops a line", "forgets the squares"])
-def test_a_step_that_is_not_torchs_on_a_device_is_not_used_there(
-    fault: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from qkeel.kernels.triton import adamw
-
-    run = adamw._launch
-
-    def faulty(rows: Any, axes: Any, given: Any, how: dict[str, Any]) -> None:
-        if fault == "fails":
-            raise RuntimeError("no such instruction")
-        kept = [row[0][-1].clone() for row in rows]
-        run(rows, axes, given, how)
-        for row, line in zip(rows, kept):
-            if fault == "drops a line":
-                row[0][-1].copy_(line)
-            else:
-                row[7].zero_()
-
-    monkeypatch.setattr(adamw, "_launch", faulty)
-    available._agrees.cache_clear()
-    model = attention(torch.float32)
-    optimizer = fused(model)
-    qkeel.apply("qk_lr", model, optimizer)
-    try:
-        with caplog.at_level("DEBUG", "qkeel"), warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for grads in gradients(model, 2):
-                step_by(model, optimizer, grads)
-    finally:
-        available._agrees.cache_clear()
-    said = "fail: RuntimeError: no such instruction" if fault == "fails" else "differ from torch's result by"
-    assert [said in str(w.message) for w in told] == [True]
-    assert "copied and rescaled: there is no compiled step for cpu" in caplog.text
 
 
 def test_kernels_that_write_weights_are_used_only_where_that_is_asked_for(

@@ -36,7 +36,6 @@ def test_every_row_is_that_of_its_sequence(name: str, how: dict[str, Any], throu
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
     for name, window in (("no multiple of a tile", "all"), ("keys of their own", "left")):
         one = packed(name, window=window)
@@ -57,7 +56,6 @@ def test_heads_and_a_sample_of_their_rows(through_triton: list[Any]) -> None:
         assert (sampled.entropy_error > 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_nan_in_one_sequence_reaches_its_rows_and_is_never_certified(through_triton: list[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.harness import rows_of
 from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from qkeel.records import explain_field
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
-from .test_statistics import call_of, truth, wide
+from .test_statistics import call_of
 
 STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 5: 2.5706, 10: 2.2281, 30: 2.0423}
 CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
@@ -56,11 +57,11 @@ def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
 ) -> None:
     spec, t, s, how = CASES[name]
     call, strata = call_of(spec, t, s, torch.float32, **how), t // 9
-    true = truth(wide(call))
+    true = rows_of(call, True)
     found, picked = of_rows(call, strata, 3)
     index = picked.long()[:, None].expand(-1, 4, -1)
-    for field, ours, rows in zip(available.RowNumbers._fields, found, true):
-        there = rows.gather(2, index)
+    for field, ours in found._asdict().items():
+        there = true[field].gather(2, index)
         assert (((ours - there).abs() <= 5e-6 * (1 + there.abs())) | (ours == there)).all(), field
     first, last = (np.repeat(edges(t, strata)[i : i + strata], 2) for i in (0, 1))
     assert ((picked.numpy() >= first) & (picked.numpy() < last)).all()
@@ -68,11 +69,10 @@ def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
     assert not torch.equal(picked, of_rows(call, strata, 4)[1])
     extremes = contract.extremes(call)
     assert extremes is not None
-    for ours, all_rows in zip(extremes, (true[0].amax((0, 2)), true[1].amin((0, 2)))):
+    for ours, all_rows in zip(extremes, (true["largest"].amax((0, 2)), true["smallest"].amin((0, 2)))):
         torch.testing.assert_close(ours.double(), all_rows, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_each_row_of_a_stratum_is_taken_as_often(through_triton: list[Any]) -> None:
     n = 1500
@@ -133,9 +133,8 @@ def populations(t: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(through_triton: list[Any]) -> None:
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
     draw, draws = np.random.default_rng(1), 2000
     for t, rate in ((1024, 16), (4096, 32)):
@@ -150,7 +149,7 @@ def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(thr
             assert covered >= 0.94, (name, covered)
             few, tops = y[None, :3].flatten(2).float(), torch.zeros(1, 3, 1)
             empty = torch.zeros(1, 2 * strata, dtype=torch.int32)
-            found = sampled.sampled_head_numbers(
+            found = statistics.sampled_head_numbers(
                 (tops, tops), (torch.zeros_like(few), few, empty), t, math.log(t), None
             )
             assert found.error is not None
@@ -159,7 +158,7 @@ def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(thr
 
 
 def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> None:
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
     t, strata = 205, 20
     picked = torch.stack([torch.from_numpy(edges(t, strata)[:-1] + i) for i in (0, 1)], 1).flatten()
@@ -167,7 +166,7 @@ def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> Non
     y, lse, counted = torch.rand(2, 3, 40), torch.zeros(2, 3, 40), torch.rand(2, t) < 0.6
     lse[:, 1, 7] = -torch.inf  # sees no key
     tops = torch.zeros(2, 3, 4)
-    found = sampled.sampled_head_numbers((tops, tops), (lse, y, picked), t, 3.0, counted)
+    found = statistics.sampled_head_numbers((tops, tops), (lse, y, picked), t, 3.0, counted)
     over = counted.gather(1, picked.long())[:, None] & (lse != -torch.inf)
     sizes = np.tile(np.diff(edges(t, strata)), 2)
     assert found.error is not None
@@ -175,12 +174,13 @@ def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> Non
     mean, error = interval(values, seen, sizes, 3.0)
     np.testing.assert_allclose(found.entropy.numpy(), mean, rtol=1e-5)
     np.testing.assert_allclose(found.error.numpy(), error, rtol=0.03)
-    nothing = sampled.sampled_head_numbers((tops, tops), (torch.full_like(lse, -torch.inf), y, picked), t, 3.0, counted)
+    nothing = statistics.sampled_head_numbers(
+        (tops, tops), (torch.full_like(lse, -torch.inf), y, picked), t, 3.0, counted
+    )
     assert nothing.entropy.tolist() == [0, 0, 0]
     assert nothing.n.tolist() == [0, 0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -204,11 +204,10 @@ def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_is_the_same(
     through_triton: list[Any],
 ) -> None:
-    from qkeel.kernels.triton import statistics as sampled
+    from qkeel.kernels.triton import statistics
 
     for size, causal in ((1.0, True), (40.0, False)):
         call = call_of(AttentionSpec(), 150, 150, torch.float32, size, causal=causal)
@@ -227,7 +226,7 @@ def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_i
             assert heads is not None
             torch.testing.assert_close(heads.largest, true.max_logit, rtol=1e-5, atol=1e-5)
         q, k = one.q, one.k
-        tops, _ = sampled.extremes(q, k, q.shape[-1] ** -0.5, causal=causal, known=(lse, ends[0]))
+        tops, _ = statistics.extremes(q, k, q.shape[-1] ** -0.5, causal=causal, known=(lse, ends[0]))
         assert (tops == -torch.inf).any() == (size == 40.0)
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.harness import check_rows, rows_of
 from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
-from qkeel import attention, preset, reference
+from qkeel import attention, preset
 from qkeel.functional.statistics import TENSORS, KernelRows, LogitStats
 from qkeel.kernels import contract
 from qkeel.kernels.statistics import (
@@ -27,29 +28,10 @@ from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow,
 from qkeel.spec.call import make_call, with_query_mask
 
 
-def truth(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Largest, smallest, lse, entropy of every row, from the T×T matrix in float64."""
-    rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
-    z = reference.attend_call(call).logits
-    seen = call.visible(rows, keys)
-    seen = torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand(z.shape)
-    low = call.spec.cap.apply(z).masked_fill(~seen, -torch.inf)
-    lse = low.logsumexp(-1)
-    p = (low - lse[..., None]).exp().masked_fill(~seen, 0.0)
-    inf = torch.inf
-    return z.masked_fill(~seen, -inf).amax(-1), z.masked_fill(~seen, inf).amin(-1), lse, torch.special.entr(p).sum(-1)
-
-
 def call_of(spec: AttentionSpec, t: int, s: int, dtype: torch.dtype, size: float = 1.0, **how: Any) -> AttentionCall:
     q, k, v = (torch.randn(2, heads, n, 24).to(dtype) for heads, n in ((4, t), (2, s), (2, s)))
     params = {n: p.to(dtype) for n, p in spec.init_params(4, 2, 24).items()}
     return make_call(spec, size * q, k, v, params=params, **how)
-
-
-def wide(call: AttentionCall) -> AttentionCall:
-    params = {n: p.double() for n, p in call.params.items()}
-    how = {"causal": call.causal, "mask": call.mask}
-    return make_call(call.spec, call.q.double(), call.k.double(), call.v.double(), params=params, **how)
 
 
 CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
@@ -73,9 +55,7 @@ def test_every_row_is_that_of_the_whole_matrix(name: str, through_triton: list[A
     call = call_of(spec, t, s, torch.float32, **how)
     found = contract.row_statistics(call)
     assert found is not None
-    for field, ours, true in zip(available.RowNumbers._fields, found, truth(wide(call))):
-        near = (ours.double() - true).abs() <= 5e-6 * (1 + true.abs())
-        assert (near | (ours == true)).all(), field
+    check_rows(call, name, found)
 
 
 @pytest.mark.parametrize("size", [30.0, 3000.0])
@@ -83,7 +63,7 @@ def test_entropies_at_large_logits_do_not_cancel(size: float, through_triton: li
     call = call_of(AttentionSpec(), 33, 33, torch.float32, size)
     found = contract.row_statistics(call)
     assert found is not None
-    true = truth(wide(call))[3]
+    true = rows_of(call, True)["entropy"]
     assert found.largest.max() > size
     assert (found.entropy >= 0).all()
     # A logit's rounding, 6e-8 of its size, is an error of the entropy of about as much.
@@ -153,7 +133,6 @@ def test_a_cpu_tensor_never_goes_through_triton() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_tiles_that_every_row_sees_whole_have_the_same_statistics_and_show_what_is_no_number(
@@ -163,8 +142,7 @@ def test_tiles_that_every_row_sees_whole_have_the_same_statistics_and_show_what_
         call = call_of(spec, 80, 90, torch.float32, 3.0, causal=causal)
         found = contract.row_statistics(call)
         assert found is not None
-        for ours, true in zip(found, truth(call)):
-            torch.testing.assert_close(ours.double(), true.double(), rtol=1e-5, atol=1e-5)
+        check_rows(call, call.spec.cap.formula(), found)
     q, k = torch.randn(1, 2, 80, 16), torch.randn(1, 2, 80, 16)
     k[0, 0, 3], q[0, 1, 70] = torch.nan, -1e30
     k[0, 1] = 1e30
@@ -241,7 +219,6 @@ def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(t
     assert (rows.smallest == -torch.inf).all()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_foreign_model_is_watched_by_one_kernel_a_layer(
     through_triton: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -130,7 +130,6 @@ def loaded() -> bool:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
     norm_rope.register()
-    norm_rope.register_two()
     return True
 
 

@@ -383,26 +383,6 @@ def once(*_: object) -> None:
     raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_TRITON=0 does not fuse them")
 
 
-def register() -> None:
-    """Registers the operators with torch: implementation, shapes and derivative."""
-    given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
-    operators = {
-        "norm_rope": (f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)", _run_tracked, _forward_shapes),
-        "norm_rope_alone": (f"(Tensor x, {given}) -> Tensor", _run_alone, same_shape),
-        "norm_rope_backward": (
-            f"(Tensor dy, Tensor kept, Tensor inverse, {given}, bool kept_x) -> (Tensor, Tensor)",
-            _run_back,
-            backward_shapes,
-        ),
-    }
-    for name, (schema, run, shapes) in operators.items():
-        torch.library.define(f"qkeel_triton::{name}", schema)
-        torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
-        torch.library.register_fake(f"qkeel_triton::{name}", shapes)
-    torch.library.register_autograd("qkeel_triton::norm_rope", _derivative, setup_context=_setup)
-    torch.library.register_autograd("qkeel_triton::norm_rope_backward", once)
-
-
 # Norm, gain and rotation of q and k in one launch, and their derivative in another.
 #
 # The programs of q come first, then those of k. Each does the same as the kernels for one tensor, so results are equal
@@ -564,22 +544,34 @@ def _derivative_of_two(ctx: TritonObject, dq: Tensor, dk: Tensor, *_: Tensor | N
     return xq, xk, *gains, *[None] * 9
 
 
-def register_two() -> None:
+def register() -> None:
     """Registers the operators with torch: implementation, shapes and derivative."""
-    given = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps, int step"
+    one = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
+    two = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps, int step"
     kept = "Tensor kept_q, Tensor kept_k, Tensor inverse_q, Tensor inverse_k"
-    four = "(Tensor, Tensor, Tensor, Tensor)"
-    for name, schema, run, shapes in (
-        ("norm_rope_two", f"(Tensor q, Tensor k, {given}, bool keep_q, bool keep_k, bool tracked)", _run, _shapes),
+    for name, given, results, run, shapes in (
+        ("norm_rope", f"Tensor x, {one}, bool keep_x", 2, _run_tracked, _forward_shapes),
+        ("norm_rope_alone", f"Tensor x, {one}", 1, _run_alone, same_shape),
+        (
+            "norm_rope_backward",
+            f"Tensor dy, Tensor kept, Tensor inverse, {one}, bool kept_x",
+            2,
+            _run_back,
+            backward_shapes,
+        ),
+        ("norm_rope_two", f"Tensor q, Tensor k, {two}, bool keep_q, bool keep_k, bool tracked", 4, _run, _shapes),
         (
             "norm_rope_two_backward",
-            f"(Tensor dq, Tensor dk, {kept}, {given}, bool x_q, bool x_k)",
+            f"Tensor dq, Tensor dk, {kept}, {two}, bool x_q, bool x_k",
+            4,
             _run_two_back,
             _shapes_back,
         ),
     ):
-        torch.library.define(f"qkeel_triton::{name}", f"{schema} -> {four}")
+        torch.library.define(f"qkeel_triton::{name}", f"({given}) -> ({', '.join(['Tensor'] * results)})")
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
+    torch.library.register_autograd("qkeel_triton::norm_rope", _derivative, setup_context=_setup)
     torch.library.register_autograd("qkeel_triton::norm_rope_two", _derivative_of_two, setup_context=_setup_two)
-    torch.library.register_autograd("qkeel_triton::norm_rope_two_backward", once)
+    for name in ("norm_rope_backward", "norm_rope_two_backward"):
+        torch.library.register_autograd(f"qkeel_triton::{name}", once)

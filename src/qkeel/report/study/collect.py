@@ -15,7 +15,7 @@ from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus
 from qkeel.records.disk import refuse_links, refuse_path
 from qkeel.records.files import read_checked
-from qkeel.records.run_directory import note_checksums
+from qkeel.records.run_directory import flat, note_checksums
 
 # Runs are named by the settings in which their configurations and commands differ.
 
@@ -33,23 +33,19 @@ def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
     >>> differences([{"watcher": "qkeel watch -- python t.py"}, {"watcher": "qkeel watch --apply lalr -- python t.py"}])
     ['', '--apply lalr']
     """
-    flat = [dict(_flat(one)) for one in settings]
-    names = sorted({name for one in flat for name in one})
-    apart = [name for name in names if len({one.get(name) for one in flat}) > 1]
-    named = [[f"{n.rpartition('.')[2]} {one[n]}".strip() for n in apart if one.get(n) is not None] for one in flat]
+    each = [dict(_named(one)) for one in settings]
+    names = sorted({name for one in each for name in one})
+    apart = [name for name in names if len({one.get(name) for one in each}) > 1]
+    named = [[f"{n.rpartition('.')[2]} {one[n]}".strip() for n in apart if one.get(n) is not None] for one in each]
     return [", ".join(own[:_MOST]) for own in named]
 
 
-def _flat(settings: Mapping[str, object], under: str = "") -> Iterator[tuple[str, str | None]]:
-    for name, value in settings.items():
-        if name in _LEFT_OUT:
-            continue
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{under}{name}.")
-        elif name in ("command", "watcher"):
+def _named(settings: Mapping[str, object]) -> Iterator[tuple[str, str | None]]:
+    for name, value in flat(settings).items():
+        if name in ("command", "watcher"):
             yield from _options(str(value))
-        else:
-            yield f"{under}{name}", None if value is None else str(value)
+        elif not _LEFT_OUT.intersection(name.split(".")):
+            yield name, None if value is None else str(value)
 
 
 def _options(command: str) -> Iterator[tuple[str, str]]:

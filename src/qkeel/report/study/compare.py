@@ -21,23 +21,8 @@ from qkeel.metrics import (
     paired_gain,
 )
 from qkeel.records import RunStatus
-from qkeel.report.html import (
-    NOTHING,
-    Markup,
-    cell,
-    columns,
-    count,
-    details,
-    join,
-    loss,
-    number,
-    rate,
-    signed,
-    table,
-    table_row,
-    tag,
-    words,
-)
+from qkeel.report import html as h
+from qkeel.report.html import Markup
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 
 # Spreads over seeds, paired gains, and the ranking of remedies. The scalars come from `metrics`; the code here only
@@ -94,12 +79,12 @@ class PairedGain:
 
     def figures(self) -> str:
         """The mean with its interval in words."""
-        return f"{signed(self.mean)} nats, {self.over()}"
+        return f"{h.signed(self.mean)} nats, {self.over()}"
 
     def over(self) -> str:
         """The interval in words, and whether rounding alone makes differences of this size."""
         under = self.floor is not None and abs(self.mean) <= self.floor
-        return interval_text(self.effect) + (f"; under the chaos floor of {number(self.floor, 2)}" if under else "")
+        return interval_text(self.effect) + (f"; under the chaos floor of {h.number(self.floor, 2)}" if under else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +114,8 @@ def interval_text(effect: PairedEffect | None) -> str:
     if effect is None:
         return "one seed: no verdict"
     if math.isinf(effect.high):
-        return f"the same in each of {count(effect.n, 'seed')}"
-    return f"{signed(effect.low)} to {signed(effect.high)}, {count(effect.n, 'seed')}"
+        return f"the same in each of {h.count(effect.n, 'seed')}"
+    return f"{h.signed(effect.low)} to {h.signed(effect.high)}, {h.count(effect.n, 'seed')}"
 
 
 def more_seeds(effect: PairedEffect | None) -> str:
@@ -341,13 +326,13 @@ class SeedEffect:
 
     def text(self) -> str:
         """Formats the mean with its interval: 1.3× (0.9× to 1.9×, 3 seeds)."""
-        write, judged = _times if self.ratio else signed, self.judged
+        write, judged = _times if self.ratio else h.signed, self.judged
         if judged is None:
             return f"{write(self.mean)} (one seed)"
         if math.isinf(judged.high):
             return f"{write(self.mean)} ({interval_text(judged)})"
         low, high = (write(self._back(end)) for end in (judged.low, judged.high))
-        return f"{write(self.mean)} ({low} to {high}, {count(judged.n, 'seed')})"
+        return f"{write(self.mean)} ({low} to {high}, {h.count(judged.n, 'seed')})"
 
     def said(self) -> str:
         """The verdict as the end of a sentence."""
@@ -364,7 +349,7 @@ class SeedEffect:
 
 
 def _times(value: float) -> str:
-    return f"{value:.2f}×" if value < 10 else f"{number(value, 2)}×"
+    return f"{value:.2f}×" if value < 10 else f"{h.number(value, 2)}×"
 
 
 def times(above: Mapping[int, float], below: Mapping[int, float]) -> SeedEffect | None:
@@ -397,7 +382,7 @@ def swatch(study: StudyData, remedy: str) -> Markup:
         "data-round": str(index // TABLE_SERIES),
         "aria-hidden": "true",
     }
-    return join([tag("span", attributes), remedy])
+    return h.join([h.tag("span", attributes), remedy])
 
 
 def ranking(study: StudyData) -> Markup:
@@ -408,55 +393,55 @@ def ranking(study: StudyData) -> Markup:
     several = len(study.lrs()) > 1
     clips = any(line.sensitivity != line.sensitivity_clipped for line in lines)
     gain_lrs = study.lrs() if any(line.gains for line in lines) else []
-    head = columns("Remedy", kind="text")
-    head += columns("LR sensitivity", *["… clipped at initial loss"] * clips) if several else []
-    head += columns("Best held-out loss", *(f"Gain at LR\u00a0{rate(lr)}" for lr in gain_lrs))
-    head += columns("Largest logit", "Alarm step", "Largest LR without collapse", f"CPU, ×\u00a0{study.baseline}")
+    head = h.columns("Remedy", kind="text")
+    head += h.columns("LR sensitivity", *["… clipped at initial loss"] * clips) if several else []
+    head += h.columns("Best held-out loss", *(f"Gain at LR\u00a0{h.rate(lr)}" for lr in gain_lrs))
+    head += h.columns("Largest logit", "Alarm step", "Largest LR without collapse", f"CPU, ×\u00a0{study.baseline}")
     body = [_line(study, line, gain_lrs, several + several * clips) for line in lines]
-    return table("Ranking of the remedies", head, body, sortable=True)
+    return h.table("Ranking of the remedies", head, body, sortable=True)
 
 
 def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivities: int) -> Markup:
     cells = [_loss(line.sensitivity), _loss(line.sensitivity_clipped)][:sensitivities]
-    best = f"at LR {rate(line.best_lr)}{', collapsed' if line.collapsed else ''}"
-    cells.append(cell(loss(line.best_loss.mean), line.best_loss.mean, best))
+    best = f"at LR {h.rate(line.best_lr)}{', collapsed' if line.collapsed else ''}"
+    cells.append(h.cell(h.loss(line.best_loss.mean), line.best_loss.mean, best))
     cells += [_gain(line.gains.get(lr), line.remedy == study.baseline) for lr in gain_lrs]
-    cells.append(cell(number(line.max_logit), line.max_logit))
+    cells.append(h.cell(h.number(line.max_logit), line.max_logit))
     if line.alarm is None:
-        cells.append(cell("never", math.inf))
+        cells.append(h.cell("never", math.inf))
     else:
-        cells.append(cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
+        cells.append(h.cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {h.rate(line.alarm[1])}"))
     top = study.lrs()[-1]
-    ends = " to ".join("no LR" if end == 0 else rate(end) for end in line.stable_lrs or ())
+    ends = " to ".join("no LR" if end == 0 else h.rate(end) for end in line.stable_lrs or ())
     note = "all tried" if line.stable_lr == top else ends
-    cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
-    return table_row(swatch(study, line.remedy), *cells, cost_cell(line))
+    cells.append(h.cell("no LR" if line.stable_lr is None else h.rate(line.stable_lr), line.stable_lr or 0.0, note))
+    return h.table_row(swatch(study, line.remedy), *cells, cost_cell(line))
 
 
 def _loss(total: Spread | None) -> Markup:
-    return cell("–", math.inf, "needs every LR") if total is None else spread_cell(total, loss)
+    return h.cell("–", math.inf, "needs every LR") if total is None else spread_cell(total, h.loss)
 
 
 def spread_cell(total: Spread, write: Callable[[float], str]) -> Markup:
     """Returns the cell of a mean over seeds with the range below it."""
-    return cell(write(total.mean), total.mean, f"{write(total.low)} to {write(total.high)}" if total.n > 1 else "")
+    return h.cell(write(total.mean), total.mean, f"{write(total.low)} to {write(total.high)}" if total.n > 1 else "")
 
 
 def _gain(one: PairedGain | None, baseline: bool) -> Markup:
     if one is None:
-        return cell("" if baseline else "–", -math.inf)
+        return h.cell("" if baseline else "–", -math.inf)
     return gain_cell(one, f"{one.over()}{'; collapsed' if one.collapsed else ''}")
 
 
 def gain_cell(one: PairedGain, small: str) -> Markup:
     """Returns the cell of a gain, grey if it is equal, undecided, or attention collapsed."""
     faint = one.collapsed or one.verdict in ("equal", "undecided")
-    return cell(signed(one.mean), one.mean, small, "faint" if faint else "")
+    return h.cell(h.signed(one.mean), one.mean, small, "faint" if faint else "")
 
 
 def cost_cell(line: Standing) -> Markup:
     """Returns the cell of a remedy's CPU time relative to the baseline."""
-    return NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio)
+    return h.NOTHING if line.cpu_ratio is None else h.cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio)
 
 
 RUN_COLUMNS: Mapping[str, str] = {
@@ -478,27 +463,27 @@ def every_run(study: StudyData) -> Markup:
     runs = [run for run in study.runs if run.row is not None]
     if not runs:
         return Markup()
-    head = [*columns("Remedy", kind="text"), *columns("LR", "Seed", *RUN_COLUMNS.values())]
-    head += columns("Run", kind="text")
-    inner = table("Every finished run", head, [_run_line(study, run) for run in runs], sortable=True)
-    return details(count(len(runs), "finished run"), inner)
+    head = [*h.columns("Remedy", kind="text"), *h.columns("LR", "Seed", *RUN_COLUMNS.values())]
+    head += h.columns("Run", kind="text")
+    inner = h.table("Every finished run", head, [_run_line(study, run) for run in runs], sortable=True)
+    return h.details(h.count(len(runs), "finished run"), inner)
 
 
 def _run_line(study: StudyData, run: RunData) -> Markup:
     results = run.row or {}
-    cells = [cell(rate(run.lr), run.lr), cell(str(run.seed), run.seed)]
+    cells = [h.cell(h.rate(run.lr), run.lr), h.cell(str(run.seed), run.seed)]
     for name in RUN_COLUMNS:
         value = results.get(name)
         if isinstance(value, bool):
-            cells.append(cell("yes" if value else "no", value))
+            cells.append(h.cell("yes" if value else "no", value))
         elif value is None:
-            cells.append(NOTHING)
+            cells.append(h.NOTHING)
         elif name in ("val_loss", "init_loss"):
-            cells.append(cell(loss(value), value))
+            cells.append(h.cell(h.loss(value), value))
         else:
-            cells.append(cell(f"{value:,}" if isinstance(value, int) else number(value), value))
-    head = join([swatch(study, run.remedy), tag("small", {}, _role(run)) if _role(run) else ""])
-    return table_row(head, *cells, words(tag("code", {}, run.run_id)))
+            cells.append(h.cell(f"{value:,}" if isinstance(value, int) else h.number(value), value))
+    head = h.join([swatch(study, run.remedy), h.tag("small", {}, _role(run)) if _role(run) else ""])
+    return h.table_row(head, *cells, h.words(h.tag("code", {}, run.run_id)))
 
 
 def without_result(study: StudyData) -> Markup:
@@ -506,7 +491,7 @@ def without_result(study: StudyData) -> Markup:
     failed = [_failure(study, run) for run in study.runs if run.status is RunStatus.FAILED]
     waiting = [_waiting(study, status) for status in WAITING]
     items = [item for item in [*failed, *waiting] if item]
-    return tag("ul", {"class": "failures"}, *items) if items else Markup("")
+    return h.tag("ul", {"class": "failures"}, *items) if items else Markup("")
 
 
 WAITING = {
@@ -516,7 +501,7 @@ WAITING = {
 
 
 def _run_name(study: StudyData, run: RunData) -> Markup:
-    return join([swatch(study, run.remedy), f", LR {rate(run.lr)}, seed {run.seed}{_role(run)}"])
+    return h.join([swatch(study, run.remedy), f", LR {h.rate(run.lr)}, seed {run.seed}{_role(run)}"])
 
 
 def _role(run: RunData) -> str:
@@ -532,15 +517,15 @@ def _waiting(study: StudyData, status: RunStatus) -> Markup:
     if not runs:
         return Markup("")
     word, hint = WAITING[status]
-    names = [tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
-    head = tag("strong", {}, f"{count(len(runs), 'run')} {word}")
-    return tag("li", {"class": "waiting"}, head, tag("p", {}, hint), tag("p", {"class": "runs"}, *names))
+    names = [h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
+    head = h.tag("strong", {}, f"{h.count(len(runs), 'run')} {word}")
+    return h.tag("li", {"class": "waiting"}, head, h.tag("p", {}, hint), h.tag("p", {"class": "runs"}, *names))
 
 
 def _failure(study: StudyData, run: RunData) -> Markup:
     lines = [line for line in run.error.strip().splitlines() if line.strip()]
-    title = join([_run_name(study, run), ": ", tag("strong", {}, "failed" + _reached(run))])
-    last = tag("p", {"class": "error"}, tag("code", {}, lines[-1] if lines else "no message was written"))
+    title = h.join([_run_name(study, run), ": ", h.tag("strong", {}, "failed" + _reached(run))])
+    last = h.tag("p", {"class": "error"}, h.tag("code", {}, lines[-1] if lines else "no message was written"))
     if len(lines) < 2:
-        return tag("li", {}, title, last)
-    return tag("li", {}, title, last, details("Traceback", tag("pre", {}, run.error.strip())))
+        return h.tag("li", {}, title, last)
+    return h.tag("li", {}, title, last, h.details("Traceback", h.tag("pre", {}, run.error.strip())))

@@ -19,23 +19,8 @@ from qkeel.metrics import (
 )
 from qkeel.options import Term, parse
 from qkeel.records import RunStatus
-from qkeel.report.html import (
-    NOTHING,
-    Finding,
-    Markup,
-    cell,
-    columns,
-    count,
-    join,
-    listing,
-    loss,
-    note,
-    number,
-    rate,
-    signed,
-    table,
-    table_row,
-)
+from qkeel.report import html as h
+from qkeel.report.html import Finding, Markup
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 from qkeel.report.study.compare import (
     MARGIN,
@@ -77,17 +62,17 @@ def accuracy_findings(study: StudyData) -> list[Finding]:
         return []
     totals = {key: spread(list(each.values())) for key, each in found.items()}
     best = max(found, key=lambda key: totals[key].mean)
-    text = f"Highest held-out accuracy: {_percent(totals[best])}, {best[0]} at LR {rate(best[1])}"
+    text = f"Highest held-out accuracy: {_percent(totals[best])}, {best[0]} at LR {h.rate(best[1])}"
     against = {key: less(each, found[best], ACCURACY_MARGIN) for key, each in found.items() if key != best}
     known = {key: one for key, one in against.items() if one is not None and len(one.values) > 1}
     judged = zip(known, paired_effects([one.numbers for one in known.values()], ACCURACY_MARGIN))
-    close = [f"{remedy} at LR {rate(lr)}" for (remedy, lr), one in judged if one.verdict in ("equal", "undecided")]
+    close = [f"{remedy} at LR {h.rate(lr)}" for (remedy, lr), one in judged if one.verdict in ("equal", "undecided")]
     more = f"{100 * ACCURACY_MARGIN:g} point"
-    text += f" ({listing(close)} {_are(close)} not shown to differ from it by more than {more})" if close else ""
+    text += f" ({h.listing(close)} {_are(close)} not shown to differ from it by more than {more})" if close else ""
     plain = [key for key in found if key[0] == BASELINE]
     if plain and best[0] != BASELINE:
         top = max(plain, key=lambda key: totals[key].mean)
-        text += f"; the highest of {BASELINE} is {_percent(totals[top])}, at LR {rate(top[1])}"
+        text += f"; the highest of {BASELINE} is {_percent(totals[top])}, at LR {h.rate(top[1])}"
     return [Finding("note", text + ".")]
 
 
@@ -101,17 +86,17 @@ def table_of(study: StudyData) -> Markup:
     if not found:
         return Markup("")
     lrs = study.lrs()
-    head = [*columns("Remedy", kind="text"), *columns(*(f"LR\u00a0{rate(lr)}" for lr in lrs))]
+    head = [*h.columns("Remedy", kind="text"), *h.columns(*(f"LR\u00a0{h.rate(lr)}" for lr in lrs))]
     text = "Share of held-out images that are classified correctly, mean over seeds in %, with the range below."
     body = [
-        table_row(swatch(study, remedy), *(_cell(found.get((remedy, lr))) for lr in lrs))
+        h.table_row(swatch(study, remedy), *(_cell(found.get((remedy, lr))) for lr in lrs))
         for remedy in dict.fromkeys(remedy for remedy, _ in found)
     ]
-    return join([note(text), table("Accuracy on held-out images", head, body, sortable=True)])
+    return h.join([h.note(text), h.table("Accuracy on held-out images", head, body, sortable=True)])
 
 
 def _cell(one: Spread | None) -> Markup:
-    return cell("–", -1.0) if one is None else spread_cell(one, lambda share: f"{100 * share:.1f}")
+    return h.cell("–", -1.0) if one is None else spread_cell(one, lambda share: f"{100 * share:.1f}")
 
 
 # Chaos studies: the differences due to one float32 step in one weight.
@@ -139,16 +124,16 @@ def chaos_findings(study: StudyData) -> list[Finding]:
     if not floors:
         return [Finding("caution", "No pair of runs has finished yet.")]
     top = max(floors, key=floors.__getitem__)
-    seeds = count(len({pair["seed"] for pair in study.chaos}), "seed")
+    seeds = h.count(len({pair["seed"] for pair in study.chaos}), "seed")
     lead = (
-        f"One float32 step in one weight changes the final held-out loss by up to {number(floors[top], 2)} nats "
-        f"({top[0]} at LR {rate(top[1])}{', ' * bool(top[2])}{top[2]}, root mean square over {seeds})."
+        f"One float32 step in one weight changes the final held-out loss by up to {h.number(floors[top], 2)} nats "
+        f"({top[0]} at LR {h.rate(top[1])}{', ' * bool(top[2])}{top[2]}, root mean square over {seeds})."
     )
     parts = []
     for remedy in dict.fromkeys(remedy for remedy, _, _ in floors):
         above = [lr for (name, lr, _), floor in floors.items() if name == remedy and floor > MARGIN]
-        parts.append(f"{remedy} from LR {rate(min(above))} on" if above else f"{remedy} at no LR tried")
-    text = f"Above {MARGIN:g} nats: {listing(parts)}."
+        parts.append(f"{remedy} from LR {h.rate(min(above))} on" if above else f"{remedy} at no LR tried")
+    text = f"Above {MARGIN:g} nats: {h.listing(parts)}."
     return [Finding("lead", lead), Finding("note", text)]
 
 
@@ -162,22 +147,22 @@ def floors_table(study: StudyData) -> Markup:
         "of the difference in final held-out loss. Exponent: slope of ln distance of the heads' largest and smallest "
         "logits against steps, until it passes a tenth of their size; mean and 95 % interval over seeds."
     )
-    head = [*columns("Remedy", kind="text")]
-    head += columns("LR", "Chaos floor", "Largest difference", "Logits apart at the end", "Exponent per step")
-    return join([note(text), table("What one float32 step does", head, lines, sortable=True)])
+    head = [*h.columns("Remedy", kind="text")]
+    head += h.columns("LR", "Chaos floor", "Largest difference", "Logits apart at the end", "Exponent per step")
+    return h.join([h.note(text), h.table("What one float32 step does", head, lines, sortable=True)])
 
 
 def _line(study: StudyData, remedy: str, lr: float, part: str, pairs: Sequence[Row]) -> Markup:
     worst, apart = (max(float(pair[name]) for pair in pairs) for name in ("loss_difference", "logit_distance"))
     known = [float(pair["exponent"]) for pair in pairs if pair.get("exponent") is not None]
-    exponent = NOTHING
+    exponent = h.NOTHING
     if known:
         mean = math.fsum(known) / len(known)
         one = paired_effect(known, level=_LEVEL) if len(known) > 1 else None
-        small = f"{number(one.low, 2)} to {number(one.high, 2)}" if one else "one seed"
-        exponent = cell(number(mean, 2), mean, small)
-    cells = [cell(number(value, 2), value) for value in (_floor(pairs), worst, apart)]
-    return table_row(swatch(study, remedy), cell(rate(lr), lr, part), *cells, exponent)
+        small = f"{h.number(one.low, 2)} to {h.number(one.high, 2)}" if one else "one seed"
+        exponent = h.cell(h.number(mean, 2), mean, small)
+    cells = [h.cell(h.number(value, 2), value) for value in (_floor(pairs), worst, apart)]
+    return h.table_row(swatch(study, remedy), h.cell(h.rate(lr), lr, part), *cells, exponent)
 
 
 # Reference losses: bigram counts, and attention that is never trained.
@@ -202,7 +187,7 @@ def _counted(study: StudyData) -> Iterator[str]:
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
         f"Counting the pairs of tokens that a run reads, without any training, predicts the held-out text at "
-        f"{loss(level)} {study.loss_unit()}. Of the mean losses of {count(len(means), 'remedy-rate pair')} {over} "
+        f"{h.loss(level)} {study.loss_unit()}. Of the mean losses of {h.count(len(means), 'remedy-rate pair')} {over} "
         f"{'is' if over == 1 else 'are'} not below that."
     )
 
@@ -212,10 +197,10 @@ def _over_frozen(rows: Sequence[Row], remedies: Sequence[str]) -> Iterator[str]:
         gains = {other: paired_gain(rows, other, FROZEN, lr) for other in remedies if other != FROZEN}
         gains = {other: own for other, own in gains.items() if len(own) > 1 and all(map(math.isfinite, own))}
         effects = dict(zip(gains, paired_effects(list(gains.values()), MARGIN)))
-        parts = [f"{other} {signed(one.mean)} ({interval_text(one)})" for other, one in effects.items()]
+        parts = [f"{other} {h.signed(one.mean)} ({interval_text(one)})" for other, one in effects.items()]
         if parts:
             yield (
-                f"Gain over queries and keys that are never trained ({FROZEN}) at LR {rate(lr)}, nats: "
+                f"Gain over queries and keys that are never trained ({FROZEN}) at LR {h.rate(lr)}, nats: "
                 f"{'; '.join(parts)}. Where an interval does not lie above {MARGIN:+g}, no gain from training queries "
                 "and keys is shown."
             )
@@ -253,17 +238,17 @@ def _counts(study: StudyData, named: Row, rows: Sequence[Row]) -> list[Finding]:
         if mine:
             found.setdefault((sum(row["collapsed"] for row in mine), len(mine)), []).append(remedy)
             tops[remedy] = spread([row["max_logit"] for row in mine]).high
-    parts = [f"in {k} of {count(n, 'run')} with {listing(names)}" for (k, n), names in sorted(found.items())[::-1]]
-    logits = [f"{number(top, 2)} with {remedy}" for remedy, top in tops.items()]
+    parts = [f"in {k} of {h.count(n, 'run')} with {h.listing(names)}" for (k, n), names in sorted(found.items())[::-1]]
+    logits = [f"{h.number(top, 2)} with {remedy}" for remedy, top in tops.items()]
     return [
-        Finding("lead", f"At LR {rate(named['lr'])} attention collapsed {'; '.join(parts)}."),
-        Finding("lead", f"The largest attention logit of these runs was {listing(logits)}."),
+        Finding("lead", f"At LR {h.rate(named['lr'])} attention collapsed {'; '.join(parts)}."),
+        Finding("lead", f"The largest attention logit of these runs was {h.listing(logits)}."),
     ]
 
 
 def _primary(study: StudyData, named: Row) -> list[Finding]:
     """The primary comparison, and how its number of seeds was chosen."""
-    both, at = f"{named['remedy']} against {named['baseline']}", f"at LR {rate(named['lr'])}"
+    both, at = f"{named['remedy']} against {named['baseline']}", f"at LR {h.rate(named['lr'])}"
     what = f"Primary comparison, named before the runs: held-out loss of {both} {at}."
     gain = primary_gain(study)
     if gain is None:
@@ -272,8 +257,8 @@ def _primary(study: StudyData, named: Row) -> list[Finding]:
         text = "One seed decides nothing" if math.isfinite(gain.mean) else "A loss is not finite, so none is compared"
         return [Finding("lead", f"{what} {text}.")]
     outcome = {
-        "better": f"{gain.remedy} is better by {loss(gain.mean)} nats",
-        "worse": f"{gain.remedy} is worse by {loss(-gain.mean)} nats",
+        "better": f"{gain.remedy} is better by {h.loss(gain.mean)} nats",
+        "worse": f"{gain.remedy} is worse by {h.loss(-gain.mean)} nats",
         "equal": f"The two are equal to within {MARGIN:g} nats",
         "undecided": f"Undecided; {more_seeds(gain.effect)}",
     }[gain.verdict]
@@ -292,13 +277,13 @@ def _planned(study: StudyData, named: Row) -> str:
     )
     n = len(set.intersection(*sides))
     if named.get("expected") is None or named.get("spread") is None:
-        return f"{count(n, 'seed')}; no power was planned for these settings."
+        return f"{h.count(n, 'seed')}; no power was planned for these settings."
     # Rounding must not turn a probability below 1 into 100 %.
     power = min(0.999, planned_power(named["expected"], named["spread"], n, margin=MARGIN)) if n > 1 else 0.0
     source = f" ({named['source']})" if named.get("source") else ""
     chance = f"over {100 * power:.1f} %" if power == 0.999 else f"{100 * power:.0f} %"
     return (
-        f"Planned: {count(n, 'seed')}. A true difference of {named['expected']:g} nats is shown to be beyond "
+        f"Planned: {h.count(n, 'seed')}. A true difference of {named['expected']:g} nats is shown to be beyond "
         f"±{MARGIN:g} with a probability of {chance}, if the differences of pairs have a standard deviation of "
         f"{named['spread']:g}{source}."
     )
@@ -311,16 +296,16 @@ def _drift(study: StudyData) -> list[Finding]:
     runs.sort(key=lambda run: (study.remedies.index(run.remedy), run.seed))
     first = runs[0]
     parts = [_drift_clause(run, alone=len(runs) == 1) for run in runs]
-    where = f"Over {count(int(first.metrics[-1]['step']), 'step')} at LR {rate(first.lr)}"
-    held = listing([f"{loss(run.row['val_loss'])} ({run.remedy})" for run in runs if run.row])
+    where = f"Over {h.count(int(first.metrics[-1]['step']), 'step')} at LR {h.rate(first.lr)}"
+    held = h.listing([f"{h.loss(run.row['val_loss'])} ({run.remedy})" for run in runs if run.row])
     seeds = len({run.seed for run in runs})
-    tail = f" Held-out loss at the end: {held}; {'one seed' if seeds == 1 else count(seeds, 'seed')}."
+    tail = f" Held-out loss at the end: {held}; {'one seed' if seeds == 1 else h.count(seeds, 'seed')}."
     return [Finding("lead", f"{where}, {', while '.join(parts)}.{tail}")]
 
 
 def _drift_clause(run: RunData, *, alone: bool) -> str:
     row = run.row or {}
-    peak = number(row["max_logit"], 2)
+    peak = h.number(row["max_logit"], 2)
     alarm = alarm_step(run.metrics)
     start = run.metrics[0].get("max_logit")
     name = f"the largest attention logit of {run.remedy}" if alone or run.remedy == BASELINE else run.remedy
@@ -328,8 +313,8 @@ def _drift_clause(run: RunData, *, alone: bool) -> str:
     if alarm is None:
         return f"{name} stays at or below {peak}"
     return (
-        f"{name} grows from {number(start, 2)} to {peak} and passes the alarm line of "
-        f"{number(ALARM_THRESHOLD)} by step {alarm:,}"
+        f"{name} grows from {h.number(start, 2)} to {peak} and passes the alarm line of "
+        f"{h.number(ALARM_THRESHOLD)} by step {alarm:,}"
     )
 
 
@@ -347,11 +332,11 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     if not praised:
         return [Finding("lead", _nothing_shown(found)), *_logits(rows, found)]
     best = max(praised, key=lambda g: g.mean)
-    better = f"its held-out loss is {loss(best.mean)} nats better ({best.over()})"
+    better = f"its held-out loss is {h.loss(best.mean)} nats better ({best.over()})"
     low = min((g for g in found if g.remedy == best.remedy), key=lambda g: g.lr)
-    at_low = f"; at LR {rate(low.lr)} it {_cost(low)}" if low.lr < best.lr else ""
+    at_low = f"; at LR {h.rate(low.lr)} it {_cost(low)}" if low.lr < best.lr else ""
     return [
-        Finding("lead", f"At LR {rate(best.lr)}, {_held(rows, best)}, and {better}{at_low}."),
+        Finding("lead", f"At LR {h.rate(best.lr)}, {_held(rows, best)}, and {better}{at_low}."),
         *_peers(rows, best, found),
     ]
 
@@ -365,7 +350,7 @@ def _nothing_shown(found: Sequence[PairedGain]) -> str:
     if not near:
         return text + "."
     top = max(near, key=lambda g: g.mean)
-    largest = f"the largest difference is that of {top.remedy} at LR {rate(top.lr)} ({top.figures()})"
+    largest = f"the largest difference is that of {top.remedy} at LR {h.rate(top.lr)} ({top.figures()})"
     return f"{text}; {largest}: {more_seeds(top.effect)}."
 
 
@@ -375,9 +360,9 @@ def _held(rows: Sequence[Row], one: PairedGain) -> str:
         for name in (one.remedy, one.baseline)
     )
     if mine < theirs:
-        held = f"{one.remedy} holds the largest attention logit at {number(mine, 2)}"
-        return f"{held} where {one.baseline} reaches {number(theirs, 2)}"
-    return f"the largest attention logit of {one.remedy} is {number(mine, 2)} ({one.baseline}: {number(theirs, 2)})"
+        held = f"{one.remedy} holds the largest attention logit at {h.number(mine, 2)}"
+        return f"{held} where {one.baseline} reaches {h.number(theirs, 2)}"
+    return f"the largest attention logit of {one.remedy} is {h.number(mine, 2)} ({one.baseline}: {h.number(theirs, 2)})"
 
 
 def _cost(one: PairedGain) -> str:
@@ -403,18 +388,18 @@ def _logits(rows: Sequence[Row], found: Sequence[PairedGain]) -> list[Finding]:
     here = {g.remedy: g for g in found if g.lr == top and not g.collapsed}
     peak = {r: spread([row["max_logit"] for row in rows if row["remedy"] == r and row["lr"] == top]).high for r in here}
     lowest = [here[min(peak, key=lambda remedy: peak[remedy])]] if here else []
-    return [Finding("note", f"At LR {rate(top)}, {_held(rows, one)}.") for one in lowest]
+    return [Finding("note", f"At LR {h.rate(top)}, {_held(rows, one)}.") for one in lowest]
 
 
 def _peers(rows: Sequence[Row], best: PairedGain, found: Sequence[PairedGain]) -> list[Finding]:
     """The remedies that are not shown to differ from the best one at its rate by more than the margin."""
     others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
     apart = judge(rows, [(name, best.remedy, best.lr) for name in others])
-    near = [f"{g.remedy} ({signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
+    near = [f"{g.remedy} ({h.signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
     if not near:
         return []
-    text = f"There, {listing(near)} {_are(near)} not shown to differ from {best.remedy} ({signed(best.mean)}){_BEYOND}."
-    return [Finding("note", text)]
+    text = f"There, {h.listing(near)} {_are(near)} not shown to differ from {best.remedy} ({h.signed(best.mean)})"
+    return [Finding("note", f"{text}{_BEYOND}.")]
 
 
 def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
@@ -429,9 +414,9 @@ def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     for remedy, ablation in _ablations(study.remedies):
         groups: dict[str, list[str]] = {}
         for one in gains(rows, [remedy], ablation):
-            groups.setdefault(one.verdict, []).append(f"{rate(one.lr)} ({one.figures()})")
+            groups.setdefault(one.verdict, []).append(f"{h.rate(one.lr)} ({one.figures()})")
         parts = [
-            f"{said.format(remedy if verdict == 'better' else ablation)} at LR {listing(groups[verdict])}"
+            f"{said.format(remedy if verdict == 'better' else ablation)} at LR {h.listing(groups[verdict])}"
             for verdict, said in words.items()
             if verdict in groups
         ]
@@ -461,8 +446,8 @@ def _term(remedy: str) -> Term | None:
 def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     """The remedies that are worse than the baseline."""
     found = [g for g in gains(rows, study.remedies, study.baseline) if g.verdict == "worse"]
-    worse = [f"{g.remedy} at LR {rate(g.lr)} ({g.figures()})" for g in found]
-    return [Finding("note", f"Worse than {study.baseline}: {listing(worse)}.")] if worse else []
+    worse = [f"{g.remedy} at LR {h.rate(g.lr)} ({g.figures()})" for g in found]
+    return [Finding("note", f"Worse than {study.baseline}: {h.listing(worse)}.")] if worse else []
 
 
 def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
@@ -470,7 +455,7 @@ def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     test = f"mean entropy under {COLLAPSE_ENTROPY} nats, or no better than before training"
     if not fallen:
         return [Finding("note", f"No finished run collapsed ({test}).")]
-    parts = [f"{remedy} at LR {listing(lrs)}" for remedy, lrs in fallen.items()]
+    parts = [f"{remedy} at LR {h.listing(lrs)}" for remedy, lrs in fallen.items()]
     return [Finding("note", f"Attention collapsed ({test}) with {'; '.join(parts)}.")]
 
 
@@ -485,14 +470,14 @@ def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     if not finite:
         return [Finding("caution", "No learning rate has a finite held-out loss without collapse.")]
     remedy, lr = min(finite, key=lambda cell: finite[cell].mean)
-    text = f"Lowest held-out loss: {loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {rate(lr)}"
+    text = f"Lowest held-out loss: {h.loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {h.rate(lr)}"
     apart = judge(rows, [(remedy, r, lr) for r in study.remedies if r != remedy])
     close = [g.baseline for g in apart if g.effect and g.verdict in ("equal", "undecided")]
-    text += f" ({listing(close)} {_are(close)} not shown to differ from it{_BEYOND})" if close else ""
+    text += f" ({h.listing(close)} {_are(close)} not shown to differ from it{_BEYOND})" if close else ""
     others = {cell: total for cell, total in finite.items() if cell[0] == study.baseline}
     if others and remedy != study.baseline:
         cell = min(others, key=lambda c: others[c].mean)
-        text += f"; the lowest of {study.baseline} is {loss(others[cell].mean)}, at LR {rate(cell[1])}"
+        text += f"; the lowest of {study.baseline} is {h.loss(others[cell].mean)}, at LR {h.rate(cell[1])}"
     return [Finding("note", text + ".")]
 
 
@@ -500,17 +485,17 @@ def _single(run: RunData, unit: str) -> list[Finding]:
     if run.row is None:
         return []
     row = run.row
-    name = f"{run.remedy} at LR {rate(run.lr)}, seed {run.seed}"
-    steps = "" if row["steps"] is None else f" after {count(row['steps'], 'step')}"
-    before = "" if math.isnan(row["init_loss"]) else f"; it was {loss(row['init_loss'])} before training"
+    name = f"{run.remedy} at LR {h.rate(run.lr)}, seed {run.seed}"
+    steps = "" if row["steps"] is None else f" after {h.count(row['steps'], 'step')}"
+    before = "" if math.isnan(row["init_loss"]) else f"; it was {h.loss(row['init_loss'])} before training"
     alarm = row["alarm_step"]
-    line = f"the alarm line of {number(ALARM_THRESHOLD)}"
+    line = f"the alarm line of {h.number(ALARM_THRESHOLD)}"
     passed = f"never passed {line}" if alarm is None else f"passed {line} by step {alarm:,}"
-    entropy = f"mean attention entropy ended at {number(row['end_entropy'])} nats"
+    entropy = f"mean attention entropy ended at {h.number(row['end_entropy'])} nats"
     state = "attention collapsed" if row["collapsed"] else "attention did not collapse"
     return [
-        Finding("lead", f"{name}: held-out loss {loss(row['val_loss'])} {unit}{steps}{before}."),
-        Finding("note", f"The largest attention logit reached {number(row['max_logit'])} and {passed}."),
+        Finding("lead", f"{name}: held-out loss {h.loss(row['val_loss'])} {unit}{steps}{before}."),
+        Finding("note", f"The largest attention logit reached {h.number(row['max_logit'])} and {passed}."),
         Finding("note", f"{entropy[0].upper()}{entropy[1:]}; {state}."),
     ]
 
@@ -536,15 +521,15 @@ def _unfinished(study: StudyData) -> list[Finding]:
         return []
     if len(study.runs) == 1:
         return [Finding("lead", _stopped(study.runs[0]))]
-    text = f"{listing(parts)} of {count(len(study.runs), 'run')}: "
+    text = f"{h.listing(parts)} of {h.count(len(study.runs), 'run')}: "
     text += "they are in no table and in no loss figure, and are listed below."
     if not any(run.row for run in study.runs):
-        text = f"No run has finished yet ({listing(parts)} of {count(len(study.runs), 'run')})."
+        text = f"No run has finished yet ({h.listing(parts)} of {h.count(len(study.runs), 'run')})."
     return [Finding("caution", text)]
 
 
 def _stopped(run: RunData) -> str:
-    name = f"{run.remedy} at LR {rate(run.lr)}, seed {run.seed}"
+    name = f"{run.remedy} at LR {h.rate(run.lr)}, seed {run.seed}"
     where = f"after step {int(run.metrics[-1]['step']):,}" if run.metrics else "before its first record"
     if run.status is not RunStatus.FAILED:
         return f"{name} is not finished: what follows ends {where}."

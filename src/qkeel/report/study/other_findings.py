@@ -9,23 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from qkeel.metrics import Row, paired_effects
-from qkeel.report.html import (
-    NOTHING,
-    Finding,
-    Markup,
-    cell,
-    columns,
-    count,
-    join,
-    listing,
-    loss,
-    note,
-    number,
-    rate,
-    table,
-    table_row,
-    words,
-)
+from qkeel.report import html as h
+from qkeel.report.html import Finding, Markup
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 from qkeel.report.study.compare import (
     HELD,
@@ -106,17 +91,17 @@ def length_findings(study: StudyData) -> list[Finding]:
         return []
     longest = max(row.length for row in rows)
     plain = sorted((row for row in rows if row.length == longest and row.method == "none"), key=lambda r: -r.kept)
-    held = listing([f"{row.form} {row.kept:.2f}" for row in plain])
+    held = h.listing([f"{row.form} {row.kept:.2f}" for row in plain])
     short = train_length(study)
     seeds = max(row.values["kept_nonrepeat"].n for row in rows)
     found = []
     if plain:
         text = f"Trained on {short} tokens and tested on {longest}, as trained: the share of accuracy kept is {held}; "
-        found.append(Finding("lead", text + f"{count(seeds, 'seed')}."))
+        found.append(Finding("lead", text + f"{h.count(seeds, 'seed')}."))
     reading = [row for row in plain if "accuracy_last_short" in row.values]
     if reading:
         gained = [100 * (row.values["accuracy_last"].mean - row.values["accuracy_last_short"].mean) for row in reading]
-        each = listing([f"{row.form} {points:+.1f}" for row, points in zip(reading, gained)])
+        each = h.listing([f"{row.form} {points:+.1f}" for row, points in zip(reading, gained)])
         found.append(Finding("note", f"Gain of the last {short} tokens from the text before them, in points: {each}."))
     found += _needles_found(rows, longest)
     agree, pairs = agreement([row for row in rows if row.length == longest])
@@ -139,7 +124,7 @@ def _needles_found(rows: Sequence[Measured], longest: int) -> list[Finding]:
     ]
     if not shares or short == longest:
         return []
-    return [Finding("note", f"Needles found among {short} and among {longest} tokens, in %: {listing(shares)}.")]
+    return [Finding("note", f"Needles found among {short} and among {longest} tokens, in %: {h.listing(shares)}.")]
 
 
 def _under(method: str) -> str:
@@ -160,8 +145,8 @@ def comparison(study: StudyData) -> Markup:
         return Markup("")
     shown = [name for name in _VALUES if any(name in row.values for row in rows)]
     titles = {**_ACCURACIES, "kept_nonrepeat": "Kept", **_MECHANISM}
-    head = columns("Form", "Post hoc", kind="text")
-    head += columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
+    head = h.columns("Form", "Post hoc", kind="text")
+    head += h.columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
     text = (
         "Next tokens predicted, in %, means over seeds, range below. Kept: long over training length as trained. "
         "Last stretch: the last training length of a text, with all before it and alone: what is gained by reading on. "
@@ -171,8 +156,8 @@ def comparison(study: StudyData) -> Markup:
         "orders can be compared, sizes cannot."
     )
     body = [_line(study, one, [name for name in titles if name in shown]) for one in rows]
-    inner = table("Accuracy at other lengths, measured and published", head, body, sortable=True)
-    return join([note(text), inner, _needles(study, rows)])
+    inner = h.table("Accuracy at other lengths, measured and published", head, body, sortable=True)
+    return h.join([h.note(text), inner, _needles(study, rows)])
 
 
 def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
@@ -181,8 +166,8 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
     if not known:
         return Markup("")
     spans = sorted({length for _, _, length in known})
-    head = columns("Form", "Post hoc", kind="text")
-    head += columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
+    head = h.columns("Form", "Post hoc", kind="text")
+    head += h.columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
     text = (
         "Values predicted when their key is asked for at the end of a text, in %, means over seeds, range below; "
         "a guess finds one in eight. Weight on it: of the question, in the longest text, in the head that gives most. "
@@ -193,24 +178,24 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
         cells = [_cell(known.get((form, method, length), {}).get("needle"), "needle") for length in spans]
         last = known.get((form, method, spans[-1]), {})
         cells += [_cell(last.get(name), name) for name in _NEEDLE]
-        body.append(table_row(swatch(study, form), words(method), *cells))
-    return join([note(text), table("Needles found", head, body, sortable=True)])
+        body.append(h.table_row(swatch(study, form), h.words(method), *cells))
+    return h.join([h.note(text), h.table("Needles found", head, body, sortable=True)])
 
 
 def _line(study: StudyData, one: Measured, names: Sequence[str]) -> Markup:
     theirs = published_share(one.form, one.method)
-    return table_row(
+    return h.table_row(
         swatch(study, one.form),
-        words(one.method),
-        cell(f"{one.length:,}", one.length),
+        h.words(one.method),
+        h.cell(f"{one.length:,}", one.length),
         *(_cell(one.values.get(name), name) for name in names),
-        NOTHING if theirs is None else cell(f"{theirs:.2f}", theirs),
+        h.NOTHING if theirs is None else h.cell(f"{theirs:.2f}", theirs),
     )
 
 
 def _cell(value: Spread | None, name: str) -> Markup:
     if value is None:
-        return NOTHING
+        return h.NOTHING
     times, places = (100, 3 if name == "cos_outside" else 1) if name not in ("kept_nonrepeat", "dilution") else (1, 2)
     return spread_cell(value, lambda x: f"{times * x:.{places}f}")
 
@@ -269,9 +254,9 @@ def _row(name: str) -> Callable[[RunData], float | None]:
 
 
 _COLUMNS: dict[str, tuple[Callable[[RunData], float | None], Callable[[float], str]]] = {
-    "Image loss": (_at_end("val_loss/image"), loss),
-    "Caption loss": (_at_end("val_loss/caption"), loss),
-    "Text loss": (_at_end("val_loss/text"), loss),
+    "Image loss": (_at_end("val_loss/image"), h.loss),
+    "Caption loss": (_at_end("val_loss/caption"), h.loss),
+    "Text loss": (_at_end("val_loss/text"), h.loss),
     "Queries, image / text": (_ratio("query_norm/image", "query_norm/text"), "{:.2f}".format),
     "Keys, image / text": (_ratio("key_norm/image", "key_norm/text"), "{:.2f}".format),
     "Text's weight on images, / even": (
@@ -279,10 +264,10 @@ _COLUMNS: dict[str, tuple[Callable[[RunData], float | None], Callable[[float], s
         "{:.2f}".format,
     ),
     "Images' weight on text, / even": (_ratio("attention_mass/image>text", "uniform_mass/image>text"), "{:.2f}".format),
-    "Largest logit": (_row("max_logit"), number),
-    "Entropy at the end": (_row("end_entropy"), number),
-    "Alarm step": (_row("alarm_step"), number),
-    "Last block's norm, images": (_at_end("last_block_norm/image"), number),
+    "Largest logit": (_row("max_logit"), h.number),
+    "Entropy at the end": (_row("end_entropy"), h.number),
+    "Alarm step": (_row("alarm_step"), h.number),
+    "Last block's norm, images": (_at_end("last_block_norm/image"), h.number),
 }
 
 
@@ -302,24 +287,24 @@ def by_modality(study: StudyData) -> Markup:
         "weight if attention treated all visible keys alike. A high loss on a kind of data that the mix never "
         "trains on has that reason alone."
     )
-    head = [*columns("Mix", "Remedy", kind="text"), *columns("LR", *_COLUMNS)]
-    return join([note(text), table("By modality", head, lines, sortable=True)])
+    head = [*h.columns("Mix", "Remedy", kind="text"), *h.columns("LR", *_COLUMNS)]
+    return h.join([h.note(text), h.table("By modality", head, lines, sortable=True)])
 
 
 def _modality_line(study: StudyData, mix: str, at: tuple[str, float], runs: list[RunData]) -> Markup:
     remedy, lr = at
-    cells = [words(swatch(study, remedy)), cell(rate(lr), lr)]
+    cells = [h.words(swatch(study, remedy)), h.cell(h.rate(lr), lr)]
     for read, write in _COLUMNS.values():
         values = [value for run in runs if (value := read(run)) is not None]
-        cells.append(_modality_cell(spread(values), write, len(runs)) if values else NOTHING)
-    return table_row(mix, *cells)
+        cells.append(_modality_cell(spread(values), write, len(runs)) if values else h.NOTHING)
+    return h.table_row(mix, *cells)
 
 
 def _modality_cell(total: Spread, write: Callable[[float], str], runs: int) -> Markup:
     small = f"{write(total.low)} to {write(total.high)}" if total.n > 1 else ""
     if total.n < runs:
         small += f"{'; ' if small else ''}{total.n} of {runs} runs"
-    return cell(write(total.mean), total.mean, small)
+    return h.cell(write(total.mean), total.mean, small)
 
 
 # Multimodal studies: which claims about mixed modalities held.
@@ -364,12 +349,12 @@ def modality_findings(study: StudyData) -> list[Finding]:
     held = [claim for claim in found if claim.held]
     if all(len(claim.effect.values) < 2 for claim in found):
         return [
-            Finding("lead", f"{_answer(study, found)}One seed: none of {count(len(found), 'claim')} is judged."),
+            Finding("lead", f"{_answer(study, found)}One seed: none of {h.count(len(found), 'claim')} is judged."),
             *_cautions(study),
         ]
     answer = _answer(study, found)
     text = f"Why do mixed modalities blow up? {answer}" if answer else ""
-    tally = f"{len(held)} of {count(len(found), 'claim')} held, by intervals of 95 % for all at once (Holm)."
+    tally = f"{len(held)} of {h.count(len(found), 'claim')} held, by intervals of 95 % for all at once (Holm)."
     notes = [Finding("undecided" if claim.effect.verdict == UNDECIDED else "note", claim.text) for claim in found]
     return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
 
@@ -377,7 +362,7 @@ def modality_findings(study: StudyData) -> list[Finding]:
 def _cautions(study: StudyData) -> Iterator[Finding]:
     left = sum(run.row is None for run in study.runs)
     if left:
-        yield Finding("caution", f"{left} of {count(len(study.runs), 'run')} have no result; they are in no figure.")
+        yield Finding("caution", f"{left} of {h.count(len(study.runs), 'run')} have no result; they are in no figure.")
     yield Finding(
         "caution",
         "One small model on small images: what is not shown here may be true at another size, and vice versa. "
@@ -397,17 +382,17 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
     grown = []
     for name, part in parts:
         one = times(_of(part, high, "max_logit"), _of(part, low, "max_logit"))
-        grown += [f"{number(one.mean, 2)}× in {name}"] if one else []
-    begins = f"at LR {rate(high)} "
+        grown += [f"{h.number(one.mean, 2)}× in {name}"] if one else []
+    begins = f"at LR {h.rate(high)} "
     mixed = [c.effect for c in found if c.name.startswith("Mixing makes logits") and c.sentence.startswith(begins)]
-    answer = f"From LR {rate(low)} to {rate(high)} the largest logit grows {listing(grown)}. " if grown else ""
+    answer = f"From LR {h.rate(low)} to {h.rate(high)} the largest logit grows {h.listing(grown)}. " if grown else ""
     if mixed:
-        more = f"Mixing multiplies it by {listing([e.text() for e in mixed])} at LR {rate(high)}"
+        more = f"Mixing multiplies it by {h.listing([e.text() for e in mixed])} at LR {h.rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
         so = "which is shown" if clear else "which is not shown: here the rate causes it, not the mixing"
         answer += f"{more}, {so}. "
     cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
-    return answer + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
+    return answer + (f"{REMEDY} cuts it by {h.listing([e.text() for e in cured])}. " if cured else "")
 
 
 def claims(study: StudyData) -> list[Claim]:
@@ -433,7 +418,7 @@ def _norms(study: StudyData) -> Iterator[Claim]:
             if one is None:
                 continue
             against = times(_shares(part, lr, f"{kind}_norm"), _shares(text, lr, f"{kind}_norm")) if text else None
-            what = f"at LR {rate(lr)} image {plural} are {{}} text {plural}"
+            what = f"at LR {h.rate(lr)} image {plural} are {{}} text {plural}"
             if against is not None:
                 what = what.replace("{}", one.text()) + ", which is {} what a model of text alone makes of them"
             yield Claim(f"Mixing makes image {plural} longer ({name})", what, against or one)
@@ -443,7 +428,7 @@ def _drift(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)):
         one = times(_shares(part, lr, "query_norm"), _shares(part, lr, "query_norm", at=0))
         if one is not None:
-            what = f"at LR {rate(lr)} the ratio of image to text queries ends {{}} what it was before training"
+            what = f"at LR {h.rate(lr)} the ratio of image to text queries ends {{}} what it was before training"
             yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
 
 
@@ -451,7 +436,7 @@ def _mass(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[:1]):
         one = times(_of(part, lr, "attention_mass/text>image"), _of(part, lr, "uniform_mass/text>image"))
         if one is not None:
-            what = f"at LR {rate(lr)} text gives images {{}} the weight that even attention would"
+            what = f"at LR {h.rate(lr)} text gives images {{}} the weight that even attention would"
             yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
@@ -461,8 +446,8 @@ def _mixing(study: StudyData) -> Iterator[Claim]:
         both = [_of(p, lr, "max_logit") for p in (part, text) if p]
         one = times(*both)
         if one is not None:
-            tops = [number(_middle(each.values()), 2) for each in both]
-            what = f"at LR {rate(lr)} the largest logit is {{}} that of text alone ({tops[0]} against {tops[1]})"
+            tops = [h.number(_middle(each.values()), 2) for each in both]
+            what = f"at LR {h.rate(lr)} the largest logit is {{}} that of text alone ({tops[0]} against {tops[1]})"
             yield Claim(f"Mixing makes logits grow ({name})", what, one)
 
 
@@ -473,7 +458,7 @@ def _alarm(study: StudyData) -> Iterator[Claim]:
         one = less(*steps, margin=1.0)
         if one is not None:
             means = [f"{_middle(s.values()):.0f}" for s in steps]
-            what = f"at LR {rate(lr)} the alarm comes at step {means[0]} against {means[1]} in text alone"
+            what = f"at LR {h.rate(lr)} the alarm comes at step {means[0]} against {means[1]} in text alone"
             yield Claim(f"Mixed training fails earlier ({name})", what, one)
 
 
@@ -485,11 +470,11 @@ def _cure(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[-1:]):
         one = _cured(part, lr)
         if one is not None:
-            what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
+            what = f"at LR {h.rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
             yield Claim(f"QK-norm holds the logits ({name})", what, one)
         image = less(_of(part, lr, "val_loss/image", REMEDY), _of(part, lr, "val_loss/image"), MARGIN)
         if image is not None:
-            what = f"at LR {rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
+            what = f"at LR {h.rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
             yield Claim(f"QK-norm saves the images ({name})", what, image)
 
 
@@ -500,7 +485,7 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
         for remedy in others:
             one = times(norm, _of(part, lr, "last_block_norm/image", remedy))
             if one is not None:
-                what = f"at LR {rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
+                what = f"at LR {h.rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
                 yield Claim(f"QK-norm alone lets the hidden norm grow ({name})", what, one)
 
 
@@ -513,7 +498,7 @@ def _variance(study: StudyData) -> Iterator[Claim]:
             for what, read in _READ.items():
                 one = times(*(_over_shares(cells, order, v, lr, read) for v in (top, 1.0)))
                 if one is not None:
-                    said = f"at LR {rate(lr)} {what} is {{}} that at variance 1"
+                    said = f"at LR {h.rate(lr)} {what} is {{}} that at variance 1"
                     yield Claim(f"Variance ×{top:g} of images, {_NAMES.get(order, order)}", said, one)
 
 

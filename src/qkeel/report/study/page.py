@@ -12,37 +12,8 @@ import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, Row
 from qkeel.records import Heads
-from qkeel.report.html import (
-    MAX_RECORDS,
-    NOTHING,
-    Chart,
-    Finding,
-    Markup,
-    Page,
-    Section,
-    cell,
-    choices,
-    columns,
-    count,
-    details,
-    empty_note,
-    facts,
-    finding_list,
-    join,
-    listing,
-    make_again,
-    measured,
-    note,
-    number,
-    rate,
-    rounded,
-    series,
-    table,
-    table_row,
-    tag,
-    thin,
-    words,
-)
+from qkeel.report import html as h
+from qkeel.report.html import Chart, Finding, Markup, Page, Section
 from qkeel.report.study import compare, other_findings, provenance
 from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import PairedGain, collapses, gain_cell, judge, swatch
@@ -139,11 +110,11 @@ def charts(study: StudyData) -> list[Chart]:
 def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
     """Returns the figures, empty until charts.js fills them."""
     notes = ""
-    if any(len(run.metrics) > MAX_RECORDS for run in study.runs):
-        notes += f" Of long runs {MAX_RECORDS} records are drawn; peaks of the logit are kept."
+    if any(len(run.metrics) > h.MAX_RECORDS for run in study.runs):
+        notes += f" Of long runs {h.MAX_RECORDS} records are drawn; peaks of the logit are kept."
     if any(run.metrics and run.row is None for run in study.runs):
         notes += " A line that stops early is a run that failed or is not finished."
-    return join(chart.figure("" if chart.name in ("lengths", "loss", "heads") else notes) for chart in present)
+    return h.join(chart.figure("" if chart.name in ("lengths", "loss", "heads") else notes) for chart in present)
 
 
 def chart_data(study: StudyData) -> dict[str, object]:
@@ -155,7 +126,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
         "alarm": ALARM_THRESHOLD,
         "losses": [_loss_row(study, row) for row in study.rows()],
         "start": _start(study),
-        "counted": None if (counted := study.counted_bigrams()) is None else rounded(counted),
+        "counted": None if (counted := study.counted_bigrams()) is None else h.rounded(counted),
         "runs": [_run(study, run) for run in shown],
         **_long(study),
     }
@@ -173,7 +144,7 @@ def _long(study: StudyData) -> dict[str, object]:
             "remedy": study.remedies.index(form),
             "method": method,
             "length": length,
-            "share": [rounded(sum(values) / len(values), 4) for values in zip(*several)],
+            "share": [h.rounded(sum(values) / len(values), 4) for values in zip(*several)],
         }
         for (form, method, length), several in found.items()
     ]
@@ -188,14 +159,14 @@ def _loss_row(study: StudyData, row: Row) -> list[object]:
         study.remedies.index(row["remedy"]),
         row["lr"],
         row["seed"],
-        rounded(row["val_loss"]),
-        rounded(row["max_logit"]),
+        h.rounded(row["val_loss"]),
+        h.rounded(row["max_logit"]),
         bool(row["collapsed"]),
     ]
 
 
 def _run(study: StudyData, run: RunData) -> dict[str, object]:
-    records = [run.metrics[i] for i in thin([record.get("max_logit") for record in run.metrics])]
+    records = [run.metrics[i] for i in h.thin([record.get("max_logit") for record in run.metrics])]
     held = [(record["step"], record.get("val_loss")) for record in run.metrics if record.get("val_loss") is not None]
     return {
         "remedy": study.remedies.index(run.remedy),
@@ -204,9 +175,9 @@ def _run(study: StudyData, run: RunData) -> dict[str, object]:
         "role": run.role,
         "status": str(run.status),
         "step": [int(record["step"]) for record in records],
-        "val_loss": [[int(step), rounded(value)] for step, value in held[:: max(1, len(held) // 60)]],
+        "val_loss": [[int(step), h.rounded(value)] for step, value in held[:: max(1, len(held) // 60)]],
         "heads": head_maps(run.heads),
-        **{name: [rounded(record.get(name)) for record in records] for name in SERIES},
+        **{name: [h.rounded(record.get(name)) for record in records] for name in SERIES},
     }
 
 
@@ -223,7 +194,7 @@ def head_maps(heads: Heads | None) -> dict[str, object] | None:
         values = heads.values[name][keep]
         if folded:  # show the most critical head of each layer
             values = values.max(axis=2, keepdims=True) if name == "max_logit" else values.min(axis=2, keepdims=True)
-        maps[name] = [series(row, 3) for row in values.reshape(len(keep), -1).T]
+        maps[name] = [h.series(row, 3) for row in values.reshape(len(keep), -1).T]
     labels = [f"{layer}" if folded else f"{layer}·{head}" for layer in range(n_layers) for head in range(n_heads)]
     return {
         "step": heads.steps[keep].tolist(),
@@ -235,7 +206,7 @@ def head_maps(heads: Heads | None) -> dict[str, object] | None:
 
 def _start(study: StudyData) -> float | None:
     values = [row["init_loss"] for row in study.rows() if math.isfinite(row["init_loss"])]
-    return rounded(sum(values) / len(values)) if values else None
+    return h.rounded(sum(values) / len(values)) if values else None
 
 
 # Every remedy against every other: a matrix of paired differences with intervals, for each learning rate.
@@ -260,27 +231,27 @@ def pair_tables(study: StudyData) -> Markup:
         "better; means over pairs with one seed. Below it is the 95 % interval (Student's t), by Holm's method over "
         f"all {judged} comparisons of this section at once; grey is equal, undecided, or of a remedy that collapsed."
     )
-    parts: list[Markup] = [note(text)]
+    parts: list[Markup] = [h.note(text)]
     for i, lr in enumerate(reversed(study.lrs())):
         here = {(gain.remedy, gain.baseline): gain for gain in found if gain.lr == lr}
-        head = [*columns("Better by", kind="text"), *columns(*present)]
+        head = [*h.columns("Better by", kind="text"), *h.columns(*present)]
         body = [
-            table_row(swatch(study, a), *(_cell(here, a, b, collapses(study.rows(), a, lr)) for b in present))
+            h.table_row(swatch(study, a), *(_cell(here, a, b, collapses(study.rows(), a, lr)) for b in present))
             for a in present
         ]
-        matrix = table(f"Every pair at LR {rate(lr)}", head, body)
-        parts.append(details(f"LR {rate(lr)}", matrix, shown=i == 0))
-    return join(parts)
+        matrix = h.table(f"Every pair at LR {h.rate(lr)}", head, body)
+        parts.append(h.details(f"LR {h.rate(lr)}", matrix, shown=i == 0))
+    return h.join(parts)
 
 
 def _cell(here: dict[tuple[str, str], PairedGain], a: str, b: str, collapsed: bool) -> Markup:
     """The gain of a over b, or the mirrored gain of b over a; `collapsed`: whether attention of a collapsed."""
     if a == b:
-        return cell("", 0.0)
+        return h.cell("", 0.0)
     other = here.get((b, a))
     gain = here.get((a, b)) or (other and other.reversed())
     if gain is None:
-        return NOTHING
+        return h.NOTHING
     return gain_cell(dataclasses.replace(gain, collapsed=collapsed), gain.over())
 
 
@@ -319,12 +290,12 @@ def study_page(study: StudyData) -> Page:
 
 def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
     parts = study.parts()
-    choice = choices("part") if parts and present else ""
+    choice = h.choices("part") if parts and present else ""
     wanted = _compares(study) and not parts and study.primary is None
     return [
         Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
         Section("verdict", "Counts" if study.primary else "Verdict", Markup("") if parts else _verdict(study)),
-        Section("charts", "Charts", join([choice, figures(study, present)])),
+        Section("charts", "Charts", h.join([choice, figures(study, present)])),
         Section("modality", "By modality", by_modality(study) if other_findings.is_multimodal(study) else Markup("")),
         Section("chaos", "What rounding does", floors_table(study)),
         Section("accuracy", "Accuracy", table_of(study)),
@@ -349,7 +320,7 @@ def heading(study: StudyData) -> str:
         return TITLES.get(study.name, f"{study.name[0].upper()}{study.name[1:]} study")
     if len(study.runs) == 1:
         run = study.runs[0]
-        return f"{run.remedy} at LR {rate(run.lr)}"
+        return f"{run.remedy} at LR {h.rate(run.lr)}"
     return f"{len(study.runs)} runs compared"
 
 
@@ -379,7 +350,7 @@ def _named(text: str, remedies: Sequence[str]) -> Markup:
     """Highlights the names of remedies in a sentence, because a name may be a common word such as "none"."""
     names = "|".join(re.escape(name) for name in sorted(remedies, key=len, reverse=True))
     parts = re.split(rf"(?<![\w:+])({names})(?![\w=+]|:\w)", text) if names else [text]
-    return join(tag("span", {"class": "name"}, part) if i % 2 else part for i, part in enumerate(parts))
+    return h.join(h.tag("span", {"class": "name"}, part) if i % 2 else part for i, part in enumerate(parts))
 
 
 def _meta(study: StudyData) -> str:
@@ -387,15 +358,15 @@ def _meta(study: StudyData) -> str:
     if len(study.runs) == 1:
         run = study.runs[0]
         steps = run.row["steps"] if run.row else None
-        return f"seed {run.seed} · {run.status if steps is None else count(steps, 'step')} · run {run.run_id}"
+        return f"seed {run.seed} · {run.status if steps is None else h.count(steps, 'step')} · run {run.run_id}"
     grid = [run for run in study.runs if run.role != "drift"]
     longer = len(study.runs) - len(grid)
     sizes = [
-        count(len(study.runs), "run"),
-        count(len({run.remedy for run in grid}), "variant") if grid else "",
-        count(len({run.lr for run in grid}), "learning rate") if grid else "",
-        count(len({run.seed for run in grid}), "seed") if grid else "",
-        f"{count(longer, 'longer run')} for drift" if longer else "",
+        h.count(len(study.runs), "run"),
+        h.count(len({run.remedy for run in grid}), "variant") if grid else "",
+        h.count(len({run.lr for run in grid}), "learning rate") if grid else "",
+        h.count(len({run.seed for run in grid}), "seed") if grid else "",
+        f"{h.count(longer, 'longer run')} for drift" if longer else "",
     ]
     return " · ".join(size for size in sizes if size)
 
@@ -403,7 +374,7 @@ def _meta(study: StudyData) -> str:
 def _part(part: StudyData) -> Markup:
     """One part of a study: its findings except the lead, and its ranking."""
     mine = [f for f in _read(part) if f.kind != "lead"]
-    return join([_verdict(part), finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
+    return h.join([_verdict(part), h.finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
 
 
 def _verdict(study: StudyData) -> Markup:
@@ -428,25 +399,30 @@ def _ranking(study: StudyData) -> Markup:
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
         explained = (
-            f"Of the gains only that of {study.primary['remedy']} at LR {rate(study.primary['lr'])} was named before "
+            f"Of the gains only that of {study.primary['remedy']} at LR {h.rate(study.primary['lr'])} was named before "
             "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, uncorrected, "
-            f"and no verdict is drawn from it; some are over {count(few, 'seed')} only."
+            f"and no verdict is drawn from it; some are over {h.count(few, 'seed')} only."
         )
-        return join(
-            [note(explained), details("Gains, intervals and LR sensitivity of all remedies", join([note(text), table]))]
+        return h.join(
+            [
+                h.note(explained),
+                h.details("Gains, intervals and LR sensitivity of all remedies", h.join([h.note(text), table])),
+            ]
         )
-    return join([note(text), table]) if table else table
+    return h.join([h.note(text), table]) if table else table
 
 
 def _nothing(study: StudyData) -> Markup:
-    where = f"None of the {count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
+    where = (
+        f"None of the {h.count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
+    )
     again = " Run the command below again: finished runs are kept, the others resume." if study.command else ""
-    return empty_note(f"{where}{again} Then make this page again.")
+    return h.empty_note(f"{where}{again} Then make this page again.")
 
 
 def _made(study: StudyData) -> str:
     versions = sorted({str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")})
-    return f"Made by qkeel from runs of version {listing(versions)}." if versions else "Made by qkeel."
+    return f"Made by qkeel from runs of version {h.listing(versions)}." if versions else "Made by qkeel."
 
 
 # The page of a precision study.
@@ -492,8 +468,8 @@ def precision_page(
         "Spread: independent logits whose standard deviation grows. Shifted: logits of standard deviation 1 around a "
         "mean that grows, which does not change softmax but is rounded. Fused kernels read q, k and v in the format; "
         "eager ones also store the scores in it. Nothing is trained. A number is the largest logit at which rounding "
-        f"first moves logits by {number(tolerance)} nats (root mean square), or the output by "
-        f"{number(100 * tolerance)} % of its length; a dash: at no size that was tried."
+        f"first moves logits by {h.number(tolerance)} nats (root mean square), or the output by "
+        f"{h.number(100 * tolerance)} % of its length; a dash: at no size that was tried."
     )
     harmed = [row for row in thresholds if any(isinstance(v, float) and math.isfinite(v) for v in row.values())]
     left = len(thresholds) - len(harmed)
@@ -503,9 +479,9 @@ def precision_page(
         findings=_answer(thresholds, tolerance),
         sections=[
             Section("charts", "Charts", ERROR.figure()),
-            Section("thresholds", "Thresholds", join([note(what + safe), _table("Thresholds", harmed)])),
-            Section("sizes", "Every size", details(f"{len(rows):,} measurements", _table("Every size", rows))),
-            Section("provenance", "Provenance", join([facts(made), make_again(command)])),
+            Section("thresholds", "Thresholds", h.join([h.note(what + safe), _table("Thresholds", harmed)])),
+            Section("sizes", "Every size", h.details(f"{len(rows):,} measurements", _table("Every size", rows))),
+            Section("provenance", "Provenance", h.join([h.facts(made), h.make_again(command)])),
         ],
         data=_data(rows, tolerance),
         drawing="precision.js",
@@ -516,19 +492,21 @@ def _answer(thresholds: Sequence[PrecisionTableRow], tolerance: float) -> list[F
     """From which logit on each format is too coarse, without a remedy and with each."""
     found = [row for row in thresholds if row["data"] == "spread"]
     parts = [
-        f"{row['format']} from a largest logit of {number(seen, 2)} on ({row['kernel']})"
+        f"{row['format']} from a largest logit of {h.number(seen, 2)} on ({row['kernel']})"
         for row in found
         if row["remedy"] == "none" and math.isfinite(seen := _float(row["logit"]))
     ]
     if not parts:
-        return [Finding("lead", f"Without a remedy no format moves logits by {number(tolerance)} nats at these sizes.")]
-    lead = f"Rounding moves the logits of attention by {number(tolerance)} nats in {listing(parts)}."
+        return [
+            Finding("lead", f"Without a remedy no format moves logits by {h.number(tolerance)} nats at these sizes.")
+        ]
+    lead = f"Rounding moves the logits of attention by {h.number(tolerance)} nats in {h.listing(parts)}."
     held = [r for r in dict.fromkeys(str(row["remedy"]) for row in found) if r != "none"]
     safe = [r for r in held if not any(math.isfinite(_float(row["logit"])) for row in found if row["remedy"] == r)]
     over = [row for row in found if row["remedy"] == "none" and math.isfinite(_float(row["overflow"]))]
-    ends = [f"{row['format']} ({row['kernel']}) from {number(_float(row['overflow']), 2)} on" for row in over]
-    texts = [f"It never does with {listing(safe)}: their logits stay small." if safe else ""]
-    texts.append(f"Numbers overflow in {listing(ends)}." if ends else "")
+    ends = [f"{row['format']} ({row['kernel']}) from {h.number(_float(row['overflow']), 2)} on" for row in over]
+    texts = [f"It never does with {h.listing(safe)}: their logits stay small." if safe else ""]
+    texts.append(f"Numbers overflow in {h.listing(ends)}." if ends else "")
     return [Finding("lead", lead), *(Finding("note", text) for text in texts if text)]
 
 
@@ -539,19 +517,21 @@ def _float(value: float | str) -> float:
 def _data(rows: Sequence[PrecisionTableRow], tolerance: float) -> dict[str, object]:
     names = ("data", "remedy", "format", "kernel")
     numbers = ("max_logit", "logit_error", "predicted_error", "output_error")
-    points = [{n: row[n] for n in names} | {n: rounded(_float(row[n])) for n in numbers} for row in rows]
+    points = [{n: row[n] for n in names} | {n: h.rounded(_float(row[n])) for n in numbers} for row in rows]
     return {"rows": points, "tolerance": tolerance}
 
 
 def _table(title: str, rows: Sequence[PrecisionTableRow]) -> Markup:
     head = _columns(rows[0]) if rows else []
-    body = [tag("tr", {}, *(words(v) if isinstance(v, str) else measured(v) for v in row.values())) for row in rows]
-    return table(title, head, body, sortable=True)
+    body = [
+        h.tag("tr", {}, *(h.words(v) if isinstance(v, str) else h.measured(v) for v in row.values())) for row in rows
+    ]
+    return h.table(title, head, body, sortable=True)
 
 
 def _columns(row: PrecisionTableRow) -> list[Markup]:
     return [
         heading
         for name, value in row.items()
-        for heading in columns(_WORDS.get(name, name.capitalize()), kind="text" if isinstance(value, str) else "num")
+        for heading in h.columns(_WORDS.get(name, name.capitalize()), kind="text" if isinstance(value, str) else "num")
     ]

@@ -11,26 +11,8 @@ from typing import get_args
 from qkeel.errors import RunDirectoryError
 from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row, Verdict
 from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS, TASK_FIELDS
-from qkeel.report.html import (
-    NOTHING,
-    Markup,
-    cell,
-    columns,
-    command_block,
-    count,
-    details,
-    facts,
-    join,
-    listing,
-    make_again,
-    note,
-    number,
-    rate,
-    signed,
-    table,
-    table_row,
-    tag,
-)
+from qkeel.report import html as h
+from qkeel.report.html import Markup
 from qkeel.report.study.collect import RunData, StudyData, duration, written_times
 from qkeel.report.study.compare import MARGIN, PairedGain, Standing, cost_cell, gain_cell, standings, swatch
 
@@ -54,11 +36,11 @@ def verdict_table(study: StudyData) -> Markup:
     fallen = {line.remedy: collapsed_at(rows, line.remedy) for line in lines}
     lines.sort(key=lambda line: (line.remedy == study.baseline, len(fallen[line.remedy]), -_shown(line)[1]))
     head = [
-        *columns("Remedy", f"Against {study.baseline}", kind="text"),
-        *columns("Gain", "Largest logit", "Collapsed at"),
+        *h.columns("Remedy", f"Against {study.baseline}", kind="text"),
+        *h.columns("Gain", "Largest logit", "Collapsed at"),
     ]
-    head += columns(f"Cost: CPU, ×\u00a0{study.baseline}")
-    return table("Verdict", head, [_line(study, line, fallen[line.remedy]) for line in lines], sortable=True)
+    head += h.columns(f"Cost: CPU, ×\u00a0{study.baseline}")
+    return h.table("Verdict", head, [_line(study, line, fallen[line.remedy]) for line in lines], sortable=True)
 
 
 def advice(study: StudyData) -> Markup:
@@ -77,29 +59,35 @@ def advice(study: StudyData) -> Markup:
     judged = [gain for line in standings(study) for gain in line.gains.values()]
     shown = [gain for gain in judged if gain.praised]
     best = max(shown, key=lambda gain: (not collapsed_at(rows, gain.remedy), gain.mean), default=None)
-    text = f"From {study.name or 'runs of the lab'}, {count(len(study.rows()), 'run')} of a small model: "
+    text = f"From {study.name or 'runs of the lab'}, {h.count(len(study.rows()), 'run')} of a small model: "
     if best is None:
-        return join([note(f"{text}no remedy is shown to be better than {study.baseline}."), verdict])
-    text += f"{best.remedy} gains most, {signed(best.mean)} {study.loss_unit()} at LR {rate(best.lr)} ({best.over()})."
-    line = command_block(f'qkeel.apply("{best.remedy}", model, optimizer)')
-    return join([note(text), tag("div", {"class": "remedy-line"}, line), verdict])
+        return h.join([h.note(f"{text}no remedy is shown to be better than {study.baseline}."), verdict])
+    text += (
+        f"{best.remedy} gains most, {h.signed(best.mean)} {study.loss_unit()} at LR {h.rate(best.lr)} ({best.over()})."
+    )
+    line = h.command_block(f'qkeel.apply("{best.remedy}", model, optimizer)')
+    return h.join([h.note(text), h.tag("div", {"class": "remedy-line"}, line), verdict])
 
 
 def _certain(study: StudyData, rows: Sequence[Row]) -> Markup:
     """Per remedy and rate, the number of runs whose attention collapsed, and their largest logit."""
     lrs = study.lrs()
-    head = columns("Remedy", kind="text")
+    head = h.columns("Remedy", kind="text")
     for lr in lrs:
-        head += columns(f"Collapsed at LR\u00a0{rate(lr)}", f"Largest logit at LR\u00a0{rate(lr)}")
+        head += h.columns(f"Collapsed at LR\u00a0{h.rate(lr)}", f"Largest logit at LR\u00a0{h.rate(lr)}")
     body = []
     for remedy in study.remedies:
         cells = []
         for lr in lrs:
             here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
             fallen, top = sum(row["collapsed"] for row in here), max((row["max_logit"] for row in here), default=0.0)
-            cells += [cell(f"{fallen} of {len(here)}", fallen), cell(number(top), top)] if here else [NOTHING, NOTHING]
-        body.append(table_row(swatch(study, remedy), *cells))
-    return table("Counts", head, body, sortable=True)
+            cells += (
+                [h.cell(f"{fallen} of {len(here)}", fallen), h.cell(h.number(top), top)]
+                if here
+                else [h.NOTHING, h.NOTHING]
+            )
+        body.append(h.table_row(swatch(study, remedy), *cells))
+    return h.table("Counts", head, body, sortable=True)
 
 
 def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
@@ -108,19 +96,19 @@ def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
     for lr in sorted({row["lr"] for row in rows}):
         here = [row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr]
         if any(here):
-            found.append(rate(lr) + ("" if all(here) else f" ({sum(here)} of {len(here)} seeds)"))
+            found.append(h.rate(lr) + ("" if all(here) else f" ({sum(here)} of {len(here)} seeds)"))
     return found
 
 
 def _line(study: StudyData, line: Standing, fallen: Sequence[str]) -> Markup:
     gain, _ = _shown(line)
-    shown = NOTHING if gain is None else gain_cell(gain, f"at LR {rate(gain.lr)}: {gain.over()}")
-    return table_row(
+    shown = h.NOTHING if gain is None else gain_cell(gain, f"at LR {h.rate(gain.lr)}: {gain.over()}")
+    return h.table_row(
         swatch(study, line.remedy),
-        tag("td", {"class": "text wide"}, _words(line, study.baseline)),
-        cell("", -math.inf) if line.remedy == study.baseline else shown,
-        cell(number(line.max_logit), line.max_logit),
-        cell(f"LR {listing(fallen)}" if fallen else "never", len(fallen)),
+        h.tag("td", {"class": "text wide"}, _words(line, study.baseline)),
+        h.cell("", -math.inf) if line.remedy == study.baseline else shown,
+        h.cell(h.number(line.max_logit), line.max_logit),
+        h.cell(f"LR {h.listing(fallen)}" if fallen else "never", len(fallen)),
         cost_cell(line),
     )
 
@@ -137,12 +125,14 @@ def _words(line: Standing, baseline: str) -> str:
     if line.remedy == baseline:
         return "the baseline"
     at = {
-        verdict: [rate(lr) for lr, gain in sorted(line.gains.items()) if not gain.collapsed and gain.verdict == verdict]
+        verdict: [
+            h.rate(lr) for lr, gain in sorted(line.gains.items()) if not gain.collapsed and gain.verdict == verdict
+        ]
         for verdict in get_args(Verdict)
     }
-    parts = [f"{verdict} at LR {listing(lrs)}" for verdict, lrs in at.items() if lrs]
-    fallen = [rate(lr) for lr, gain in sorted(line.gains.items()) if gain.collapsed]
-    parts += [f"attention collapsed at LR {listing(fallen)}"] if parts and fallen else []
+    parts = [f"{verdict} at LR {h.listing(lrs)}" for verdict, lrs in at.items() if lrs]
+    fallen = [h.rate(lr) for lr, gain in sorted(line.gains.items()) if gain.collapsed]
+    parts += [f"attention collapsed at LR {h.listing(fallen)}"] if parts and fallen else []
     return "; ".join(parts) or ("collapsed wherever it was tried" if line.gains else "not compared: no seed has both")
 
 
@@ -159,20 +149,20 @@ def remedies(study: StudyData) -> Markup:
         env = next((run.env for run in study.runs if run.remedy == remedy and run.env.get("formula")), None)
         if env is not None:
             items.append(_remedy(study, remedy, env))
-    return tag("div", {"class": "remedies"}, *items) if items else Markup("")
+    return h.tag("div", {"class": "remedies"}, *items) if items else Markup("")
 
 
 def _remedy(study: StudyData, remedy: str, env: Row) -> Markup:
     own = any(run.remedy == remedy and run.config.get("remedy") == remedy for run in study.runs)
     # For an attention form, line and source would be those of the remedy "none"; only the formula is specific.
     line, source = (str(env.get(name) or "") if own else "" for name in ("remedy_line", "remedy_source"))
-    return tag(
+    return h.tag(
         "section",
         {"class": "remedy"},
-        tag("h3", {}, swatch(study, remedy)),
-        tag("p", {}, line) if line else "",
-        tag("pre", {}, str(env["formula"]).strip("\n")),
-        tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
+        h.tag("h3", {}, swatch(study, remedy)),
+        h.tag("p", {}, line) if line else "",
+        h.tag("pre", {}, str(env["formula"]).strip("\n")),
+        h.tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
     )
 
 
@@ -180,9 +170,9 @@ def _linked(source: str) -> Markup:
     """Turns arXiv numbers in a source into links."""
     parts: list[str] = []
     for i, part in enumerate(ARXIV.split(source)):
-        link = tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
+        link = h.tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
         parts.append(link if i % 2 else part)
-    return join(parts)
+    return h.join(parts)
 
 
 Reads = dict[str, Callable[[RunData], object]]
@@ -221,12 +211,12 @@ def provenance(study: StudyData) -> Markup:
     for name, read in _READS.items():
         values = list(dict.fromkeys(str(value) for run in study.runs if (value := read(run))))
         if values:
-            more = [f"and {count(len(values) - _MOST_VALUES, 'more value')}"] if len(values) > _MOST_VALUES else []
+            more = [f"and {h.count(len(values) - _MOST_VALUES, 'more value')}"] if len(values) > _MOST_VALUES else []
             found[name] = [*values[:_MOST_VALUES], *more]
     if study.tuned:
         found["Rates, chosen on other seeds"] = [_chosen(choice) for choice in study.tuned]
     own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
-    return join([facts(found), make_again(study.command or "\n".join(own))])
+    return h.join([h.facts(found), h.make_again(study.command or "\n".join(own))])
 
 
 def unlike(study: StudyData) -> str:
@@ -279,7 +269,7 @@ def definitions() -> Markup:
     own = {
         "Collapsed": f"The mean attention entropy is under {COLLAPSE_ENTROPY} nats after the last step, or the "
         "held-out loss is NaN or no better than before training.",
-        "Alarm line": f"A largest attention logit above {number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
+        "Alarm line": f"A largest attention logit above {h.number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
         "step above it; in the ranking, the earliest over LRs and seeds.",
         "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
         "and bootstrap interval over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman "
@@ -298,4 +288,4 @@ def definitions() -> Markup:
     }
     names = {**EXTRAPOLATION_COLUMNS, **TASK_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}
     recorded = {name: f"{field.meaning} [{field.unit}]" for name, field in names.items()}
-    return join([facts(own), details("Every recorded field", facts(recorded, code=True))])
+    return h.join([h.facts(own), h.details("Every recorded field", h.facts(recorded, code=True))])

@@ -1,0 +1,67 @@
+"""What sparse attention chooses: how many keys, how far away, and what dense attention would have given them.
+
+Shapes: b batch, h query heads, r rows, s keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+PerRow = Float[Tensor, "b h r"]
+Pairs = Bool[Tensor, "b h r s"]
+
+
+def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]) -> dict[str, Tensor]:
+    """Returns where the chosen keys of each row lie, by the recorded names of the numbers [b h r].
+
+    With n keys to choose from and c chosen ones: select_share c / n; select_distance, the mean distance of the chosen
+    keys in tokens over n, and select_distance_max, the largest; select_local_share, the share of the chosen keys that
+    are among the c nearest ones, which is 1 where the choice is a sliding window.
+
+    Args:
+        chosen: the keys that each row reaches, a part of `allowed`.
+        allowed: the keys that it could have chosen.
+        positions: the place of each row's query among the keys.
+
+    Source: the first three as in llm-internal-medicine's dsa_metrics; the last derived, without a width of its own.
+    """
+    s = chosen.shape[-1]
+    n, c = (x.sum(-1).clamp_min(1) for x in (allowed, chosen))
+    apart = (positions[:, None] - torch.arange(s, device=chosen.device)).abs().expand(chosen.shape)
+    rank = apart.masked_fill(~allowed, s).argsort(dim=-1, stable=True).argsort(-1)
+    near = chosen & (rank < c[..., None])
+    far = apart.masked_fill(~chosen, 0).to(torch.float32)
+    return {
+        "select_share": c / n,
+        "select_distance": far.sum(-1) / c / n,
+        "select_distance_max": far.amax(-1) / n,
+        "select_local_share": near.sum(-1) / c,
+    }
+
+
+def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
+    """Returns how much of dense attention the chosen keys keep, by the recorded names of the numbers [b h r].
+
+    Let p be the softmax of z over all allowed keys. dense_recall R is the weight of p on the chosen keys. Attention to
+    these alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share is 1
+    where the largest logit belongs to a chosen key. dense_entropy is that of p, in nats.
+
+    Args:
+        z: logits of all pairs after the cap, in nats.
+        chosen: the keys that each row reaches, a part of `allowed`.
+        allowed: the keys that it could have chosen.
+
+    Source: derived; the same numbers as in llm-internal-medicine's dsa_metrics.
+    """
+    every = z.masked_fill(~allowed, -torch.inf)
+    logs = every.log_softmax(-1)
+    kl = -logs.masked_fill(~chosen, -torch.inf).logsumexp(-1)
+    top = every.argmax(-1, keepdim=True)
+    return {
+        "dense_recall": (-kl).exp().clamp_max(1),
+        "dense_kl": kl.clamp_min(0),
+        "dense_top_share": chosen.gather(-1, top)[..., 0].to(z.dtype),
+        "dense_entropy": -(logs.exp() * logs.masked_fill(~allowed, 0.0)).sum(-1),
+    }

@@ -1,0 +1,395 @@
+"""What every compiled operator keeps to: shapes, threads, memory, torch's own checks of operators."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, rand, randn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from qkeel.kernels import compiled_attention
+from qkeel.kernels.native import build, logit_pass, operators
+
+pytestmark = pytest.mark.usefixtures("library")
+OPS: Any = torch.ops.qkeel_native
+SOURCES = (
+    *(compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS),
+    *(logit_pass.OPERATORS, operators.NORM_ROPE_OPERATORS, operators.STACKED_OPERATORS, operators.ADAMW_OPERATORS),
+)
+Arguments = tuple[Any, ...]
+BAD = torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator and calls of it.
+
+    `make(n)` returns the arguments of several calls with n tokens, rows or the like; `wrong` maps those of the first to
+    changes by place, none of which may be accepted. `tracked`: places of tensors that get a gradient. `slow`: torch's
+    checks and those of memory take seconds.
+    """
+
+    make: Callable[[int], list[Arguments]]
+    wrong: Callable[..., list[dict[int, Any]]] = lambda *_: []
+    tracked: tuple[int, ...] = ()
+    slow: bool = True
+
+
+def qkv(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of 4 heads, keys and values of 2."""
+    return randn(2, 4, n, 16), randn(2, 2, n, 16), randn(2, 2, n, 16)
+
+
+def attention(n: int) -> list[Arguments]:
+    pairs, bias = rand(2, 4, n, n) < 0.7, randn(1, 4, 1, n)
+    half = [x.bfloat16() for x in qkv(n)]
+    return [
+        (*qkv(n), None, None, 0.25, True, 0, 0.0, True),
+        (*qkv(n), pairs, rand(4), 0.25, False, 3, 5.0, True),
+        (*half, bias, None, 0.25, True, 0, 0.0, True),
+    ]
+
+
+def backward(n: int) -> list[Arguments]:
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Arguments:
+        out, lse, *_ = OPS.attention(q, k, v, *rest)
+        return torch.randn_like(out), q, k, v, out, lse, *rest[:-1]
+
+    return [call(*given) for given in attention(n)]
+
+
+def decode(n: int) -> list[Arguments]:
+    """The last tokens of a sequence; the second call is one of latents with a factor per head and key."""
+    _, k, v = qkv(s := 10 * n)
+    held = randn(2, 1, s, 24)
+    return [
+        (randn(2, 4, 2, 16), k, v, rand(2, 1, 1, s) < 0.9, None, 0.3, 0.0, True, 4),
+        (randn(2, 24, 2, 24), held, held[..., :16], None, rand(2, 24, s), 0.3, 2.0, True, 0),
+    ]
+
+
+def rows(n: int) -> list[Arguments]:
+    q, k, _ = qkv(n)
+    ends = torch.zeros(1, n, dtype=torch.int64), torch.arange(1, n + 1)[None]
+    scale = torch.tensor(0.3).expand(2, 4, n)
+    masks = (None, rand(2, 1, n, n) < 0.8, randn(1, 4, 1, n), randn(2, 1, n, n).half())
+    return [(q, k, scale, *ends, masks[0]), *((q, k, scale, None, None, mask) for mask in masks[1:])]
+
+
+def norm_rope(n: int) -> list[Arguments]:
+    x, gain, table = randn(2, 4, n, 16), rand(16) + 0.5, (rand(1, 1, n, 8), rand(1, 1, n, 8))
+    return [
+        (x, gain, *table, 1, 1e-6, False),
+        (x.transpose(1, 2).contiguous().transpose(1, 2), rand(4, 16) + 0.5, *table, 3, 1e-6, True),
+        (x, None, *table, 0, 0.0, False),
+    ]
+
+
+def norm_rope_backward(n: int) -> list[Arguments]:
+    found = []
+    for x, gain, cos, sin, kind, eps, keep in norm_rope(n)[:2]:
+        y, inverse = OPS.norm_rope(x, gain, cos, sin, kind, eps, keep)
+        found.append((torch.randn_like(y), x if keep else y, inverse, gain, cos, sin, kind, eps, keep))
+    return found
+
+
+def adam_lines(n: int) -> list[Arguments]:
+    def lists(top: bool, axis: int) -> Arguments:
+        shapes = (3, n), (n, 5)
+        w, g, m, v, t = ([rand(s) for s in shapes] for _ in range(5))
+        lines = [s[axis] for s in shapes]
+        squares = [torch.full((x,), torch.nan, dtype=torch.float64) for x in lines]
+        own = (w, g, m, v, t if top else [], [torch.ones(()) for _ in w], [rand(x) for x in lines], squares)
+        return *own, [axis, axis], 0.01, 0.9, 0.99, 1e-8, 0.1, True, False, False
+
+    return [lists(False, 0), lists(True, 1)]
+
+
+def wrong_lines(w: Any, *_: Any) -> list[dict[int, Any]]:
+    lists = adam_lines(w[0].shape[1])[0]
+    bad = {
+        0: randn(len(w[1]), 10)[:, ::2],
+        1: randn(len(w[1]), 4),
+        2: randn(w[1].shape, dtype=torch.float64),
+        3: randn(5, len(w[1])).T,
+        5: torch.zeros(2),
+        6: torch.ones(7),
+        7: torch.zeros(len(w[1])),
+    }
+    return [{i: [lists[i][0], x]} for i, x in bad.items()] + [{1: lists[1][:1]}, {8: [0, 2]}]
+
+
+def stack(n: int, *more: int) -> Tensor:
+    return randn(3, n, *(more or (8,)))
+
+
+def stacked_adamw(n: int) -> list[Arguments]:
+    lists = [stack(n)], [stack(n)], [stack(n)], [rand(3, n, 8)]  # weights, gradients, means and variances
+    return [(*lists, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.float64), [0.1] * 3, 0.9, 0.95, 1e-8)]
+
+
+def of_qk(q: Tensor, k: Tensor) -> list[dict[int, Any]]:
+    return [
+        {0: q[..., :12], 1: k[..., :12]},
+        {0: q.double(), 1: k.double()},
+        {1: k.bfloat16()},
+        {1: k[..., :8]},
+    ]
+
+
+def of_attention(q: Tensor, k: Tensor, v: Tensor) -> list[dict[int, Any]]:
+    return [
+        *of_qk(q, k),
+        {0: q[..., :12], 1: k[..., :12], 2: v[..., :12]},
+        {0: q.double(), 1: k.double(), 2: v.double()},
+        {0: q[:, :3]},
+        {0: q[0]},
+        {1: k[:, :, :3]},
+        {2: v[..., :4]},
+    ]
+
+
+def of_rows(q: Tensor, k: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> list[dict[int, Any]]:
+    return [
+        *of_qk(q, k),
+        {2: scale[..., :2]},
+        {4: None},
+        {3: low[:, :2]},
+        {3: low.int(), 4: high.int()},
+        {5: torch.zeros(5, 5)},
+        {5: torch.zeros(1, 1, 5, 5).double()},
+    ]
+
+
+OPERATORS: dict[str, Operator] = {
+    "attention": Operator(
+        make=attention,
+        tracked=(0, 1, 2),
+        slow=False,
+        wrong=lambda q, k, v, *_: [
+            *of_attention(q, k, v),
+            {0: q.int(), 1: k.int(), 2: v.int()},
+            {0: q.to(BAD), 1: k.to(BAD), 2: v.to(BAD)},
+            {1: k[:1]},
+            {3: torch.ones(5, 5)},
+            {3: torch.ones(1, 1, 5, 4)},
+            {3: torch.ones(1, 1, 5, 5, dtype=torch.int64)},
+            {4: torch.ones(3)},
+            {4: torch.ones(4).double()},
+            {7: -1},
+            {8: -1.0},
+        ],
+    ),
+    "attention_backward": Operator(
+        make=backward,
+        tracked=(1, 2, 3),
+        wrong=lambda up, q, k, v, out, lse, *_: [
+            {0: up[..., :8]},
+            {0: up.half()},
+            {1: q[:, :3]},
+            {2: k[:, :, :4]},
+            {3: v.double()},
+            {1: q.long(), 2: k.long(), 3: v.long()},
+            {4: out.bfloat16()},
+            {5: lse[..., :3]},
+            {5: lse.double()},
+            {1: q[..., :12], 2: k[..., :12]},
+            {6: torch.ones(6, 9)},
+            {7: torch.ones(3)},
+            {10: -1},
+        ],
+    ),
+    "decode": Operator(
+        make=decode,
+        slow=False,
+        wrong=lambda q, k, v, mask, *_: [
+            *of_attention(q, k, v),
+            {3: torch.zeros(mask.shape)},
+            {4: rand(2, 4, k.shape[2]).double()},
+            {4: rand(2, 4, k.shape[2] - 1)},
+            {4: rand(2, 3, k.shape[2])},
+            {4: rand(4, k.shape[2])},
+            {6: -1.0},
+            {8: -1},
+        ],
+    ),
+    "logit_rows": Operator(
+        make=lambda n: [(*given, 5.0, 1.0) for given in rows(n)],
+        wrong=lambda *given: of_rows(*given[:5]),
+    ),
+    "logit_extremes": Operator(make=rows, wrong=lambda *given: of_rows(*given[:5])),
+    "guided_maxima": Operator(
+        make=lambda n: [(*qkv(n)[:2], randn(2, 4, n), 0.3, True, 2)], wrong=lambda q, k, lse, *_: [{2: lse[..., :2]}]
+    ),
+    "logsumexp_bracket": Operator(
+        make=lambda n: [(randn(2, 4, n), rand(2, n) < 0.5, True, n)],
+        wrong=lambda lse, *_: [
+            {0: lse.double()},
+            {0: lse[0]},
+            {1: torch.ones(1, 2).bool()},
+            {1: torch.ones(2, lse.shape[2])},
+        ],
+    ),
+    "norm_rope": Operator(
+        make=norm_rope,
+        tracked=(0, 1),
+        wrong=lambda x, gain, cos, sin, *_: [
+            {0: x[..., :6]},
+            {0: x.double()},
+            {3: None},
+            {2: cos[:, :, :2], 3: sin[:, :, :2]},
+            {2: cos.double(), 3: sin.double()},
+            {1: rand(7)},
+        ],
+    ),
+    "norm_rope_alone": Operator(make=lambda n: [given[:-1] for given in norm_rope(n)]),
+    "norm_rope_two": Operator(
+        make=lambda n: [
+            (x, x[:, :2] + 1, gain, None, *table, 1, 0, 1e-6) for x, gain, *table, _, _, _ in norm_rope(n)[:1]
+        ]
+    ),
+    "norm_rope_backward": Operator(make=norm_rope_backward),
+    "gain_spread": Operator(make=lambda n: [(rand(n) + 0.5,)]),
+    "adam_lines": Operator(make=adam_lines, slow=False, wrong=wrong_lines),
+    "scale_heads": Operator(
+        make=lambda n: [([randn(2, 3, n), randn(n, 4, 2).mT], [rand(2), rand(n)])],
+        slow=False,
+        wrong=lambda heads, *_: [{0: [randn(2, 3)], 1: [rand(2)]}, {0: heads[:1], 1: [rand(3)]}, {1: []}],
+    ),
+    "stacked_linear": Operator(
+        make=lambda n: [(stack(n), stack(16))],
+        wrong=lambda x, w: [{0: x.double(), 1: w.double()}, {1: w[:, :7].contiguous()}, {1: w[:1]}],
+    ),
+    "stacked_linear_backward": Operator(
+        make=lambda n: [(stack(n, 16), stack(n), stack(16))], wrong=lambda dy, x, w: [{0: x}]
+    ),
+    "stacked_gelu_": Operator(make=lambda n: [(stack(n),)], wrong=lambda x: [{0: x.mT}]),
+    "stacked_rms_norm": Operator(
+        make=lambda n: [(stack(n), randn(3, 8), 1e-6), (stack(n), None, 1e-6)],
+        wrong=lambda x, gain, _: [{0: x[0], 1: None}, {1: gain[:1]}],
+    ),
+    "stacked_rms_norm_backward": Operator(
+        make=lambda n: [(stack(n), stack(n), rand(3, n), randn(3, 8))], wrong=lambda *_: [{2: torch.zeros(1)}]
+    ),
+    "stacked_cross_entropy_": Operator(
+        make=lambda n: [(stack(n, 20), torch.randint(20, (3, n)), grad) for grad in (True, False)],
+        wrong=lambda z, targets, _: [{1: targets + 20}, {1: targets[:, :1].contiguous()}],
+    ),
+    "stacked_clip_": Operator(
+        make=lambda n: [([stack(n), stack(2, n)], 1.0)], wrong=lambda g, _: [{0: []}, {0: [g[0], g[0][:1]]}]
+    ),
+    "stacked_adamw_": Operator(
+        make=stacked_adamw, wrong=lambda w, *_: [{1: [stack(99)]}, {5: torch.ones(1, 2).double()}]
+    ),
+}
+
+
+quick_first = [name if not row.slow else pytest.param(name, marks=pytest.mark.slow) for name, row in OPERATORS.items()]
+
+
+@pytest.fixture(autouse=True)
+def _loaded() -> None:
+    assert all(source.ready() for source in SOURCES)
+
+
+def copied(given: Any) -> Any:
+    """The same numbers in other memory, each tensor as it lies."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
+
+
+def run(name: str, given: Arguments) -> list[Tensor]:
+    """All tensors that an operator returns or may have written."""
+    own = copied(given)
+    found = getattr(OPS, name)(*own)
+    written = own if name.endswith("_") or found is None else ()
+    return [x for x in tree_leaves((found, written)) if isinstance(x, Tensor)]
+
+
+def test_every_operator_has_a_row() -> None:
+    defined = {n for path in build.FOLDER.glob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
+    assert defined == set(OPERATORS) == {name for source in SOURCES for name in source.shapes} | {"gain_spread"}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_no_call_can_have_raises_and_does_not_crash(name: str) -> None:
+    row = OPERATORS[name]
+    right = row.make(5)[0]
+    for change in row.wrong(*right):
+        given = [change.get(i, x) for i, x in enumerate(right)]
+        with pytest.raises((RuntimeError, NotImplementedError, IndexError)):
+            getattr(OPS, name)(*given)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_threads_change_no_bit(name: str) -> None:
+    squares = name.startswith(("attention", "logit_"))  # of as many numbers as pairs of tokens
+    for given in OPERATORS[name].make(300 if squares else 4000):
+        one = run(name, given)
+        try:
+            for threads in (2, 8):
+                torch.set_num_threads(threads)
+                assert all(map(torch.equal, one, run(name, given))), f"{threads} threads"
+        finally:
+            torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_number_is_written(name: str) -> None:
+    assert torch.empty(3).isnan().all()
+    for n in (1, 33, 61):
+        for given in OPERATORS[name].make(n):
+            assert not any(x.isnan().any() for x in run(name, given)), n
+
+
+@pytest.mark.parametrize("name", quick_first)
+def test_torch_accepts_the_operator(name: str) -> None:
+    row, operator = OPERATORS[name], getattr(OPS, name).default
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for i, given in enumerate(row.make(5)[:2]):
+        own = copied(given)
+        for place in row.tracked if i == 0 else ():
+            own[place].requires_grad_()
+        # A number of the host has no shape to tell, and a second derivative is an error.
+        some = 2 if name == "gain_spread" else 3 if name.endswith("_backward") and row.tracked else 4
+        torch.library.opcheck(operator, own, test_utils=tests[:some])
+
+
+@pytest.mark.parametrize("name", quick_first)
+def test_ten_thousand_calls_keep_no_memory(name: str) -> None:
+    row, operator = OPERATORS[name], getattr(OPS, name)
+    given = row.make(8)[0]
+
+    def call(times: int) -> int:
+        for _ in range(times):
+            operator(*given)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+
+    before = call(500)
+    assert call(10_000) - before < 4 * 1024
+
+
+@pytest.mark.slow
+def test_ten_thousand_backward_passes_and_calls_past_the_dispatcher_keep_no_memory() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(32))
+    gain = torch.ones(16, requires_grad=True)
+    native = operators.functions()
+    assert native is not None
+
+    def call(times: int) -> int:
+        for _ in range(times):
+            OPS.attention(q, k, v, None, None, 1.0, True, 0, 0.0, True)[0].sum().backward()
+            operators.norm_rope(q, gain, None, 1, 1e-6, False).sum().backward()
+            assert (
+                native.encode(k.detach().clone(), v.detach(), gain.detach(), None, None, None, 1, 1, 1e-6) is not None
+            )
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = call(500)
+    assert call(10_000) - before < 16 * 1024
