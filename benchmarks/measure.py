@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,7 +21,8 @@ import torch
 import qkeel
 from qkeel.cli.inspect import BenchRow, interleave, processor_ms
 
-__all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "restored", "take_turns"]
+__all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "median_interval", "restored"]
+__all__ += ["take_turns"]
 
 Case = Callable[[], object]
 Cases = dict[str, Case]
@@ -87,12 +89,17 @@ class Bench:
             print(f"  {name:<40} {value:9.6g}")
         self.tables[title] = dict(values)
 
-    def write(self, device: str, **more: object) -> Path:
-        """Writes the tables, or `more` with them, into DEVICE-DATE.json; returns the file."""
+    def write(self, device: str, *, add: bool = False, **more: Any) -> Path:
+        """Writes the tables, or `more` with them, into DEVICE-DATE.json; returns the file.
+
+        With `add`, the entries of each part of `more` are added to those that the file already has."""
         notes = about(self.command, self.rounds)
         path: Path = self.options.out / f"{device}-{notes['date']}{'-toy' if self.toy else ''}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        notes |= more.pop("about", {})  # type: ignore[operator]
+        notes |= more.pop("about", {})
+        if add and path.exists():
+            known = json.loads(path.read_text())
+            more = {name: {**known.get(name, {}), **part} for name, part in more.items()}
         text = json.dumps({"about": notes, **(more or {"tables": self.tables})}, indent=1, ensure_ascii=False)
         path.write_text(text + "\n")
         print(f"\nwritten: {path}")
@@ -124,6 +131,24 @@ def between(rows: Sequence[BenchRow], over: str, base: str) -> float:
     """Returns the median over rounds of one case over another, each in the same round."""
     times = {row.name: row.times for row in rows}
     return statistics.median(a / b for a, b in zip(times[over], times[base]))
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Returns an interval for the median of what the values are drawn from, whatever its distribution.
+
+    It is from the k-th smallest to the k-th largest value, with the largest k for which fewer than k of n values are
+    below the median with a probability of at most (1 - level) / 2. Infinite if n is too small for the level.
+
+    >>> median_interval([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    (1.0, 6.0)
+    >>> median_interval([1.0, 2.0])
+    (-inf, inf)
+    """
+    n, k, below = len(values), 0, 0.0
+    while k < n and (below := below + math.comb(n, k) / 2**n) <= (1 - level) / 2:
+        k += 1
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)
 
 
 def restored(variable: str, run: Callable[[], Any], value: str | None = None) -> Any:

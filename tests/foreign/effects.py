@@ -11,7 +11,7 @@ from typing import ClassVar, final
 import torch
 from tests.foreign.reference import Call, tensors
 from tests.foreign.sight import numbers
-from tests.foreign.work import MODEL, Answer, Answers, Work, changed, loss, short
+from tests.foreign.work import MODEL, Answer, Answers, Work, changed, loss, rows_of, short
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -158,8 +158,7 @@ class Lalr(OfGrowth):
         full = _step(work, plain, SGD(plain.parameters(), lr=1e-2))
         factors = {n: torch.ones_like(x) for n, x in full.items()}
         for s in (s for site in sites for term in site.terms for s in (*term.query, *term.key)):
-            place = factors[s.parameter]
-            (place.movedim(s.axis, 0) if place.ndim > 1 else place)[s.index.flatten()] = 0.1
+            rows_of(factors[s.parameter], s.axis)[s.index.flatten()] = 0.1
         for name, x in full.items():
             error = float((slowed[name] - factors[name] * x).abs().max())
             if error > 1e-9 + (1e-6 if work.subject.double else 1e-4) * float(x.abs().max()):

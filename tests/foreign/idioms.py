@@ -448,6 +448,7 @@ NORMAL: Mapping[str, Normal] = {
     "squared relu": _alone(lambda z: torch.relu(z).square() / z.shape[-1]),
     "tanh": _alone(torch.tanh),
 }
+SINKS = {"null key", "softmax plus one"}  # what weights lack of one is the weight of a logit without a value
 TWO_SIDED = {"sinkhorn": 2, "dual softmax": 1}  # normalised over queries too
 
 
@@ -609,7 +610,7 @@ class Idiom(nn.Module):
                 w = _two_sided(self.plan.normal, z, seen, 3, 2)
             else:
                 w = NORMAL[self.plan.normal][1](z, seen)
-        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal == "null key")]
+        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal in SINKS)]
 
 
 _BY_HEAD = ("a", "c", "form", "asks", "first", "second")
@@ -880,6 +881,20 @@ def _expert_tokens(x: Tensor, p: Own) -> Tensor:
 _U: Mapping[str, tuple[int, ...]] = {"u": (WIDTH, 1)}
 
 
+def _by_token(x: Tensor, p: Own) -> Tensor:
+    """A synthesizer whose weights are sigmoids: a row of them from its own token alone."""
+    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    w = torch.sigmoid((x @ p["rows"]).unflatten(-1, (HEADS, 7)).transpose(1, 2))[..., : x.shape[1]]
+    return _joined(w @ v)
+
+
+def _asked_for(x: Tensor, p: Own) -> Tensor:
+    """Learned queries, one for each place, and squared ReLUs over the length."""
+    _, k, v = _qkv(x, p)
+    z = p["asks"][: x.shape[1]] @ k.mT
+    return _joined(z.relu().square() / x.shape[1] @ v)
+
+
 def _hstu(x: Tensor, p: Own) -> Tensor:
     """HSTU: SiLU of scores over the length, and gates."""
     q, k, v = _qkv(x, p)
@@ -905,6 +920,8 @@ def _chosen(x: Tensor, p: Own) -> Tensor:
 
 
 SPECIAL: Mapping[str, Special] = {
+    "by token": (_by_token, {**_QKV, "rows": (WIDTH, 7 * HEADS)}),
+    "asked for": (_asked_for, {**_QKV, "asks": (7, 4)}),
     "hstu": (_hstu, _QKV),
     "nearest first": (_nearest_first, _QKV),
     "chosen": (_chosen, _QKV),
@@ -1072,6 +1089,47 @@ def _written(x: Tensor, p: Own) -> Tensor:
     return _joined(q @ ((gate * k).mT @ v))
 
 
+def _linear_attention(x: Tensor, p: Own) -> Tensor:
+    """Linear attention with as many features as the example has tokens, over the sum of its weights."""
+    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    q, k = (F.elu((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)) + 1 for n in ("five", "fifth"))
+    return _joined(q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT))
+
+
+def _relu_features(x: Tensor, p: Own) -> Tensor:
+    """The same with a ReLU, without a quotient."""
+    v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    q, k = (((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)).relu() for n in ("five", "fifth"))
+    return _joined(q @ (k.mT @ v))
+
+
+def _causal_features(x: Tensor, p: Own) -> Tensor:
+    """Causal linear attention: running sums of key features times values."""
+    q, k, v = _qkv(x, p)
+    q, k = q.sigmoid(), k.sigmoid()
+    return _joined((q[..., None] * (k[..., None] * v[..., None, :]).cumsum(2)).sum(-2))
+
+
+def _triangle_product(x: Tensor, p: Own) -> Tensor:
+    """The triangle update of a pair table, by gated products."""
+    pair = x[:, :, None] * x[:, None]  # [b i j c]
+    a, c = (torch.sigmoid(pair @ p[gate]) * (pair @ p[n]) for gate, n in (("q", "k"), ("v", "k")))
+    return torch.einsum("bikc,bjkc->bijc", a, c).mean(2)
+
+
+def _gated_patches(x: Tensor, p: Own) -> Tensor:
+    """A gate of each place before patches of two are merged, and each patch given to its two places again."""
+    gated = F.pad(x * torch.sigmoid(x @ p["q"][:, :1]), (0, 0, 0, x.shape[1] % 2))
+    merged = F.conv1d(gated.mT, p["pairs"], stride=2).mT
+    return merged.repeat_interleave(2, 1)[:, : x.shape[1]]
+
+
+def _gated_positions(x: Tensor, p: Own) -> Tensor:
+    """An MLP over positions with gated units."""
+    t = x.shape[1]
+    return ((F.silu(x.mT @ p["table"][:t]) * (x.mT @ p["table"][:t].flip(0))) @ p["table"][:, :t]).mT
+
+
 def _scalar_gates(x: Tensor, p: Own) -> Tensor:
     """A recurrent memory with one gate for what is kept, and one for what is written."""
     gates, h, out = torch.sigmoid(x @ p["q"][:, :2]), x.new_zeros(len(x), WIDTH), []
@@ -1198,6 +1256,12 @@ LOOKS_ALIKE: Mapping[str, Special] = {
     "recurrent": (_recurrent, _QKV),
     "long memory": (_long_memory, _QKV),
     "written": (_written, {**_QKV, **_U}),
+    "linear attention": (_linear_attention, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
+    "features of a ReLU": (_relu_features, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
+    "causal features": (_causal_features, _QKV),
+    "triangle product": (_triangle_product, _QKV),
+    "gated patches": (_gated_patches, {**_QKV, "pairs": (WIDTH, WIDTH, 2)}),
+    "gated positions": (_gated_positions, {"table": (7, 7)}),
     "scalar gates": (_scalar_gates, _QKV),
     "gated convolution": (_gated_convolution, {"kernel": (1, 2, 3), "taps": (WIDTH, WIDTH, 3)}),
     "gated units": (_gated_units, _QKV),

@@ -39,8 +39,8 @@ each module alone, since some may take it and others need not.
 `python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
 biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds, of which most have one or two parts that
 are not plain; `make foreign` runs it too. `python -m tests.foreign.idioms` draws attention in the idioms of the
-literature: ways of scoring × of normalising × of combining × orders of dimensions, 27 attentions of a shape of their
-own, and 33 things that look alike (routers, gates, classifiers, losses), which must not be called attention.
+literature: ways of scoring × of normalising × of combining × orders of dimensions, attentions of a shape of their own,
+and what looks alike (routers, gates, classifiers, losses, linear attention), which must not be called attention.
 """
 
 

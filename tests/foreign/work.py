@@ -125,6 +125,12 @@ def loss(output: object) -> Tensor:
     return torch.stack([x.float().square().mean() for x in tensors(output) if x.requires_grad]).sum()
 
 
+def rows_of(p: Tensor, axis: int) -> Tensor:
+    """A view of a weight whose first dimension is the rows of a slice: of one with three dimensions, of its matrix
+    [n, …] with the others as one."""
+    return p.flatten(1).movedim(axis, 0) if p.ndim > 1 else p
+
+
 class changed:
     """While it is entered the rows of one head (or of all) of some slices are what `change` makes of them."""
 
@@ -146,7 +152,7 @@ class changed:
                 fresh = torch.tensor([i for i in index.tolist() if (name, i) not in done], dtype=torch.long)
                 done.update((name, i) for i in fresh.tolist())
                 self.kept.setdefault(name, p.clone())
-                rows = p.movedim(axis, 0) if p.ndim > 1 else p
+                rows = rows_of(p, axis)
                 if len(fresh):
                     rows[fresh] = self.change(rows[fresh])
 

@@ -163,3 +163,16 @@ def test_one_row_of_a_kernel_is_its_own_mean_and_no_row_is_nothing() -> None:
     assert (nothing.entropy.item(), nothing.entropy_min.item(), nothing.n_queries.item()) == (0.0, torch.inf, 0)
     wrong = torch.tensor([[[torch.nan, 1.0]]])
     assert reduce_kernel_rows(KernelRows(wrong, wrong, wrong), None, 1).max_logit.isnan().all()
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(7, 7, True), (7, 5, False), (3, 1, False), (1, 1, True)])
+def test_rows_that_are_known_by_their_number_are_reduced_as_counted_ones(queries: int, keys: int, causal: bool) -> None:
+    fields = randn(0, len(statistics.ROW_FIELDS), 2, 4, queries).abs()
+    n_keys = torch.arange(1, queries + 1) if causal else torch.full((queries,), keys)
+    counted = statistics.CountedRows.of(n_keys.expand(2, 4, -1), None, 0, fields.dtype)
+    whole = statistics.whole_rows(2, queries, keys, causal, fields.dtype, fields.device)
+    k_norm = randn(1, 2, 2, keys).abs()
+    one = statistics.reduce_fields(fields, whole, k_norm, None)
+    other = statistics.reduce_fields(fields, counted, k_norm, torch.ones(2, 2, keys, dtype=torch.bool))
+    for name, x in one.tensors().items():
+        torch.testing.assert_close(x, other.tensors()[name], rtol=1e-12, atol=0.0, msg=name)

@@ -20,8 +20,6 @@ CASES = {
     "lightning_ddp.closure": ("lightning", ROUNDING),
     "torchtitan_debug.fsdp2": ("torchtitan", IN_FLOAT32),
     "torchtitan_debug.tp": ("torchtitan", IN_FLOAT32),
-    "torchtitan_debug.defaults": ("torchtitan", IN_FLOAT32),
-    "torchtitan_debug.norm": ("torchtitan", IN_FLOAT32),
 }
 
 

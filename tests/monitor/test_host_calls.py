@@ -1,5 +1,5 @@
-"""How many functions of Python a step that is watched, or remedied, calls for each layer beyond those of the plain
-step; and how many passes of the model a search for its attention takes.
+"""How many functions of Python and operators of torch a step that is watched, or remedied, calls for each layer beyond
+those of the plain step; and how many passes of the model a search for its attention takes.
 
 Counts are the same on every machine and under every load; the milliseconds are in internals/benchmarks.md. Where the
 compiled pass over logits is missing, torch computes the statistics, in more calls.
@@ -26,6 +26,15 @@ MOST = {
     "qk_clip": (60, 180, 36),
     "lalr": (30, 198, 5),
 }
+# Operators beyond the plain step's, those included that others call, at most: of any step, and of each layer more.
+OPERATORS = {
+    "watch()": (490, 29),
+    'watch(stats="entropy")': (490, 29),
+    'watch(stats="max")': (385, 31),
+    "watch, no step measured": (6, 0),
+    "qk_clip": (10, 25),
+    "lalr": (75, 0),
+}
 # In a process of its own: where annotations are checked, as in this one, every function is called by a checker.
 COUNT = """
 import json, sys, warnings
@@ -35,15 +44,17 @@ from qkeel.kernels.native import logit_pass
 names, sizes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 if not logit_pass.ready():
     raise SystemExit("no compiler")
-def calls(name, layers):
-    return Case(lambda n: transformers_model("Llama", n), layers, WATCHERS.get(name)).python_calls(4)
+def counts(name, layers):
+    case = Case(lambda n: transformers_model("Llama", n), layers, WATCHERS[name])
+    both = [(case.python_calls(4, watched=on), case.operators(2, watched=on)) for on in (False, True)]
+    return [watched - plain for plain, watched in zip(*both)]
 def passes(search, layers):
     case = Case(lambda n: transformers_model("Llama", n), layers, None)
     return passes_of(SEARCHES[search], case.model, case.optimizer, case.ids)
-plain = {n: calls("", n) for n in sizes}
-calls = {name: [calls(name, n) - plain[n] for n in sizes] for name in names}
+each = {name: [counts(name, n) for n in sizes] for name in names}
+calls, operators = ({name: [of[i] for of in each[name]] for name in names} for i in (0, 1))
 found = {search: [passes(search, n) for n in (sizes[0], sizes[-1])] for search in SEARCHES}
-print(json.dumps({"calls": calls, "passes": found}))
+print(json.dumps({"calls": calls, "operators": operators, "passes": found}))
 """
 
 
@@ -74,6 +85,15 @@ def test_a_layer_takes_few_calls_of_python(name: str, found: dict[str, dict[str,
     assert (many + (8 - MANY) * per_layer) / 8 <= at_eight
     # So many of any step and so many of each layer: what 5 layers show holds at 8, 32 and 80.
     assert some == pytest.approx((few * (MANY - SOME) + many * (SOME - FEW)) / (MANY - FEW), abs=2)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_layer_takes_few_operators(name: str, found: dict[str, dict[str, list[float]]]) -> None:
+    most, most_per_layer = OPERATORS[name]
+    few, _, many = found["operators"][name]
+    per_layer = (many - few) / (MANY - FEW)
+    assert per_layer <= most_per_layer
+    assert few - FEW * per_layer <= most
 
 
 @pytest.mark.parametrize(

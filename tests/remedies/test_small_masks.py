@@ -100,3 +100,34 @@ def test_rows_that_see_no_key_stay_finite() -> None:
     q = torch.randn(1, 1, 2, 4)
     out = reference.attend(spec, q, q, q, causal=False, mask=torch.full((1, 1, 2, 2), -torch.inf)).out
     assert bool(torch.isfinite(out).all())
+
+
+class WholeNumbers(Windows):
+    """Whole numbers in the sums of scores: a mask of -100, or the places between which a bias is interpolated, as in
+    contextual position encoding."""
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        if self.how == "mask":
+            return q @ k.mT * D**-0.5 - 100 * (~CAUSAL).long()
+        z = (q @ k.mT * D**-0.5).masked_fill(~CAUSAL, -torch.inf)
+        place = z.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=T - 1)
+        low, high = place.floor().long(), place.ceil().long()
+        table = self.bias[..., :1, :].expand_as(z)
+        return z + table.gather(-1, high) * (place - low) + table.gather(-1, low) * (1 - (place - low))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return (self.scores(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("how", ["mask", "places"])
+def test_whole_numbers_in_a_sum_of_scores(how: str) -> None:
+    model, x = WholeNumbers(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
+    y = model(x)
+    with qkeel.apply("softcap:cap=3", model, example=x):
+        q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
+        z = q @ k.mT * D**-0.5 if how == "mask" else model.scores(q, k)
+        w = (3 * torch.tanh(z / 3)).masked_fill(~CAUSAL, -torch.inf).softmax(-1)
+        torch.testing.assert_close(model(x), (w @ v).transpose(1, 2).flatten(2))
+        assert copy.deepcopy(model).bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(model(x), y)

@@ -309,6 +309,20 @@ def test_attention_is_missed_however_many_modules_of_its_class_compute_none() ->
     assert ([site.name for site in sites], [missed.module for missed in sites.missed]) == (["4"], ["3"])
 
 
+def test_an_input_whose_rows_share_memory_can_be_examined() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.one, self.two = nn.Linear(M, M), Either(True), Odd(lambda _, z: z)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(self.first(x[:1]).expand(3, -1, -1)))
+
+    (missed,) = find_sites(Pair(), x()).missed
+    assert missed.module == "one"
+    assert missed.reason.startswith("values of several positions are weighed by a softmax")
+
+
 @torch.library.custom_op("qkeel_tests::only_inside", mutates_args=())
 def only_inside(x: Tensor, allowed: Tensor) -> Tensor:
     if not allowed:

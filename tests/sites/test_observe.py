@@ -402,3 +402,55 @@ def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_u
     with CaptureMode(model, lambda s: found.append(s.name)):
         assert torch.equal(model(x), slow)
     assert found == names
+
+
+def null_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    return torch.cat([torch.zeros_like(scores[..., :1]), scores], -1).softmax(-1)[..., 1:] @ v
+
+
+def plus_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf).exp()
+    return e / (1 + e.sum(-1, keepdim=True)) @ v
+
+
+def plus_one_shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    top = scores.amax(-1, keepdim=True).clamp_min(0)
+    e = (scores - top).exp()
+    return e / ((-top).exp() + e.sum(-1, keepdim=True)) @ v
+
+
+def plus_one_after_the_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (q @ k.mT / math.sqrt(D)).exp() * causal()
+    mass = e.sum(-1) + 1.0
+    return (e @ v) / mass[..., None]
+
+
+def guarded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (q @ k.mT / math.sqrt(D)).exp() * causal()
+    return e / (e.sum(-1, keepdim=True) + 1e-9) @ v
+
+
+@pytest.mark.parametrize(
+    ("attend", "same"),
+    [
+        (plus_one, null_key),
+        (plus_one_shifted, null_key),
+        (plus_one_after_the_values, null_key),
+        (guarded, exp_over_sum),
+    ],
+)
+def test_a_constant_beside_the_exponentials_is_a_logit_without_a_value(attend: Attend, same: Attend) -> None:
+    x, found = torch.randn(B, T, H * D), list[LogitStats]()
+    for way in (attend, same):
+        torch.manual_seed(0)
+        model = Block(way)
+        with torch.no_grad(), Tap(model) as tap:
+            outputs = model(x)
+            found += tap.read().values()
+        torch.manual_seed(0)
+        torch.testing.assert_close(outputs, Block(same)(x))
+    one, other = found
+    for name in ("max_logit", "mean_logit", "entropy", "sink_share"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), equal_nan=True, msg=name)

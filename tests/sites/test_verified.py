@@ -319,6 +319,19 @@ def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input() ->
     assert len(site.terms) == 2
 
 
+def test_an_input_whose_rows_share_memory_is_changed_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(M, M), Parts(plain)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.first(x[:1]).expand(3, -1, -1))
+
+    (site,) = find_sites(Model(), x())
+    assert (site.verified, site.unverified) == (True, "")
+
+
 def relative(parts: Parts, q: Tensor) -> Tensor:
     """SAM's: a mask that is a product of the queries and a table."""
     return torch.einsum("bhtd,tsd->bhts", q, parts.table)

@@ -70,6 +70,7 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     >>> hides(-0.5 * torch.arange(400.0)).any().item()
     False
     """
+    added = added if added.is_floating_point() else added.double()
     low = added <= HIDES
     if not added.numel():
         return low

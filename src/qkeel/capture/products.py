@@ -258,17 +258,40 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowTop:
-    """Tag of the largest score of each row, or of its logsumexp, after whose subtraction exponentials sum to 1."""
+    """Tag of the largest score of each row, or of its logsumexp, after whose subtraction exponentials sum to 1.
+
+    `negative`: that number times −1.
+    """
 
     normalises: bool
+    negative: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ShiftedOne:
+    """Tag of exp(−m), where m is the largest score of each row: the one of softmax plus one, beside exponentials of
+    scores less m."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Powers:
-    """Tag of exponentials of scores x, which become softmax weights when they are divided by their row sum."""
+    """Tag of exponentials of scores x, which become softmax weights when they are divided by their row sum.
+
+    `totals` is empty or holds the tag of this sum.
+    """
 
     scores: Scores
     x: Tensor
+    totals: list[RowSum] = dataclasses.field(default_factory=list, init=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RowSum:
+    """Tag of a row's sum of exponentials, to which a constant was added: the exponential of a logit without a value."""
+
+    powers: Powers
+    exponentials: Tensor
+    constant: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -306,7 +329,7 @@ class Lost:
 
 
 # A Product alone tags q·k number by number, before the sum over a head's dimensions.
-Tag = Scores | Product | RowTop | Powers | Weights | Lost
+Tag = Scores | Product | RowTop | ShiftedOne | Powers | RowSum | Weights | Lost
 
 
 class Tags:

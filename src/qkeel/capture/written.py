@@ -13,6 +13,7 @@ a scale or a bias may be anywhere.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,8 +30,10 @@ from qkeel.capture.products import (
     Powers,
     Product,
     ProductOperand,
+    RowSum,
     RowTop,
     Scores,
+    ShiftedOne,
     Tag,
     Tags,
     Weights,
@@ -70,6 +73,7 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
 Given = tuple[Args, Kwargs]
+SMALLEST_CONSTANT = 1e-5  # what is added to a sum of exponentials and is more than a guard of the quotient
 
 
 class EagerAttentionTracer:
@@ -116,6 +120,8 @@ class EagerAttentionTracer:
             self._write(args)
         place, tag = self._tagged(name, args, kwargs)
         if name in PRODUCTS and not (isinstance(tag, (Scores, Lost)) and not (isinstance(tag, Scores) and tag.table)):
+            if isinstance(tag, Powers) and tag.totals and place is not None:
+                tag = Weights(self._divided(frame, tag.totals[0]))
             if isinstance(tag, Weights) and tag.site is not None and len(args) > 1 and args[0] is place:
                 self._valued(tag.site, args[1])
             return
@@ -197,7 +203,10 @@ class EagerAttentionTracer:
         """`name(…)` of x, tagged as something that is not scores, made `out`."""
         args, kwargs = given
         same = name in ELEMENTWISE or name in VIEWS
-        if isinstance(tag, Product):
+        total = next((t for a in (*args, *kwargs.values()) if isinstance(t := self.tags.get(a), RowSum)), None)
+        if total is not None:
+            self._summed(name, frame, total, given, out)
+        elif isinstance(tag, Product):
             if name == "sum" and over_last(x, args, kwargs):
                 self.tags.put(out, Scores(parts=(tag,), frame=frame, below=self.below))
         elif isinstance(tag, Weights):
@@ -206,12 +215,52 @@ class EagerAttentionTracer:
         elif isinstance(tag, RowTop):
             # With another block's it is no longer the top of these scores.
             if same and name != "maximum":
+                self.tags.put(out, dataclasses.replace(tag, negative=tag.negative != (name == "neg")))
+            elif name == "exp" and tag.negative and not tag.normalises:
+                self.tags.put(out, ShiftedOne())
+        elif isinstance(tag, ShiftedOne):
+            if same:
                 self.tags.put(out, tag)
         elif isinstance(tag, Powers):
             if name == "sum" and over_last(x, args, kwargs):
-                self.tags.put(x, Weights(self._report_softmax(frame, tag.scores, tag.x)))
+                tag.totals[:] = [RowSum(tag, x)]
+                self.tags.put(out, tag.totals[0])
             elif (new := raised(name, tag, x, args, kwargs)) is not None:
                 self.tags.put(out, new)
+
+    def _summed(self, name: str, frame: ModuleCall, total: RowSum, given: Given, out: Tensor) -> None:
+        """`name(…)` of a row's sum of exponentials made `out`: the sum plus a constant, or they are divided by it."""
+        args, kwargs = given
+        others = [a for a in (*args, *kwargs.values()) if self.tags.get(a) is not total]
+        if name in ("add", "radd", "iadd") and len(others) == 1 and not total.constant:
+            shifted = total.powers.scores.unshifted is not None
+            if shifted and isinstance(self.tags.get(others[0]), ShiftedOne):
+                total = dataclasses.replace(total, constant=1.0)
+            elif type(others[0]) in (int, float):
+                # Less than this keeps a quotient finite; beside shifted scores a number is no one's exponential.
+                counts = others[0] > SMALLEST_CONSTANT and not shifted
+                total = dataclasses.replace(total, constant=float(others[0])) if counts else total
+            else:
+                self._divided(frame, total)
+                return
+            total.powers.totals[:] = [total]
+            self.tags.put(out, total)
+        elif (name in ELEMENTWISE or name in VIEWS) and not any(isinstance(a, Tensor) for a in others):
+            self.tags.put(out, total)
+        else:
+            weights = Weights(self._divided(frame, total))
+            if args and args[0] is total.exponentials:
+                self.tags.put(out, weights)
+
+    def _divided(self, frame: ModuleCall, total: RowSum) -> str | None:
+        """Reports the softmax of exponentials that are divided by their sum; returns the site's name."""
+        known = self.tags.get(total.exponentials)
+        if isinstance(known, Weights):
+            return known.site
+        powers = total.powers
+        site = self._report_softmax(frame, powers.scores, powers.x, constant=total.constant)
+        self.tags.put(total.exponentials, Weights(site))
+        return site
 
     def _raised(self, frame: ModuleCall, tag: Scores, x: Tensor, out: Tensor) -> None:
         """Exponentials of scores: weights if these were less their logsumexp, else with their sum."""
@@ -279,11 +328,16 @@ class EagerAttentionTracer:
             return None
         return self._report_softmax(frame, tag, x, dim)
 
-    def _report_softmax(self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1) -> str | None:
+    def _report_softmax(
+        self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1, *, constant: float = 0.0
+    ) -> str | None:
         where = tag.frame.shared_with(frame)
         self.lost.weighed |= products_of(tag)
         x = x if tag.unshifted is None else tag.unshifted
         call = seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
+        if constant:
+            sink = call.logits.new_full(call.logits.shape[:-1], math.log(constant), dtype=wide(x.dtype))
+            call = dataclasses.replace(call, sink=sink if call.sink is None else torch.logaddexp(call.sink, sink))
         return self._report(where, call, tag.below or self.below)
 
     def _step(self, name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:

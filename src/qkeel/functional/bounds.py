@@ -99,8 +99,10 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
     root, failed = torch.linalg.cholesky_ex(a)
-    product = root.mT @ b @ root
-    if bool(failed.any()) or not bool((a.sum() + product.sum()).isfinite()):  # a finite sum has finite terms only
+    times = torch.bmm if a.ndim == 3 else torch.matmul  # the latter calls five operators around the former
+    product = times(times(root.mT, b), root)
+    # A finite sum has finite terms only, and what is not finite in a or b is not finite in the product.
+    if any(failed.flatten().tolist()) or not math.isfinite(product.sum()):
         return _scaled_interaction_norm(a, b)
     return torch.linalg.eigvalsh(product)[..., -1].clamp_min(0).sqrt()
 

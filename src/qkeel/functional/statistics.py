@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -97,7 +98,10 @@ class LogitStats:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every measured statistic and count by name, without those split by class."""
-        return tensors(self)
+        found = dict(zip(TENSORS, _ALL_TENSORS(self)))  # by one call, several times in every measured step
+        if self.entropy_error is not None:
+            found["entropy_error"] = self.entropy_error
+        return found
 
     def value(self, name: str) -> Tensor | None:
         """Returns a statistic by its recorded name (records.HEAD_FIELDS); None if unknown or not measured.
@@ -110,8 +114,7 @@ class LogitStats:
     @property
     def non_finite(self) -> PerHead:
         """1 for a head whose logits or entropy are NaN or infinite, else 0."""
-        low = self.min_logit.isfinite() | (self.n_pairs == 0)  # without pairs the minimum was not measured
-        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(self.max_logit.dtype)
+        return is_not_finite(self.max_logit, self.min_logit, self.entropy, self.n_pairs).to(self.max_logit.dtype)
 
     @property
     def max_abs_logit(self) -> PerHead:
@@ -135,6 +138,12 @@ class LogitStats:
         return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
 
 
+def is_not_finite(max_logit: Any, min_logit: Any, entropy: Any, n_pairs: Any) -> Any:
+    """Returns True for heads whose logits or entropy are NaN or infinite; takes tensors, or arrays of NumPy."""
+    low = (abs(min_logit) < math.inf) | (n_pairs == 0)  # without pairs the minimum was not measured
+    return ~((abs(max_logit) < math.inf) & low & (abs(entropy) < math.inf))
+
+
 MERGES = merge_rules(LogitStats)
 FORMULAS = row_formulas(LogitStats)  # of RowStats; `reduce_rows` makes the numbers of heads
 # Of each field its neutral number and whether it is a count, whether it is of key heads, and its other sizes.
@@ -147,6 +156,7 @@ _FORMS: Mapping[str, tuple[tuple[float, bool], bool, tuple[int, ...]]] = {
     for name, merge in MERGES.items()
 }
 TENSORS = tuple(MERGES)
+_ALL_TENSORS = operator.attrgetter(*TENSORS)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 RECORDED = {*TENSORS, *DERIVED, "entropy_error"}
 
@@ -474,6 +484,81 @@ def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_
     )
 
 
+ROW_FIELDS = (
+    *("max_logit", "min_logit", "capped_max", "total", "above", "entropy", "first_weight"),
+    *("product_norm", "cos_max", "cos_total", "query_norm"),
+)  # statistics of rows in the order in which `reduce_fields` gets them; the last is the L2 norm of the query
+_AT = {name: i for i, name in enumerate(ROW_FIELDS)}
+
+
+class CountedRows(NamedTuple):
+    """Which of the rows [b t] of a call count, per head, and over how many numbers the means are.
+
+    The n rows of all sequences are one dimension; h is 1 where the heads are alike.
+
+    Attributes:
+        n_keys: the number of keys that each row sees, 0 of rows that do not count.
+        blank: True for rows that do not count; None if all do.
+        bound: True for rows that do not count or see only one key; None if there are none.
+        single: True for rows whose weights have nothing to choose from, neither a second key nor a sink; None if there
+            are none.
+        scales: ln of the number of keys and sinks of a row, at least ln 2, and ones.
+        counts: the number of values behind the mean of each of ROW_FIELDS, at least 1. free: n_free, at least 1.
+        n_queries: the number of rows that count. n_free: of those that see two keys or more. n_pairs: of visible pairs.
+    """
+
+    n_keys: Int[Tensor, "h n"]
+    blank: Bool[Tensor, "h n"] | None
+    bound: Bool[Tensor, "h n"] | None
+    single: Bool[Tensor, "h n"] | None
+    scales: Float[Tensor, "2 h n"]
+    counts: Int[Tensor, "fields h"]
+    free: Int[Tensor, " h"]
+    n_queries: Int[Tensor, " h"]
+    n_free: Int[Tensor, " h"]
+    n_pairs: Int[Tensor, " h"]
+
+    @classmethod
+    def of(
+        cls, n_keys: Int[Tensor, "b h t"], counted: Bool[Tensor, "b t"] | None, sinks: int, kind: torch.dtype
+    ) -> CountedRows:
+        """Returns the rows that see a key and are in `counted`, of statistics of this dtype."""
+        n = n_keys if counted is None else n_keys.masked_fill(~counted[:, None], 0)
+        n = n.transpose(0, 1).flatten(1)
+        blank, bound = n < 1, n < 2
+        logs = (n + sinks).clamp_min(2).to(kind).log()
+        n_queries, n_free, n_pairs = (~blank).sum(1), (~bound).sum(1), n.sum(1)
+        of_rows, of_pairs, one = n_queries.clamp_min(1), n_pairs.clamp_min(1), torch.ones_like(n_pairs)
+        means = {"total": of_pairs, "above": of_pairs, "cos_total": of_pairs, "entropy": of_rows, "query_norm": of_rows}
+        return cls(
+            n_keys=n,
+            blank=blank,
+            bound=bound,
+            single=n + sinks < 2,
+            scales=torch.stack([logs, torch.ones_like(logs)]),
+            counts=torch.stack([means.get(name, one) for name in ROW_FIELDS]),
+            free=n_free.clamp_min(1),
+            n_queries=n_queries,
+            n_free=n_free,
+            n_pairs=n_pairs,
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def whole_rows(
+    batch: int, queries: int, keys: int, causal: bool, kind: torch.dtype, device: torch.device
+) -> CountedRows:
+    """Returns the rows of a call without mask and sink: each sees all keys, or with `causal` those up to its own.
+
+    They depend on nothing but these numbers, so a training computes them once."""
+    seen = torch.arange(1, queries + 1, device=device) if causal else torch.full((queries,), keys, device=device)
+    rows = CountedRows.of(seen.expand(batch, 1, -1), None, 0, kind)
+    some_see_one = causal or keys < 2
+    return rows._replace(
+        blank=None, bound=rows.bound if some_see_one else None, single=rows.single if some_see_one else None
+    )
+
+
 def reduce_rows(
     rows: RowStats,
     counted: Bool[Tensor, "b t"] | None,
@@ -499,61 +584,107 @@ def reduce_rows(
     if classes is not None:
         assert keys_seen is not None
         split = _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
-    over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
-    free = over & (rows.n_keys > 1)
-    blank, bound = ~over, ~free
-    n_queries, n_free = over.sum((0, 2)), free.sum((0, 2))
-    n_pairs = rows.n_keys.masked_fill(blank, 0).sum((0, 2))
-    n_products = rows.n_products.masked_fill(blank, 0).sum((0, 2))
-    q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
-    entropy = rows.entropy.masked_fill(rows.n_keys + sinks < 2, 0.0)
-    relative = (entropy / (rows.n_keys + sinks).clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+    known = {**tensors(rows), "query_norm": torch.zeros_like(rows.total) if q_norm is None else q_norm}
+    fields = torch.stack([known[name] for name in ROW_FIELDS])
+    which = CountedRows.of(rows.n_keys, counted, sinks, fields.dtype)
+    products = q_norm is not None and k_norm is not None
+    return reduce_fields(fields, which, k_norm, keys_seen, of_key, products=products, classes=split)
 
-    # Fields of one rule as one tensor: each operation costs some microseconds, whatever it is applied to.
-    maxima = [rows.max_logit, -rows.min_logit, rows.capped_max, -entropy, q_norm]
-    top, low, capped, least, q_most = torch.stack(maxima).masked_fill(blank, -torch.inf).amax((1, 3)).unbind()
-    sums = torch.stack([rows.total, entropy, q_norm, rows.above, rows.cos_total]).masked_fill(blank, 0.0).sum((1, 3))
-    counts = torch.stack([n_pairs, n_queries, n_queries, n_pairs, n_products]).clamp_min(1)
-    mean_logit, mean_entropy, q_mean, above, cos_mean = (sums / counts).unbind()
-    of_free = torch.stack([relative, rows.first_weight]).masked_fill(bound, 0.0).sum((1, 3))
-    normalized, sink_share = (of_free / n_free.clamp_min(1)).unbind()
-    over_rows = {"n_free": (bound, n_free), "n_queries": (blank, n_queries)}  # what is left out, and how many are not
+
+def reduce_fields(
+    fields: Float[Tensor, "fields b h t"],
+    rows: CountedRows,
+    k_norm: Float[Tensor, "b g s"] | None,
+    keys_seen: Bool[Tensor, "b g s"] | None,
+    of_key: Int[Tensor, " s"] | None = None,
+    *,
+    products: bool = True,
+    classes: ClassStats | None = None,
+) -> LogitStats:
+    """Returns LogitStats from the statistics of rows as one tensor, in the order of ROW_FIELDS.
+
+    All fields are reduced at once, because an operation costs some microseconds, whatever it is applied to.
+
+    Args:
+        fields: statistics of each row.
+        rows: which of them count.
+        k_norm, keys_seen, of_key: see `reduce_rows`.
+        products: whether q and k are known.
+        classes: the statistics split by class.
+    """
+    h = fields.shape[2]
+    x = fields.transpose(1, 2).flatten(2)  # a copy, except of a single sequence or head
+    if rows.single is not None:
+        x = x.clone() if x.data_ptr() == fields.data_ptr() else x
+        x[_AT["entropy"]].masked_fill_(rows.single, 0.0)
+    if rows.blank is None:
+        least, most = torch.aminmax(x, dim=-1)
+        counted = x
+    else:
+        least = x.masked_fill(rows.blank, torch.inf).amin(-1)
+        most = x.masked_fill(rows.blank, -torch.inf).amax(-1)
+        counted = x.masked_fill(rows.blank, 0.0)
+    means = (counted.sum(-1) / rows.counts).unbind()
+    of_free = (x[_AT["entropy"] : _AT["first_weight"] + 1] / rows.scales).clamp_max_(1)  # neighbours
+    if rows.bound is not None:
+        of_free.masked_fill_(rows.bound, 0.0)
+    normalized, sink_share = (of_free.sum(-1) / rows.free).unbind()
+    lows, tops = least.unbind(), most.unbind()
+    most_norm = tops[_AT["query_norm"]]
+    if rows.blank is not None:
+        most_norm = most_norm.clamp_min(0)
+    by_head = RowsByHead(x, rows.n_keys)
+    over_rows = {"n_free": (rows.bound, rows.n_free), "n_queries": (rows.blank, rows.n_queries)}
     own = {
-        name: _reduced(formula(rows), *over_rows[MERGES[name].count or "n_queries"], MERGES[name])
+        name: _reduced(formula(by_head), *over_rows[MERGES[name].count or "n_queries"], MERGES[name])
         for name, formula in FORMULAS.items()
     }
+    n_queries, n_free, n_pairs = (n.expand(h) for n in (rows.n_queries, rows.n_free, rows.n_pairs))
     return LogitStats(
         **own,
-        max_logit=top,
-        min_logit=-low,
-        mean_logit=mean_logit,
-        capped_max_logit=capped,
-        entropy=mean_entropy,
-        entropy_min=-least,
-        query_norm=q_mean,
-        query_norm_max=q_most.clamp_min(0),
+        max_logit=tops[_AT["max_logit"]],
+        min_logit=lows[_AT["min_logit"]],
+        mean_logit=means[_AT["total"]],
+        capped_max_logit=tops[_AT["capped_max"]],
+        entropy=means[_AT["entropy"]],
+        entropy_min=lows[_AT["entropy"]],
+        query_norm=means[_AT["query_norm"]],
+        query_norm_max=most_norm,
         n_queries=n_queries,
         n_pairs=n_pairs,
         normalized_entropy=normalized,
         sink_share=sink_share,
-        share_above=above,
-        qk_frobenius=torch.linalg.vector_norm(rows.product_norm.masked_fill(blank, 0.0), dim=(0, 2)),
-        cos_max=rows.cos_max.masked_fill(blank | (rows.n_products == 0), -torch.inf).amax((0, 2)),
-        cos_mean=cos_mean,
+        share_above=means[_AT["above"]],
+        qk_frobenius=torch.linalg.vector_norm(counted[_AT["product_norm"]], dim=-1),
+        cos_max=tops[_AT["cos_max"]] if products else torch.full_like(normalized, -torch.inf),
+        cos_mean=means[_AT["cos_total"]],
         n_free=n_free,
-        n_products=n_products,
-        classes=split,
-        **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]
+        n_products=n_pairs if products else torch.zeros_like(n_pairs),
+        classes=classes,
+        **_keys(k_norm, keys_seen, of_key, fields),  # type: ignore[arg-type]
     )
 
 
-def _reduced(x: PerRow, left_out: Tensor, n: Tensor, merge: Merge) -> PerHead:
+class RowsByHead:
+    """The statistics of rows by name, [h n], as the formulas of LogitStats read them."""
+
+    def __init__(self, fields: Float[Tensor, "fields h n"], n_keys: Int[Tensor, "#h n"]) -> None:
+        self.n_keys, self._fields = n_keys, fields
+
+    def __getattr__(self, name: str) -> Float[Tensor, "h n"]:
+        if name not in _AT:
+            raise AttributeError(f"expected one of {', '.join(ROW_FIELDS)} or n_keys, got {name}")
+        return self._fields[_AT[name]]
+
+
+def _reduced(x: Float[Tensor, "h n"], left_out: Tensor | None, n: Tensor, merge: Merge) -> PerHead:
     """Returns the mean, largest or smallest number of each head over its n rows, by the rule that also merges data."""
     if merge.how == "mean":
-        return x.masked_fill(left_out, 0.0).sum((0, 2)) / n.clamp_min(1)
+        x = x if left_out is None else x.masked_fill(left_out, 0.0)
+        return x.sum(1) / n.clamp_min(1)
     assert merge.how in ("max", "min")
-    blanked = x.masked_fill(left_out, merge.neutral)
-    return blanked.amax((0, 2)) if merge.how == "max" else blanked.amin((0, 2))
+    x = x if left_out is None else x.masked_fill(left_out, merge.neutral)
+    return x.amax(1) if merge.how == "max" else x.amin(1)
 
 
 def _split(
@@ -589,28 +720,22 @@ def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like:
     if norm is None:
         assert seen is not None
         norm, seen = like.new_zeros(seen.shape), torch.zeros_like(seen)
-    given = torch.ones((), dtype=torch.bool, device=norm.device).expand(norm.shape) if seen is None else seen
-    if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
-        norm, given = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, given))
-    norm = norm if seen is None else norm.masked_fill(~given, 0.0)
-    count = given.sum((0, 2))
-    bins = _bins(norm.shape[2])
-    if of_key is not None and of_key.numel():
-        offset = _offsets(given, of_key)
-        inside = [given & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
-        sums = torch.stack([norm.where(one, 0.0).sum((0, 2)) for one in inside], dim=1)
-        counts = torch.stack([one.sum((0, 2)) for one in inside], dim=1)
+    if seen is None and not norm.shape[2]:
+        seen = torch.ones_like(norm, dtype=torch.bool)
+    if seen is None and of_key is None:
+        known = _all_keys(norm.shape[0], norm.shape[2], norm.device)
+        count, counts = (n.expand(norm.shape[1], *n.shape[1:]) for n in known)
+        by_key = norm.sum(0)
+        sums = _binned(by_key)
     else:
-        s, norms, there = norm.shape[2], norm, given
-        if seen is not None:
-            place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
-            within, place = place < s, place.clamp_max(s - 1)
-            norms, there = norm.gather(2, place) * within, given.gather(2, place) & within
-        sums, counts = _binned(norms, bins), _binned(there, bins)
-    left = (0, POSITION_BINS - len(bins))
-    sums, counts = torch.nn.functional.pad(sums, left), torch.nn.functional.pad(counts, left)
+        given = torch.ones((), dtype=torch.bool, device=norm.device).expand(norm.shape) if seen is None else seen
+        if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
+            norm, given = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, given))
+        norm = norm if seen is None else norm.masked_fill(~given, 0.0)
+        count, by_key = given.sum((0, 2)), norm.sum(0)
+        sums, counts = _by_position(norm, given, of_key)
     return {
-        "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
+        "key_norm": by_key.sum(-1) / count.clamp_min(1),
         "key_norm_max": norm.amax((0, 2)),
         "n_keys": count,
         "key_norm_by_position": sums / counts.clamp_min(1),
@@ -618,24 +743,57 @@ def _keys(norm: Tensor | None, seen: Tensor | None, of_key: Tensor | None, like:
     }
 
 
-def _binned(x: Shaped[Tensor, "b g s"], bins: Sequence[tuple[int, int | None]]) -> Shaped[Tensor, "g bins"]:
-    """The sums over the keys of each bin: on a CPU by one operation in the place of two for each bin."""
-    if not x.is_cpu:
-        return torch.stack([x[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
-    ends = torch.tensor([[*[first for first, _ in bins], x.shape[2]]]).expand(x.shape[1], -1)
-    keys = x.sum(0)
+def _by_position(norm: Tensor, given: Tensor, of_key: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns, by distance from the first key of each sequence, the sums of the norms of the keys in `given`, and how
+    many they are."""
+    if of_key is None or not of_key.numel():
+        s = norm.shape[2]
+        place = torch.arange(s, device=norm.device) + given.to(torch.uint8).argmax(-1, keepdim=True)
+        within, place = place < s, place.clamp_max(s - 1)
+        norms, there = norm.gather(2, place) * within, given.gather(2, place) & within
+        return _binned(norms.sum(0)), _binned(there.sum(0))
+    offset = _offsets(given, of_key)
+    inside = [given & (offset >= a) & (offset < b) for a, b in _bins(offset.shape[2])]
+    sums = [norm.where(one, 0.0).sum((0, 2)) for one in inside]
+    return _padded(sums), _padded([one.sum((0, 2)) for one in inside])
+
+
+def _padded(bins: Sequence[Shaped[Tensor, " g"]]) -> Shaped[Tensor, "g bins"]:
+    """The values of the first bins, and 0 for the others."""
+    return torch.nn.functional.pad(torch.stack([*bins], dim=1), (0, POSITION_BINS - len(bins)))
+
+
+@functools.lru_cache(maxsize=64)
+def _all_keys(batch: int, keys: int, device: torch.device) -> tuple[Int[Tensor, " 1"], Int[Tensor, "1 bins"]]:
+    """The number of keys of sequences of this length, and of those in each bin."""
+    counts = [batch * (b - a) for a, b in _bins(keys)]
+    counts += [0] * (POSITION_BINS - len(counts))
+    return torch.full((1,), batch * keys, device=device), torch.tensor([counts], device=device)
+
+
+def _binned(keys: Shaped[Tensor, "g s"]) -> Shaped[Tensor, "g bins"]:
+    """The sums over the keys of each bin: on a CPU by one operation in the place of one for each bin."""
+    if not keys.is_cpu:
+        return _padded([keys[:, a:b].sum(1) for a, b in _bins(keys.shape[1])])
+    ends = _ends(keys.shape[1]).expand(keys.shape[0], -1)
     if keys.is_floating_point():
         return torch.segment_reduce(keys, "sum", offsets=ends, axis=1, unsafe=True)
     return torch.segment_reduce(keys.double(), "sum", offsets=ends, axis=1, unsafe=True).long()  # exact for counts
 
 
 @functools.lru_cache(maxsize=64)
-def _bins(n_keys: int) -> tuple[tuple[int, int | None], ...]:
-    """The first place of each bin of POSITION_BINS and the one after its last, None for no last. Bins that begin after
-    the last key hold nothing and are left out."""
+def _ends(n_keys: int) -> Int[Tensor, "1 edges"]:
+    firsts = [a for a, _ in _bins(n_keys)]
+    return torch.tensor([[*firsts, *[n_keys] * (POSITION_BINS + 1 - len(firsts))]], device="cpu")
+
+
+@functools.lru_cache(maxsize=64)
+def _bins(n_keys: int) -> tuple[tuple[int, int], ...]:
+    """The first place of each bin of POSITION_BINS and the one after its last, which is after the last key of the last
+    bin. Bins that begin after the last key hold nothing and are left out."""
     edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
     edges = edges[: 1 + sum(edge < n_keys for edge in edges[1:])]
-    return tuple(zip(edges, [*edges[1:], None if len(edges) == POSITION_BINS else n_keys]))
+    return tuple(zip(edges, [*edges[1:], n_keys]))
 
 
 def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:

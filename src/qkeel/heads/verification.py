@@ -29,7 +29,18 @@ from qkeel.capture.example import tensors
 from qkeel.capture.intercept import CapturedCall
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite, HeadSlice, QKProduct
-from qkeel.heads.walk import Contents, Lookup, Operation, Place, Record, Repetition, at_place, memory, place
+from qkeel.heads.walk import (
+    Contents,
+    Lookup,
+    Operation,
+    Place,
+    Record,
+    Repetition,
+    at_place,
+    memory,
+    place,
+    stored,
+)
 from qkeel.patching.modes import Args, Kwargs, TorchOperator
 from qkeel.spec import AttentionCall
 
@@ -495,9 +506,10 @@ class Path:
         one, other = ({memory(x): x.untyped_storage().clone() for x in self.boundary} for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for x in {place(x): x for x in self.boundary}.values():
-            noise = torch.randn(x.shape, generator=generator).to(x)
+            changed = stored(at_place(x, other[memory(x)]))
+            noise = torch.randn(changed.shape, generator=generator).to(x)
             size = x.detach().float().square().mean().sqrt()
-            at_place(x, other[memory(x)]).add_(noise * size.to(x))
+            changed.add_(noise * size.to(x))
         return one, other
 
 

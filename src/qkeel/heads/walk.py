@@ -417,6 +417,13 @@ def at_place(x: Tensor, content: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(content, x.storage_offset(), x.shape, x.stride())
 
 
+def stored(x: Tensor) -> Tensor:
+    """The numbers of a tensor, once where it repeats them along a dimension, so that they can be changed in place."""
+    for dim, step in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else x
+    return x
+
+
 def _affected(operations: Sequence[Operation], changed: set[int]) -> list[Operation]:
     """The operators that read changed memory, and those that made what such an operator writes into in place."""
     reached, kept = set(changed), set[int]()

@@ -22,6 +22,7 @@ from qkeel.functional.bounds import LogitChange, change_factors, change_rows, no
 from qkeel.functional.class_statistics import KeyClasses, TokenClasses
 from qkeel.functional.logits import entropy
 from qkeel.functional.statistics import (
+    CountedRows,
     KernelRows,
     LogitBracket,
     LogitStats,
@@ -31,9 +32,11 @@ from qkeel.functional.statistics import (
     extreme_logits,
     logit_rows,
     product_rows,
+    reduce_fields,
     reduce_kernel_rows,
     reduce_rows,
     softmax_rows,
+    whole_rows,
     with_sink,
 )
 from qkeel.kernels.contract import extremes, head_numbers, lse_bounds, row_blocks, row_statistics, sampled_numbers
@@ -144,15 +147,15 @@ class FoundRows(Found):
 class FoundPacked(Found):
     """Row statistics from the compiled pass: all fields in one tensor, with the query norms last.
 
-    `keys_seen` is None if every key is seen."""
+    `keys_seen` is None if every key is seen. `whole` is None, or says of a call without a mask whether it is causal."""
 
-    fields: Float[Tensor, "n b h t"]
-    names: tuple[str, ...]  # names of all fields but the last
+    fields: Float[Tensor, "n b h t"]  # in the order of functional.statistics.ROW_FIELDS
     n_keys: Int[Tensor, "b h t"]
     k_norm: Float[Tensor, "b g s"]
     keys_seen: Bool[Tensor, "b g s"] | None
     counted: Bool[Tensor, "b t"] | None
     of_key: Int[Tensor, " s"] | None
+    whole: bool | None = None
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -162,23 +165,25 @@ class FoundPacked(Found):
     def alike(self) -> tuple[object, ...]:
         if self.of_key is not None:
             return ()
-        return FoundPacked, self.fields.shape[::3], self.k_norm.shape[::2], self.keys_seen is None, id(self.counted)
+        seen = self.keys_seen is None, id(self.counted), self.whole
+        return FoundPacked, self.fields.shape[1::2], self.k_norm.shape[::2], *seen
 
     @property
     def size(self) -> int:
         return self.fields.numel() + self.n_keys.numel() + 2 * self.k_norm.numel()
 
     def with_others(self, others: Sequence[FoundPacked]) -> LogitStats:
-        fields, n_keys, k_norm, seen = self.fields, self.n_keys, self.k_norm, self.keys_seen
+        fields, k_norm, seen, every = self.fields, self.k_norm, self.keys_seen, (self, *others)
         if others:
-            every = (self, *others)
             fields = torch.cat([one.fields for one in every], 2)
-            n_keys = torch.cat([one.n_keys for one in every], 1)
             k_norm = torch.cat([one.k_norm for one in every], 1)
             seen = None if seen is None else torch.cat([x for one in every if (x := one.keys_seen) is not None], 1)
-        *values, q_norm = fields.unbind()
-        rows = RowStats(**dict(zip(self.names, values)), n_keys=n_keys, n_products=n_keys)
-        return reduce_rows(rows, self.counted, q_norm, k_norm, seen, of_key=self.of_key)
+        if self.whole is not None:
+            b, t, s = fields.shape[1], fields.shape[3], k_norm.shape[2]
+            return reduce_fields(fields, whole_rows(b, t, s, self.whole, fields.dtype, fields.device), k_norm, None)
+        n_keys = torch.cat([one.n_keys for one in every], 1) if others else self.n_keys
+        rows = CountedRows.of(n_keys, self.counted, 0, fields.dtype)
+        return reduce_fields(fields, rows, k_norm, seen, self.of_key)
 
 
 @final
@@ -283,9 +288,9 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
     sink = sink_logit(call)
     fast = logit_pass.rows_of(call, threshold)
     if fast is not None:
-        fields, n_keys, k_norm = fast
         seen = None if _all_keys_seen(call) else _keys_seen(call)
-        return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, seen, call.query_mask, of_key(call))
+        whole = call.causal if type(call) is AttentionCall and call.whole and call.query_mask is None else None
+        return FoundPacked(*fast, seen, call.query_mask, of_key(call), whole)
     keys_seen = _keys_seen(call)
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
@@ -323,8 +328,7 @@ def find_plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundPa
     be ready, does not support it."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
-    fields, n_keys, k_norm = logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD)
-    return FoundPacked(fields, logit_pass.FIELDS, n_keys, k_norm, None, None, None)
+    return FoundPacked(*logit_pass.plain_rows(q, k, scale, causal, ALARM_THRESHOLD), None, None, None, causal)
 
 
 def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:

@@ -186,7 +186,7 @@ class VanishingGradient(Rule):
         if series is None or len(series) < 2:
             return None
         larger = series[-2:].max(0)  # of the two records; NaN where one was not measured
-        if np.isnan(larger).all() or not np.nanmin(larger) < 1:
+        if not np.fmin.reduce(larger, axis=None) < 1:  # NaN where no head was measured
             return None
         at = peak("grad_over_eps", -larger)
         now = float(series[-1, at.layer, at.head])
@@ -300,6 +300,39 @@ _TAIL = 2  # the newest records are always kept: rules compare the last with the
 
 
 @final
+class _Columns:
+    """Columns of one shape as one array [room, columns, …], so that a record is written at once."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: type, room: int) -> None:
+        self.places: dict[str, int] = {}
+        self.array = np.empty((room, 0, *shape), dtype)
+        self._last: tuple[tuple[str, ...], np.ndarray] = (), np.empty(0, dtype=np.intp)
+
+    def at(self, names: tuple[str, ...]) -> np.ndarray:
+        """Returns the places of these columns, which are made when a name first comes."""
+        if self._last[0] != names:
+            new = [name for name in names if name not in self.places]
+            if new:
+                self.places |= {name: len(self.places) + i for i, name in enumerate(new)}
+                blank = np.full((len(self.array), len(new), *self.array.shape[2:]), np.nan, self.array.dtype)
+                self.array = np.concatenate([self.array, blank], axis=1)
+            self._last = names, np.array([self.places[name] for name in names], dtype=np.intp)
+        return self._last[1]
+
+    def resize(self, room: int) -> None:
+        """Gives room for so many records."""
+        array = np.empty((room, *self.array.shape[1:]), self.array.dtype)
+        n = min(room, len(self.array))
+        array[:n], array[n:] = self.array[:n], np.nan
+        self.array = array
+
+    def upto(self, n: int) -> dict[str, np.ndarray]:
+        """Returns the first n records of each column, without a copy."""
+        array = self.array[:n]
+        return {name: array[:, i] for name, i in self.places.items()}
+
+
+@final
 class Recording:
     """The records of a run so far. All of them up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
     two.
@@ -317,8 +350,9 @@ class Recording:
         self._every = 1
         self._seen = self._kept = 0
         self._rated = True
-        # (kind, name) -> [capacity …]; kinds: own, values, heads, tops (the largest of all heads)
-        self._columns: dict[tuple[str, str], np.ndarray] = {}
+        # Kinds: own, values, heads, tops (the largest of all heads); those of heads by their shape.
+        self._columns: dict[tuple[str, tuple[int, ...]], _Columns] = {}
+        self._room = 4
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
         """Add a record, of a later step than the last.
@@ -330,29 +364,19 @@ class Recording:
         Raises: ShapeError if a step does not come after the last one, or a shape is not that of the record before.
         """
         heads = {} if heads is None else heads
-        self._check(values, heads)
+        shapes = self._check(values, heads)
         row = self._next_row()
         step, rate = number(values["step"]), number(values.get("lr"))
         self._rated = self._rated and bool(np.isfinite(rate))
-        for name, value in {"index": self._seen, "step": step, "rate": rate}.items():
-            self._column(("own", name))[row] = value
-        columns = self._columns
-        for name, value in values.items():
-            column = columns[key] if (key := ("values", name)) in columns else self._column(key)
-            column[row] = value if type(value) is float else number(value)
-        with np.errstate(over="ignore"):  # beyond float32 is infinite
-            for name, value in heads.items():
-                key = "heads", name
-                column = columns[key] if key in columns else self._column(key, np.shape(value), np.float32)
-                column[row] = value
-        records = [columns["heads", name][row] for name in heads]
-        if len({record.shape for record in records}) == 1:
-            tops = envelope(np.stack(records)).tolist()
-        else:
-            tops = [float(envelope(record[None])[0]) for record in records]
-        for name, top in zip(heads, tops):
-            column = columns[key] if (key := ("tops", name)) in columns else self._column(key)
-            column[row] = top
+        self._put("own", row, ("index", "step", "rate"), np.array([self._seen, step, rate]))
+        numbers = [value if type(value) is float else number(value) for value in values.values()]
+        self._put("values", row, tuple(values), np.array(numbers, dtype=np.float64))
+        for shape in dict.fromkeys(shapes):
+            names = tuple([name for name, own in zip(heads, shapes) if own == shape])
+            with np.errstate(over="ignore"):  # beyond float32 is infinite
+                record = np.array([heads[name] for name in names], dtype=np.float64).astype(np.float32)
+            self._put("heads", row, names, record)
+            self._put("tops", row, names, envelope(record))
         self._seen += 1
         if self._kept > self._most:
             self._thin()
@@ -360,10 +384,9 @@ class Recording:
     @property
     def history(self) -> History:
         """The records so far, without copying: valid until the next append."""
-        n = self._kept
         of: dict[str, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
-        for (kind, name), column in self._columns.items():
-            of[kind][name] = column[:n]
+        for (kind, _), columns in self._columns.items():
+            of[kind] |= columns.upto(self._kept)
         return History(
             steps=of["own"].get("step", np.zeros(0)),
             rates=of["own"].get("rate") if self._rated else None,
@@ -376,74 +399,99 @@ class Recording:
 
     def state(self) -> dict[str, np.ndarray]:
         """The records and how many there were: what `load` continues from."""
-        columns = {f"{kind}:{name}": column[: self._kept] for (kind, name), column in self._columns.items()}
+        columns = {
+            f"{kind}:{name}": column
+            for (kind, _), columns in self._columns.items()
+            for name, column in columns.upto(self._kept).items()
+        }
         return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes the records of another Recording in place of its own."""
         self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
         self._rated = bool(rated)
-        columns = {tuple(key.split(":", 1)): np.array(x) for key, x in state.items() if key != "counts"}
-        self._columns = {(key[0], key[1]): np.resize(x, (max(4, len(x)), *x.shape[1:])) for key, x in columns.items()}
+        self._columns, self._room = {}, max(4, self._kept)
+        for key, x in state.items():
+            kind, _, name = key.partition(":")
+            if name:
+                columns = self._of(kind, x.shape[1:])
+                at = columns.at((name,))
+                columns.array[: len(x), at] = x[:, None]
 
     def __len__(self) -> int:
         """Records appended, kept or not."""
         return self._seen
 
-    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> None:
+    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+        """Returns the shapes of the numbers of heads."""
         step = number(values.get("step"))
-        last = self._columns["own", "step"][self._kept - 1] if self._kept else -np.inf
+        last = self._own("step")[self._kept - 1] if self._kept else -np.inf
         if not step > last:
             raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
-        for name, value in heads.items():
-            shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
-            known = self._columns.get(("heads", name))
+        shapes = [value.shape if isinstance(value, np.ndarray) else np.shape(value) for value in heads.values()]
+        for name, shape in zip(heads, shapes):
+            columns = self._columns.get(("heads", shape))
+            if columns is not None and name in columns.places:
+                continue  # as before
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")
-            if known is not None and known.shape[1:] != shape:
-                raise ShapeError(f"expected {name!r} of shape {known.shape[1:]} as before, got {shape}")
+            known = [own for (kind, own), of in self._columns.items() if kind == "heads" and name in of.places]
+            if known:
+                raise ShapeError(f"expected {name!r} of shape {known[0]} as before, got {shape}")
+        return shapes
 
     def _next_row(self) -> int:
         """The index of the new record: after the last, which first replaces the one before it if that is dropped."""
         n = self._kept
-        if n >= _TAIL and self._columns["own", "index"][n - _TAIL] % self._every:
+        if n >= _TAIL and self._own("index")[n - _TAIL] % self._every:
             self._fold(np.arange(n - 3, n), np.array([n - 3, n - 1]))
-            for column in self._columns.values():
-                column[n - 2] = column[n - 1]
+            for columns in self._columns.values():
+                columns.array[n - 2] = columns.array[n - 1]
             n -= 1
         self._kept = n + 1
-        for key, column in self._columns.items():
-            if n == len(column):
-                column = np.empty((min(2 * n, self._most + 1), *column.shape[1:]), column.dtype)
-                column[:n] = self._columns[key]
-                self._columns[key] = column
-            column[n] = np.nan
+        if n == self._room:
+            self._room = min(2 * n, self._most + 1)
+            for columns in self._columns.values():
+                columns.resize(self._room)
+        for columns in self._columns.values():
+            columns.array[n] = np.nan
         return n
 
     def _thin(self) -> None:
         """Keep every second of what was kept."""
         self._every *= 2
-        index = self._columns["own", "index"][: self._kept]
+        index = self._own("index")[: self._kept]
         stays = index % self._every == 0
         stays[-_TAIL:] = True
         rows = np.flatnonzero(stays)
         self._fold(np.arange(self._kept), rows)
-        for column in self._columns.values():
-            column[: len(rows)] = column[rows]
+        for columns in self._columns.values():
+            columns.array[: len(rows)] = columns.array[rows]
         self._kept = len(rows)
 
     def _fold(self, rows: np.ndarray, stays: np.ndarray) -> None:
         """Give each of `stays`, a subset of the adjacent `rows`, the mean rate since the one before it."""
-        steps, rates = self._columns["own", "step"], self._columns["own", "rate"]
+        steps, rates = self._own("step"), self._own("rate")
         ticks = np.cumsum(rates[rows] * np.diff(steps[rows], prepend=steps[rows[0]]))[stays - rows[0]]
         rates[stays[1:]] = np.diff(ticks) / np.diff(steps[stays])
 
-    def _column(self, key: tuple[str, str], shape: tuple[int, ...] = (), dtype: type = np.float64) -> np.ndarray:
-        """The column, made when its name first comes."""
-        if key not in self._columns:
-            room = max((len(column) for column in self._columns.values()), default=4)
-            self._columns[key] = np.full((room, *shape), np.nan, dtype=dtype)
-        return self._columns[key]
+    def _own(self, name: str) -> np.ndarray:
+        columns = self._columns["own", ()]
+        return columns.array[:, columns.places[name]]
+
+    def _of(self, kind: str, shape: tuple[int, ...]) -> _Columns:
+        """The columns of a kind and shape, made when they first come."""
+        found = self._columns.get((kind, shape))
+        if found is None:
+            dtype = np.float32 if kind == "heads" else np.float64
+            found = self._columns[kind, shape] = _Columns(shape, dtype, self._room)
+        return found
+
+    def _put(self, kind: str, row: int, names: tuple[str, ...], record: np.ndarray) -> None:
+        """Writes the numbers of these names into a row."""
+        columns = self._of(kind, record.shape[1:])
+        at = columns.at(names)  # which may make the array anew
+        columns.array[row, at] = record
 
 
 @final

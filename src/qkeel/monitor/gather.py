@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,12 +183,15 @@ ALIKE = "alike"  # of numbers that all processes with the same weights know
 class Measurement:
     """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model.
 
-    `monitor` is this process's report on its own monitor, by records.MONITOR_FIELDS; it is not sent.
+    `monitor` is this process's report on its own monitor, by records.MONITOR_FIELDS; it is not sent. `arrays` are the
+    statistics with one number per head of each block of sites, as arrays of NumPy; they are made with a measurement
+    that has arrived, where one view of all numbers takes the place of some twenty.
     """
 
     stats: Mapping[str, LogitStats]
     numbers: GivenNumbers
     monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    arrays: Sequence[Mapping[str, np.ndarray]] = ()
 
     def form(self) -> MeasurementForm:
         """Returns the form of the measurement, which must be the same in every step."""
@@ -208,7 +212,7 @@ class Measurement:
         shares = {key: x for key, x in single.items() if isinstance(x, PartialValue)}
         weights = dict(zip(shares, change([x.weight for x in shares.values()])))
         found: dict[NumberKey, Tensor | PartialValue] = {
-            key: x.masked_fill(~(weights[key] > 0), torch.nan) if key in shares else x for key, x in zip(single, known)
+            key: x.where(weights[key] > 0, torch.nan) if key in shares else x for key, x in zip(single, known)
         }
         kept = [
             SentRow(name=row.name, sites=row.sites, counts=row.counts, values=x, weight=None)
@@ -268,6 +272,7 @@ class Transfer:
     def alone(cls, measured: Measurement) -> Transfer:
         """Starts the transfer of this process's measurement to its host."""
         given = measured.parts()
+        sizes = [x.numel() for x in given]
         device = _device(measured)
         dtype = widest(device)  # exact for counts under 2^53
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -275,23 +280,27 @@ class Transfer:
             by_dtype.setdefault(x.dtype, []).append(i)
         parts = []
         for of in by_dtype.values():
-            own = [given[i].detach() for i in of]
+            own = [x.detach() if x.requires_grad else x for x in [given[i] for i in of]]
             flat = [
                 (x if x.ndim == 1 else x.reshape(-1)) if x.device == device else on_device(device, dtype, x)
                 for x in own
             ]
             parts.append(torch.cat(flat).to(dtype))
         lengths = [x.numel() for x in parts]
+        order = list(itertools.chain.from_iterable(by_dtype.values()))
+        places = itertools.accumulate([sizes[i] for i in order], initial=0)
+        firsts = dict(zip(order, places))  # of each part in the vector
 
         def read(rows: list[Tensor]) -> Measurement:
             values: list[Tensor | None] = [None] * len(given)
             groups = rows[0].split_with_sizes(lengths)
             for (kind, of), group in zip(by_dtype.items(), groups):
                 group = group if kind.is_floating_point else group.to(kind)
-                for i, x in zip(of, group.split_with_sizes([given[i].numel() for i in of])):
+                for i, x in zip(of, group.split_with_sizes([sizes[i] for i in of])):
                     values[i] = x if given[i].ndim == 1 else x.view(given[i].shape)
             at = iter(values)
-            return measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
+            found = measured.each(lambda tensors: [next(at) for _ in tensors])  # type: ignore[misc]
+            return dataclasses.replace(found, arrays=_arrays(SiteStats.of(measured.stats), rows[0].numpy(), firsts))
 
         return cls([torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)], read)
 
@@ -324,6 +333,21 @@ class Transfer:
             )
         measured = self._read(self.vectors)
         return dataclasses.replace(measured, numbers=with_made(measured.numbers))  # type: ignore[arg-type]
+
+
+def _arrays(stats: SiteStats, flat: np.ndarray, firsts: Mapping[int, int]) -> list[dict[str, np.ndarray]]:
+    """The statistics of each block with one number per head, in a vector in which part i of `Measurement.parts` begins
+    at `firsts[i]`."""
+    found, i = [], 0
+    for block in stats.blocks:
+        i += 0 if block.joint.classes is None else len(block.joint.classes.tensors())
+        own = {}
+        for name, x in block.joint.tensors().items():
+            if x.ndim == 1:
+                own[name] = flat[firsts[i] : firsts[i] + x.numel()]
+            i += 1
+        found.append(own)
+    return found
 
 
 def _how(share: PartialValue) -> str:

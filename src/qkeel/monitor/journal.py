@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
@@ -62,7 +63,8 @@ class Recorder:
         self.sites: tuple[str, ...] = ()
         self._types, self._local = types, dict[str, str]()
         self._described: Mapping[str, str] = {}  # types of all layers, by the description of the run
-        self._width = 0
+        self._table = HeadRows((), 0)  # made when the sites are known
+        self._names: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # of the numbers of a row without heads
         self._late: set[str] = set()  # sites of which it was said that they came too late
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
@@ -72,7 +74,7 @@ class Recorder:
         """One step's numbers."""
         if not self.sites:
             self.sites = tuple(measured.stats)
-            self._width = max(len(s.max_logit) for s in measured.stats.values())
+            self._table = HeadRows(self.sites, max(len(s.max_logit) for s in measured.stats.values()))
             self.recording = Recording(self.sites, planned=self.recording.planned)
             self._evaluated = Recording(self.sites)
         self._tell_late(step, measured)
@@ -181,16 +183,20 @@ class Recorder:
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
         stats = SiteStats.of(measured.stats)
         numbers = measured.numbers if type(measured.numbers) is SiteNumbers else SiteNumbers((), measured.numbers)
-        table = HeadRows(self.sites, self._width)
-        for block in stats.blocks:
-            table.add_statistics(block)
+        table = self._table
+        table.begin()
+        for block, own in itertools.zip_longest(stats.blocks, measured.arrays):
+            table.add_statistics(block, own)
         seen = set(table.heads)
         values = {"step": float(step)}
         for row in numbers.rows:
             if row.counts and row.name in HEAD_FIELDS:
-                table.put(row.name, row.sites, row.counts, row.values.double().numpy())
+                table.put(row.name, row.sites, row.counts, row.values.numpy())
             elif not row.counts:
-                values |= zip([f"{row.name}/{site}" for site in row.sites], row.values.tolist())
+                names = self._names.get((row.name, row.sites))
+                if names is None:
+                    names = self._names[row.name, row.sites] = [f"{row.name}/{site}" for site in row.sites]
+                values |= zip(names, row.values.tolist())
         for (site, name), value in numbers.single.items():
             assert isinstance(value, Tensor)  # shares were made numbers when they arrived
             if value.ndim == 0:
@@ -199,7 +205,7 @@ class Recorder:
                 table.put(name, (site,), (len(value),), value.double().numpy())
         heads = {name: table.heads[name] for name in HEAD_FIELDS if name in table.heads}
         split = class_rows([stats.get(site) for site in self.sites]) if table.classes else {}
-        heads |= {n: pad_layers(of, self._width) for n, of in split.items() if any(row is not None for row in of)}
+        heads |= {n: pad_layers(of, table.width) for n, of in split.items() if any(row is not None for row in of)}
         folded = {
             name: float(fold_heads(name, heads[name].reshape(1, -1))[0])
             for name in _WHOLE
@@ -221,12 +227,19 @@ class HeadRows:
 
     def __init__(self, sites: Sequence[str], width: int) -> None:
         self.place = {site: i for i, site in enumerate(sites)}
+        self.width = width
+        self._nothing = np.full((len(sites), width), np.nan)
+        # Of each recorded number of a call's logits, the count of those it was made of.
+        self._made_of = {name: field.count for name, field in HEAD_FIELDS.items() if name in statistics.RECORDED}
+        self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self._groups: dict[object, np.ndarray] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a record."""
         self.heads: dict[str, np.ndarray] = {}
         self.classes = False  # whether some statistics are split by class
-        self._width = width
-        self._nothing = np.full((len(sites), width), np.nan)
         self._known: set[str] = set()
-        self._places: dict[object, tuple[np.ndarray, np.ndarray]] = {}
 
     def put(self, name: str, sites: tuple[str, ...], counts: tuple[int, ...], values: np.ndarray) -> None:
         """Takes the numbers of the heads of some sites, one after the other."""
@@ -237,34 +250,31 @@ class HeadRows:
                 table = self.heads[name] = self._nothing.copy()
             table.reshape(-1)[to] = values[of]
 
-    def add_statistics(self, block: ScoreBlock) -> None:
-        """Takes the statistics of a block of sites."""
+    def add_statistics(self, block: ScoreBlock, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Takes the statistics of a block of sites; `arrays` are those with one number per head, where they are known
+        as arrays already."""
         stats, (names, heads, kv_heads) = block.joint, block.layout
         if self.place.keys().isdisjoint(names):
             return
         self.classes = self.classes or stats.classes is not None
-        own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
-        group = (
-            None if heads == kv_heads else np.concatenate([repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)])
-        )
+        if arrays is None:
+            own = {name: x.numpy() for name, x in stats.tensors().items() if x.ndim == 1}
+        else:
+            own = {**arrays}
         with_maxima = own["max_logit"] != -np.inf
-        # Of each recorded number of a call's logits, the count of those it was made of.
-        made_of: dict[str, str] = {}
-        for name, field in HEAD_FIELDS.items():
-            if name in statistics.RECORDED:
-                made_of[name] = field.count
-        found = {name: own[name] if name in own else stats.value(name) for name in made_of}
-        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in found.items() if x is not None}
-        counts = {count: own[count] > 0 for count in made_of.values()}
-        for name in values if group is not None else ():
-            if len(values[name]) == sum(kv_heads):  # of key heads
-                values[name] = values[name][group]
-        for count in counts if group is not None else ():
-            if len(counts[count]) == sum(kv_heads):
-                counts[count] = counts[count][group]
+        own[NON_FINITE] = statistics.is_not_finite(*(own[name] for name in _FINITE))
+        given = {name: own[name] if name in own else stats.value(name) for name in self._made_of}
+        values = {n: x if isinstance(x, np.ndarray) else x.double().numpy() for n, x in given.items() if x is not None}
+        counts = {count: own[count] > 0 for count in self._made_of.values()}
+        if heads != kv_heads:
+            group = self._group(heads, kv_heads)
+            for rows in (values, counts):
+                for name in rows:
+                    if len(rows[name]) == sum(kv_heads):  # of key heads
+                        rows[name] = rows[name][group]
         # All names as one table: there are some twenty in every measured step.
         table = np.array([*values.values()], dtype=np.float64)
-        known = np.array([counts[made_of[name]] for name in values])
+        known = np.array([counts[self._made_of[name]] for name in values])
         for i, name in enumerate(values):
             if name in _OF_MAXIMA:  # where maxima alone were looked for
                 known[i] |= with_maxima if name != "capped_max_logit" else table[i] != -np.inf
@@ -278,8 +288,20 @@ class HeadRows:
         blank = np.empty((len(new), *self._nothing.shape))
         blank.fill(np.nan)
         self.heads |= zip(new, blank)
-        for name, row in zip(values, table if len(of) == table.shape[1] else table[:, of]):
-            self.heads[name].reshape(-1)[to] = row
+        table = table if len(of) == table.shape[1] else table[:, of]
+        if len(new) == len(values):
+            blank.reshape(len(new), -1)[:, to] = table
+        else:
+            for name, row in zip(values, table):
+                self.heads[name].reshape(-1)[to] = row
+
+    def _group(self, heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> np.ndarray:
+        """The place of each query head's key head among those of all sites."""
+        group = self._groups.get((heads, kv_heads))
+        if group is None:
+            parts = [repeat_groups(i, n) for i, n in _numbered(heads, kv_heads)]
+            group = self._groups[heads, kv_heads] = np.concatenate(parts)
+        return group
 
     def measured(self, name: str) -> bool:
         """Returns whether the number of some head was measured."""
@@ -292,12 +314,13 @@ class HeadRows:
             place = [self.place.get(site, -1) for site in sites]
             rows = np.repeat(np.array(place), counts)
             columns = np.concatenate([np.arange(n) for n in counts])
-            own = np.flatnonzero((rows >= 0) & (columns < self._width))
-            known = self._places[sites, counts] = (rows * self._width + columns)[own], own
+            own = np.flatnonzero((rows >= 0) & (columns < self.width))
+            known = self._places[sites, counts] = (rows * self.width + columns)[own], own
         return known
 
 
 _OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)
+_FINITE = ("max_logit", "min_logit", "entropy", "n_pairs")
 
 
 def _numbered(heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:

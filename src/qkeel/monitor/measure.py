@@ -565,6 +565,7 @@ class StepNumbers(Visitor):
         optimizer: Optimizer | None,
         *,
         guard: Guarded,
+        tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
@@ -576,7 +577,7 @@ class StepNumbers(Visitor):
         self._stream: ResidualStream | None = None  # made when the sites are known
         self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
-        self._means, self._tree = Means(), ModuleTree(sites.model)
+        self._means, self._tree = Means(), tree
         self._collected = [x for x in (self._means, self._indexes, self._rows, self._chosen) if x is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known

@@ -72,7 +72,7 @@ class StepEnd:
         self._calls: dict[Phase, float] = {"train": 0, "eval": 0}  # counted up to the measured step before
         self._seconds = 0.0
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
-        self.rate: Tensor | None = None  # of the step done last
+        self.rate: float | Tensor | None = None  # of the step done last
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
@@ -137,7 +137,7 @@ class StepEnd:
         self._calls[phase], self._seconds = calls, seconds
         return found
 
-    def _train_step(self, rate: Tensor) -> None:
+    def _train_step(self, rate: float | Tensor) -> None:
         if not self._steps.passed("train") and not self._warned:
             self._warned = True
             caution(NOT_SEEN)
@@ -145,14 +145,14 @@ class StepEnd:
             self._models.after_step()
         self._close("train", self._steps.done, rate, alone=False)
 
-    def _close(self, phase: Phase, step: int, rate: Tensor | None, *, alone: bool) -> None:
+    def _close(self, phase: Phase, step: int, rate: float | Tensor | None, *, alone: bool) -> None:
         """Sends the numbers of a phase on; with `alone`, only this process records it."""
         fresh, taken = self._models.read(phase), self._taken[phase]
         self._taken[phase] = []
         if taken:
             fresh = on_host(fresh)
         stats = merged([*taken, fresh])
-        numbers = self._models.take(rate) if phase == "train" else {}
+        numbers = self._models.take(None if rate is None else _rate_tensor(rate)) if phase == "train" else {}
         if not alone:
             self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no exchange
         transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
@@ -169,10 +169,15 @@ class StepEnd:
         self._arrivals.settle(wait=False)
 
 
-def _rate(optimizer: Optimizer) -> Tensor:
+def _rate(optimizer: Optimizer) -> float | Tensor:
     """The learning rate of the first group, as it is now."""
     rate = optimizer.param_groups[0]["lr"]
-    return rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate
+
+
+def _rate_tensor(rate: float | Tensor) -> Tensor:
+    """The same rate as a tensor, which most steps do not need."""
+    return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
 
 
 @final
@@ -258,8 +263,13 @@ class TrainingEnd:
 
 
 def _norm(optimizer: Optimizer) -> Tensor:
-    own = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
-    return torch.linalg.vector_norm(own[len(own) // 2].detach()) if own else torch.zeros(())
+    """The norm of a weight in the middle of the largest group that has one whole; 0 if none has."""
+    for group in sorted(optimizer.param_groups, key=lambda group: -len(group["params"])):
+        own = group["params"]
+        for p in (*own[len(own) // 2 :], *own):
+            if type(p) is nn.Parameter:
+                return torch.linalg.vector_norm(p.detach())
+    return torch.zeros(())
 
 
 def _changed(before: Tensor, now: Tensor) -> bool:
@@ -353,7 +363,7 @@ class Monitor(Handle):
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(
-                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, extras=extras
+                self._steps, known, calls.tokens, changes, optimizer, guard=self._guard, tree=tap.tree, extras=extras
             )
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
@@ -572,7 +582,7 @@ class Monitor(Handle):
         self.sample_before(self.steps)  # it waits for the last record
         last, rate = self._steps.last, self._step_end.rate
         state = {"steps": torch.tensor(self.steps), "last": torch.tensor(-1 if last is None else last)}
-        own = {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else rate.cpu()}
+        own = {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else _rate_tensor(rate).cpu()}
         return own | {f"journal/{name}": value for name, value in self._journal.state().items()}
 
     def _load_state(self, state: State) -> None:

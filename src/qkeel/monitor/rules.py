@@ -184,6 +184,13 @@ def largest(history: History, name: str) -> Extreme | None:
     return Extreme(at=at, value=float(found[-1]), series=found, envelope=found if envelope is None else envelope)
 
 
+def at_most(history: History, name: str, limit: float) -> bool:
+    """Returns whether no head of the last record is over a limit, where the largest of all heads was kept: what most
+    records show, so that their heads need not be looked at; False if it is unknown."""
+    tops = history.tops.get(name)
+    return tops is not None and len(tops) > 0 and not tops[-1] > limit
+
+
 def peak(name: str, record: np.ndarray) -> RecordPlace:
     """The place where one record [layers heads] is largest; at least one entry must be a number."""
     layer, head = divmod(_largest_at(record), record.shape[1])
@@ -248,6 +255,8 @@ class Ceiling(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
+        if at_most(history, "max_logit", self.threshold):
+            return None
         top = largest(history, "max_logit")
         if top is None or not top.value > self.threshold:
             return None
@@ -279,7 +288,7 @@ class Growth(Rule):
         return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
     def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
-        top = largest(history, "max_logit")
+        top = None if at_most(history, "max_logit", self.floor) else largest(history, "max_logit")
         return _soon(history, top, self.factor * top.value, self.floor, self.horizon) if top is not None else None
 
 
@@ -307,7 +316,7 @@ class Approach(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
-        top = largest(history, "max_logit")
+        top = None if at_most(history, "max_logit", self.floor) else largest(history, "max_logit")
         found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
         if found is None:
             return None
@@ -381,6 +390,9 @@ class EntropyCollapse(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
+        series = history.series("entropy")
+        if series is None or not len(series) or not np.fmin.reduce(series[-1], axis=None) <= self.threshold:
+            return None  # no mean is less than the least of its terms, so most records need no more than this
         means = _layer_means(history)
         if means is None or np.isnan(means[1]).all():
             return None
@@ -441,7 +453,7 @@ class NonFinite(Rule):
         return "not finite"
 
     def check(self, history: History) -> Alarm | None:
-        broken = history.series(NON_FINITE)
+        broken = None if at_most(history, NON_FINITE, 0) else history.series(NON_FINITE)
         if broken is not None and len(broken) and (broken[-1] > 0).any():
             layer, head = (int(x) for x in np.argwhere(broken[-1] > 0)[0])
             count = int((broken[-1] > 0).sum())

@@ -204,22 +204,23 @@ class HiddenNorms:
             found.append(((), next(norms for sites, norms in reversed(found) if sites)))
         blocks: dict[tuple[str, ...], list[Tensor]] = {}  # several calls of a block, where it is called again
         for sites, norms in found:
-            blocks.setdefault(sites, []).append(norms.flatten())
+            blocks.setdefault(sites, []).append(norms)
         for norms in blocks.pop((), ()):
             self._take_norm(("", "final_hidden_norm"), norms.mean(), norms.numel())
         groups: dict[object, list[tuple[tuple[str, ...], Tensor]]] = {}
         for sites, calls in blocks.items():
-            norms = calls[0] if len(calls) == 1 else torch.cat(calls)
+            norms = calls[0] if len(calls) == 1 else torch.cat([x.flatten() for x in calls])
             groups.setdefault((norms.shape, norms.dtype, norms.device), []).append((sites, norms))
         for group in groups.values():
-            means = torch.stack([norms for sites, norms in group for _ in sites]).mean(1)
+            means = torch.stack([norms for sites, norms in group for _ in sites]).flatten(1).mean(1)
             names = tuple([site for sites, _ in group for site in sites])
             self._take_norm((names, "block_output_norm"), means, group[0][1].numel())
 
 
 def _norms(state: Tensor) -> Tensor:
     """Of each token, in float32 or wider."""
-    return torch.linalg.vector_norm(state, dim=-1, dtype=wide(state.dtype))
+    kind = wide(state.dtype)
+    return torch.linalg.vector_norm(state, dim=-1, dtype=None if state.dtype == kind else kind)
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

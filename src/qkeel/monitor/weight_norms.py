@@ -33,23 +33,32 @@ UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less
 NormsByWeight = list[tuple[list[int], Tensor]]  # numbers of weights, and what was found of all of their heads
 
 
-def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeight, NormsByWeight]:
-    """The norms [Σn] of the heads [n r m] of all weights, and W Wᵀ [Σn r r] of those of the first `squared` weights,
-    in float32 or wider.
+def norms_and_grams(
+    weights: Sequence[Tensor], rows: Sequence[int], squared: int
+) -> tuple[NormsByWeight, NormsByWeight]:
+    """The norms [Σn] of the heads of all weights, and W Wᵀ [Σn r r] of those of the first `squared` weights, in float32
+    or wider.
 
     Triton reads heads where they lie: two launches and the copy of their addresses to the device for the norms of all
     weights of a dtype, one launch for the products of all of one r. Other heads are read in `stacks`.
+
+    Args:
+        weights: their heads as [n r m], or as [n·r m] one after the other.
+        rows: r of each weight.
+        squared: number of weights of which products are wanted.
     """
     norms, grams, rest = NormsByWeight(), NormsByWeight(), list[int]()
-    if all([x.device.type in UNSTACKED for x in heads]):  # noqa: C419
-        for own in _small_together(heads, squared):
-            x = heads[own[0]] if len(own) == 1 else torch.cat([heads[i] for i in own])
+    if all([x.device.type in UNSTACKED for x in weights]):  # noqa: C419
+        for own in _small_together(weights, rows):
+            x = _heads(weights[own[0]] if len(own) == 1 else torch.cat([weights[i] for i in own]), rows[own[0]])
             kind = wide(x.dtype)
-            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=kind)))
-            if own[0] < squared:
-                rows = x if x.dtype == kind else x.to(kind)
-                grams.append((own, rows @ rows.mT))
+            norms.append((own, torch.linalg.vector_norm(x, dim=(1, 2), dtype=None if x.dtype == kind else kind)))
+            if some := [i for i in own if i < squared]:  # they come first
+                x = x if len(some) == len(own) else x[: len(x) * len(some) // len(own)]  # weights of one shape
+                x = x if x.dtype == kind else x.to(kind)
+                grams.append((some, torch.bmm(x, x.mT)))
         return norms, grams
+    heads = [_heads(x, r) for x, r in zip(weights, rows)]
     for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
         own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
         views = [heads[i] for i in own]
@@ -66,21 +75,26 @@ def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[NormsByWeigh
         own = [rest[place] for place in places]
         norms.append((own, torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype))))
         if some := [i for i in own if i < squared]:  # they come first
-            rows = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
-            grams.append((some, rows @ rows.mT))
+            x = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
+            grams.append((some, x @ x.mT))
     return norms, grams
 
 
-def _small_together(heads: Sequence[Tensor], squared: int) -> Iterator[list[int]]:
-    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype, of which
-    products are wanted or not. What an operation costs is more than a copy of them."""
+def _heads(weight: Tensor, r: int) -> Tensor:
+    """The heads [n r m] of a weight that is given so, or as [n·r m]."""
+    return weight if weight.ndim == 3 else weight.view(-1, r, weight.shape[1])
+
+
+def _small_together(weights: Sequence[Tensor], rows: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of weights that are read in one operation on the host: small ones of one shape and dtype. What an
+    operation costs is more than a copy of them."""
     waiting: dict[object, list[int]] = {}
-    for i, x in enumerate(heads):  # no call of Python's for each: there are some hundred in a step
+    for i, x in enumerate(weights):  # no call of Python's for each: there are some hundred in a step
         n = x.numel()
         if n > TOGETHER:
             yield [i]
             continue
-        kind = x.shape, x.dtype, i < squared
+        kind = x.shape, rows[i], x.dtype
         own = waiting.get(kind)
         if own is None:
             own = waiting[kind] = []
@@ -170,27 +184,27 @@ class Places:
         """Takes names that have numbers of their own, those whose numbers two make, and the tensor or one like it."""
         self._alone, single = _by_name({key: len(place[0][0]) for key, place in alone.items()})
         self._pairs, double = _by_name({key: len(place[0][0][0]) for key, place in pairs.items()})
-        self._n_alone = sum(row.total for row in self._alone)
+        self._sizes = sum(row.total for row in self._alone), *(2 * [sum(row.total for row in self._pairs)])
         wanted = [alone[key] for key in single] + [pairs[key][i] for i in (0, 1) for key in double]
         rows = [
             torch.cat([parts[i] if i < len(parts) else torch.full_like(parts[0], len(like)) for parts, _ in wanted])
             for i in range(max(len(parts) for parts, _ in wanted))
         ]
-        self._index = torch.stack(rows).to(like.device)
+        self._index = (rows[0] if len(rows) == 1 else torch.stack(rows)).to(like.device)
         factors = torch.cat([torch.as_tensor(f, dtype=like.dtype).expand(len(parts[0])) for parts, f in wanted])
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
     def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> list[SentRow]:
         """The numbers in the current tensor; for a pair what `made` computes from both, all pairs at once."""
-        if len(self._index) == 1:
-            found = x[self._index[0]]
+        if self._index.ndim == 1:
+            found = x[self._index]
         else:
             found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
         found = found if self._factors is None else found * self._factors
-        alone, pairs = found.tensor_split([self._n_alone])
+        alone, first, second = found.split_with_sizes(self._sizes)
         parts = [*alone.split_with_sizes([row.total for row in self._alone])] if self._alone else []
         if self._pairs:
-            parts += made(*pairs.chunk(2)).split_with_sizes([row.total for row in self._pairs])
+            parts += made(first, second).split_with_sizes([row.total for row in self._pairs])
         return [
             SentRow(name=row.name, sites=row.sites, counts=row.counts, values=part)
             for row, part in zip((*self._alone, *self._pairs), parts)
@@ -555,6 +569,15 @@ def _scale(site: AttentionSite, like: Tensor) -> Tensor:
 _SourceSizes = tuple[tuple[tuple[Hashable, int], ...], ...]
 
 
+# A weight, or its gradient; its heads and the rows of each; and whether they are the rows of the whole weight in order.
+_Source = tuple[HeadSlice, bool, int, int, bool]
+
+
+def _source(part: HeadSlice, of_grad: bool) -> _Source:
+    n, r = part.index.shape
+    return part, of_grad, n, r, part.axis == 0 and part.grid == (0, r, 1)
+
+
 @final
 class WeightNorms:
     """Reads the q and k weights of some sites, per query head; nothing is changed, nothing waits for the device.
@@ -589,7 +612,7 @@ class WeightNorms:
         self._plain = {part for site in self._squared if _is_plain(site) for part in (*site.query, *site.key)}
         self._are_plain = {site.name for site in self._squared if _is_plain(site)}
         self._parts = [*dict.fromkeys(part for sides in self._own.values() for own in sides.values() for part in own)]
-        self._known: tuple[tuple[bool, ...] | None, list[tuple[HeadSlice, bool]], int] = None, [], 0
+        self._known: tuple[tuple[bool, ...] | None, list[_Source], int] = None, [], 0
         self._places: dict[Hashable, Places] = {}
 
     @property
@@ -620,23 +643,26 @@ class WeightNorms:
         """The norms of the rows of weights and gradients, then Gram matrices, by their size: each as tensors, and for
         each of these which sources it holds, and how many numbers of each."""
         sources, squared = self._sources()
-        heads = list[Tensor]()
-        for part, of_grad in sources:  # no call of Python's for each: there are some hundred in a step
+        weights, rows = list[Tensor](), list[int]()
+        for (
+            part,
+            of_grad,
+            n,
+            r,
+            one_by_one,
+        ) in sources:  # no call of Python's for each: there are some hundred in a step
             p = self._parameters[part.parameter]
             x = p.grad if of_grad and p.grad is not None else p
-            n, r = part.index.shape
-            if x.ndim == 2 and part.axis == 0 and part.grid == (0, r, 1) and x.shape[0] == n * r:
-                heads.append(x.view(n, r, x.shape[1]))
-            else:
-                heads.append(part.heads(x))
-        norms, grams = norms_and_grams(heads, squared)
+            weights.append(x if one_by_one and x.ndim == 2 and x.shape[0] == n * r else part.heads(x))
+            rows.append(r)
+        norms, grams = norms_and_grams(weights, rows, squared)
         if norms:
-            held = [tuple([(sources[i], heads[i].shape[0]) for i in numbers]) for numbers, _ in norms]
+            held = [tuple([(sources[i][:2], sources[i][2]) for i in numbers]) for numbers, _ in norms]
             yield "norms", tuple(held), [x for _, x in norms]
         sizes: dict[int, tuple[list[tuple[tuple[Hashable, int], ...]], list[Tensor]]] = {}
         for numbers, x in grams:
             names, parts = sizes.setdefault(x.shape[1], ([], []))
-            names.append(tuple([(sources[i][0], heads[i].shape[0]) for i in numbers]))
+            names.append(tuple([(sources[i][0], sources[i][2]) for i in numbers]))
             parts.append(x)
         for site in self._squared:
             for side, chains in () if site.name in self._are_plain else _sides(site):
@@ -647,13 +673,15 @@ class WeightNorms:
         for r, (names, parts) in sizes.items():
             yield f"products of {r}", tuple(names), parts
 
-    def _sources(self) -> tuple[list[tuple[HeadSlice, bool]], int]:
+    def _sources(self) -> tuple[list[_Source], int]:
         """The weights, and the gradients that there are; of the first so many weights products are wanted."""
         graded = tuple([self._parameters[part.parameter].grad is not None for part in self._parts])
         if self._known[0] != graded:
             plain = [part for part in self._parts if part in self._plain]
-            sources = [(part, False) for part in dict.fromkeys([*plain, *self._parts])]
-            self._known = graded, sources + [(part, True) for part, has in zip(self._parts, graded) if has], len(plain)
+            weights = [*dict.fromkeys([*plain, *self._parts])]
+            of_grad = [False] * len(weights) + [True] * sum(graded)
+            weights += [part for part, has in zip(self._parts, graded) if has]
+            self._known = graded, [_source(*each) for each in zip(weights, of_grad)], len(plain)
         return self._known[1], self._known[2]
 
     def _norms(self, like: Tensor, arranged: Joined) -> Places:

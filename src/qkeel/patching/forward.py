@@ -240,7 +240,7 @@ class ForwardPasses(Handle):
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
         self._before, self._after, self._guard = before, after, guard
-        self._tree = ModuleTree(model)
+        self.tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
         self._lock, self._warned = threading.Lock(), False  # the lock guards _depth and _pass
@@ -276,8 +276,12 @@ class ForwardPasses(Handle):
         if elsewhere:
             self._tell_overlap()
         elif self._depth == 1:
-            compiled = compiled or self._tree.any_compiled()
-            self._guard(self._before, args, kwargs, compiled)
+            compiled = self.tree.any_compiled() or compiled
+            self.tree.settled = True
+            try:
+                self._guard(self._before, args, kwargs, compiled)
+            finally:
+                self.tree.settled = False
 
     def _in_another_thread(self) -> bool:
         """True if the running pass belongs to another thread."""

@@ -256,6 +256,7 @@ class ModuleTree:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.settled = False  # while nothing changes the tree it is not compared again
         self._named: list[tuple[str, nn.Module]] = []
         self._tables: list[dict[str, Any]] = []
         self._held: list[tuple[object, ...]] = []
@@ -263,6 +264,8 @@ class ModuleTree:
 
     def named(self) -> list[tuple[str, nn.Module]]:
         """Returns every module once with its name, like `named_modules()`."""
+        if self.settled and self._held:
+            return self._named
         if not self._held or [*map(tuple, map(dict.items, self._tables))] != self._held:
             self._named = [*self._model.named_modules()]
             tables = [module._modules for _, module in self._named]

@@ -82,7 +82,10 @@ class SmallMasks:
         less_top = noting and function in _SUBTRACTS and _is_top(args)
         sign = -1.0 if function in _SUBTRACTS else 1.0
         own = [i for i in range(len(args)) if (number, i) in self.places]
-        out = function(*(_lowest(x, sign) if i in own else x for i, x in enumerate(args)), **kwargs)
+        if own:
+            dtype = next((x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()), None)
+            args = tuple(_lowest(x, sign, dtype) if i in own else x for i, x in enumerate(args))
+        out = function(*args, **kwargs)
         if noting and isinstance(out, Tensor) and out.is_floating_point():
             self._note(function, number, args, out)
             self._shifted += [(number, out.detach().clone())] if less_top else []
@@ -128,8 +131,11 @@ def _is_top(args: Args) -> bool:
     return len(rows) == 1 and not others and torch.equal(x.detach().amax(rows[0], keepdim=True), top.detach())
 
 
-def _lowest(x: object, sign: float) -> object:
-    """Returns -inf where an added number hides (+inf for a subtracted one), also in place of a scalar."""
+def _lowest(x: object, sign: float, dtype: torch.dtype | None) -> object:
+    """Returns -inf where an added number hides (+inf for a subtracted one), also in place of a scalar; whole numbers
+    as numbers of this dtype."""
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        x = x.to(dtype)
     if isinstance(x, Tensor) and x.numel() > 1:
         return x.masked_fill(hides(sign * x), -sign * math.inf)
     return torch.full_like(x, -math.inf) if isinstance(x, Tensor) else -math.inf

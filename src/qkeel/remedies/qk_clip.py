@@ -17,7 +17,7 @@ from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.statistics import find_kernel_rows, find_plain_extremes
+from qkeel.kernels.statistics import FoundExtremes, find_kernel_rows, find_plain_extremes
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
@@ -193,7 +193,7 @@ class _Clip:
             parts=True,
             measure=find_maxima,
             measure_rows=find_kernel_rows,
-            measure_plain=find_plain_extremes,
+            measure_plain=_find_largest,
             guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
@@ -284,6 +284,12 @@ class _Clip:
         """Continues from the maxima of a checkpoint."""
         row = self.shared.row(values)
         self.kept = None if bool((row == -torch.inf).all()) else row
+
+
+def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
+    """Finds the largest logits of a call of torch's own function without a mask; see `find_plain_extremes`."""
+    found = find_plain_extremes(q, k, scale, causal)
+    return None if found is None else FoundExtremes(found.top, None)
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:

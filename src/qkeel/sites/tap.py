@@ -364,7 +364,7 @@ class Tap(Handle):
         self._running: _ForwardPass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self.model = self._forwards.inner
-        self.tree = ModuleTree(self.model)
+        self.tree = self._forwards.tree if model is self.model else ModuleTree(self.model)
         super().__init__(self._detach)
         self.guard.off += [self.remove, self._forwards.remove]
         self._parts: list[tuple[SpecModule, Connection]] = []

@@ -16,9 +16,10 @@ what looks alike:
   or features there, all of which multiply what one position holds.
 - The scores depend on the positions. Those of a table that mixes parts of one token (hyper-connections) change as a
   whole, and a mask does not change.
-- Weights that are not normalized belong to pairs of positions: either the scores show it (the weights of one position's
-  value all depend on that position, and some of them on the other one), or one value is multiplied by another weight
-  for another output. Gates and feature maps of linear attention fail both.
+- Weights that are not normalized belong to pairs of positions. Either the scores show it (the weights of one position's
+  value all depend on that position, and some of them on the other one, or one value is multiplied by another weight
+  for another output), or the output of the module does: each weight takes the value of one position to one position,
+  and a value has several weights. Gates, recurrences and feature maps of linear attention fail all of these.
 
 Operators run again only where the weights of a candidate meet activations. In most models that happens in known
 attention alone.
@@ -32,7 +33,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Literal
 
 import torch
@@ -41,7 +42,7 @@ from torch import Tensor
 from qkeel.capture.example import ModuleCall, mapped, tensors
 from qkeel.functional.norms import widest
 from qkeel.heads.site import UnrecognizedAttention
-from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place
+from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place, stored
 from qkeel.patching.modes import function_name
 
 _SOFTMAX = frozenset({"softmax", "safe_softmax", "sparse_softmax"})
@@ -276,11 +277,8 @@ class _Search:
         if self._negatives[kind] >= _SETTLED:
             return None
         unknown: UnrecognizedAttention | None = None
-        groups: dict[tuple[int, bool], list[int]] = {}
-        for end, normalized in dict.fromkeys(sums[i * (len(sums) - 1) // (_TRIES - 1)] for i in range(_TRIES)):
-            alone = end if normalized else id(self._around(candidate.number, end))
-            groups.setdefault((alone, normalized), []).append(end)
-        for (_, normalized), ends in groups.items():
+        tried = dict.fromkeys(sums[i * (len(sums) - 1) // (_TRIES - 1)] for i in range(_TRIES))
+        for ends, normalized in self._apart(candidate, tried):
             frame, name = self._around(candidate.number, ends[0]), candidate.name
             how = _NORMALIZED.get(name, "sparse weights, of scores") if normalized else f"the {name} of scores"
             try:
@@ -343,6 +341,23 @@ class _Search:
                 if normalized or broadcasts:
                     yield i, normalized
 
+    def _apart(self, candidate: _Candidate, sums: Iterable[tuple[int, bool]]) -> Iterator[tuple[list[int], bool]]:
+        """The sums that are examined together: those of weights that are not normalized, of one call of a module, as
+        of one query each. A sum over what another one added up is examined alone, as in two hops."""
+        groups: dict[int, list[int]] = {}
+        for end, normalized in sums:
+            group = groups.setdefault(id(self._around(candidate.number, end)), [])
+            if normalized or any(self._comes_from(end, first) for first in group):
+                yield [end], normalized
+            else:
+                group.append(end)
+        yield from ((group, False) for group in groups.values() if group)
+
+    def _comes_from(self, end: int, first: int) -> bool:
+        """True if an operator reads what an earlier one wrote, or what was made of it."""
+        written = self.record.operations[first].writes
+        return not self.record.reached(written, first + 1, end).isdisjoint(self.record.operations[end].reads)
+
     def _divided_later(self, candidate: _Candidate, end: int) -> bool:
         """True if what the weights have summed up is divided by the weights' own sum afterwards."""
         until = self._last(self._around(candidate.number, end).parent)
@@ -380,6 +395,7 @@ class _Search:
         """
         operations = self.record.operations
         sums = [next(iter(tensors(operations[end].out))) for end in ends]
+        until, outside = (ends[-1], None) if normalized else self._outside(ends[-1], frame)
         others = {other.number for other in self.candidates if other.weights.numel() == candidate.weights.numel()}
         others |= {n for n in range(frame.since, ends[-1]) if function_name(operations[n].function) in _STATISTICS}
         inputs = self._inputs(frame, ends[-1])
@@ -391,17 +407,35 @@ class _Search:
         once = {candidate.number}
         again = bool(others - once) or bool((_dense(candidate.weights) == 0).any())
         for fixed, dense in ((once, False), (others | once, True))[: 1 + again]:
-            repeated = self._repeated([*sums, candidate.scores], ends[-1], frame.since, fixed)
+            wanted = [*sums, candidate.scores, *([] if outside is None else [outside])]
+            repeated = self._repeated(wanted, until, frame.since, fixed)
             made = [_with_the_same_choice(_without_aliases(o, detached)) for o in repeated]
             for x in inputs:
-                run = _Run(Repetition(made, {memory(x), memory(candidate.weights)}), candidate, sums, x, dense=dense)
+                repetition = Repetition(made, {memory(x), memory(candidate.weights)})
+                run = _Run(repetition, candidate, sums, x, outside=outside, dense=dense)
                 base = run.at()
                 for dim, n in enumerate(x.shape):
                     near = range(max(0, n // 2 - _NEAR), min(n, n // 2 + _NEAR + 1))
-                    states = [run.at(dim, at) for at in dict.fromkeys((0, n - 1, *near))] if n > 1 else []
-                    if any(itertools.islice(_verdicts(candidate, normalized, base, states), _PAIRS)):
+                    states = {at: run.at(dim, at) for at in dict.fromkeys((0, n - 1, *near))} if n > 1 else {}
+                    if any(itertools.islice(_verdicts(candidate, normalized, base, [*states.values()]), _PAIRS)):
+                        return True
+                    few = {at: state for at, state in states.items() if at in (0, n - 1) or abs(at - n // 2) < 2}
+                    if outside is not None and n > 2 and _joins_positions(base, few, x.shape, dim):
                         return True
         return False
+
+    def _outside(self, end: int, frame: ModuleCall) -> tuple[int, Tensor | None]:
+        """What a module makes of a sum, until it calls another module or ends, and the operator that made it: the sum
+        that the queries of linear attention have in common has been multiplied by them there."""
+        later = (f for f in self.frames if f.parent is frame and f.since > end and f.until is not None)
+        until = min([*(f.until for f in later if f.until > f.since), self._last(frame)])  # type: ignore[operator]
+        carriers, last, out = set(self.record.operations[end].writes), end, None
+        for i in self._onward((carriers,), end + 1, until):
+            operation = self.record.operations[i]
+            carriers |= _made(operation)
+            if isinstance(operation.out, Tensor) and operation.out.is_floating_point() and _is_smooth(operation):
+                last, out = i, operation.out
+        return last, out
 
     def _repeated(self, wanted: Sequence[Tensor], end: int, since: int, fixed: Set[int]) -> list[Operation]:
         """The operators from number `since` to `end` that the wanted tensors come from, without those that are fixed:
@@ -446,12 +480,13 @@ class _Search:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """One repetition: the weights as a leaf of its graph, the sums to which they contribute, and the scores; `again`
-    draws still other numbers for the position that was changed."""
+    """One repetition: the weights as a leaf of its graph, the sums to which they contribute, the scores, and what the
+    module makes of the sums; `again` draws still other numbers for the position that was changed."""
 
     weights: Tensor
     sums: tuple[Tensor, ...]
     scores: Tensor
+    outside: Tensor | None
     again: Callable[[int], _State]
 
     def numbers(self) -> Tensor:
@@ -483,6 +518,12 @@ class _State:
         """The derivative of all numbers of the sums, each times its own factor."""
         return self._of((self.numbers() * factors).sum())
 
+    def of_position(self, dim: int, position: int) -> Tensor:
+        """The derivative of all that the module makes at one position, each number times a factor of its own."""
+        assert self.outside is not None
+        made = self.outside.select(dim, position)
+        return self._of((made * torch.randn(made.shape, generator=torch.Generator().manual_seed(0)).to(made)).sum())
+
     def _of(self, number: Tensor) -> Tensor:
         (found,) = torch.autograd.grad(number, self.weights, retain_graph=True, allow_unused=True)
         return torch.zeros_like(self.weights) if found is None else _dense(found)
@@ -492,10 +533,18 @@ class _Run:
     """Repetitions of a part of a module with the same weights and another input."""
 
     def __init__(
-        self, again: Repetition, candidate: _Candidate, sums: Sequence[Tensor], given: Tensor, *, dense: bool
+        self,
+        again: Repetition,
+        candidate: _Candidate,
+        sums: Sequence[Tensor],
+        given: Tensor,
+        *,
+        outside: Tensor | None,
+        dense: bool,
     ) -> None:
         """Takes what is repeated; if `dense`, weights that are zero are given other numbers too."""
         self.again, self.candidate, self.out, self.given, self.dense = again, candidate, sums, given, dense
+        self.outside = outside
 
     def at(self, dim: int | None = None, position: int = 0, seed: int = 0) -> _State:
         """The numbers as they were, or with others at one position of a dimension of the input."""
@@ -510,7 +559,7 @@ class _Run:
         contents = {}
         if dim is not None:
             content = self.given.detach().untyped_storage().clone()
-            part = at_place(self.given.detach(), content).select(dim, position)
+            part = stored(at_place(self.given.detach(), content).select(dim, position))
             noise = torch.Generator().manual_seed(1000 * seed + position)
             size = self.given.detach().float().std().nan_to_num(1.0).clamp_min(0.1).item()
             part.add_(size * torch.randn(part.shape, generator=noise).to(part))
@@ -520,6 +569,7 @@ class _Run:
             weights=weights,
             sums=tuple(now(x) for x in self.out),
             scores=_dense(now(self.candidate.scores).detach()),
+            outside=None if self.outside is None else now(self.outside),
             again=functools.partial(self.at, dim, position),
         )
 
@@ -555,6 +605,46 @@ def _differ(
             return common <= 0.5 and any(
                 _of_pairs(base, changed[i], n, before, alone[i], scored[:: -1 if i else 1], common) for i in (0, 1)
             )
+    return False
+
+
+def _joins_positions(base: _State, states: Mapping[int, _State], shape: Sequence[int], dim: int) -> bool:
+    """True if the entries of the weights belong to pairs of positions: each takes a value of one position of the input
+    to one position of the module's output, and one value has several of them.
+
+    That holds whatever the scores are computed from: two tokens, one of them, or all. Features of linear attention and
+    what a recurrence writes reach many positions of the output, a gate belongs to one value, and the weights that a
+    router gives a token meet values of this token alone.
+
+    Args:
+        base: the numbers as they were.
+        states: those with other numbers at one position of the input each, by this position.
+        shape: the sizes of the input.
+        dim: its dimension of positions. The output has them in the same dimension if it has as many dimensions.
+    """
+    assert base.outside is not None
+    out = base.outside.shape
+    dims = [dim] if len(out) == len(shape) else range(len(out))
+    return any(_joined(base, states, d) for d in dims if out[d] == shape[dim])
+
+
+def _joined(base: _State, states: Mapping[int, _State], dim: int) -> bool:
+    """The verdict of `_joins_positions` on one dimension of the output."""
+    rows = {at: base.of_position(dim, at) for at in states}
+    meets = {
+        (at, other): _moved(rows[at], state.of_position(dim, at))
+        for at in states
+        for other, state in states.items()
+        if other != at
+    }
+    for (one, two), shared in itertools.product(itertools.permutations(states, 2), states):
+        if shared in (one, two) or bool(((rows[one] != 0) & (rows[two] != 0)).any()):
+            continue
+        if bool(meets[one, shared].any()) and bool(meets[two, shared].any()):
+            mine = meets[one, shared]
+            others = (meets[one, other] for other in states if other not in (one, shared))
+            if any(bool(other.any()) and not bool((mine & other).any()) for other in others):
+                return True
     return False
 
 

@@ -1,7 +1,4 @@
-"""Torchtitan's own Trainer with its debug model, cut to two layers: fully_shard, tensor parallel.
-
-"defaults" keeps the chunked loss, selective activation checkpoints and the backend of its debug configuration.
-"""
+"""Torchtitan's own Trainer with its debug model, cut to two layers: fully_shard, tensor parallel."""
 
 from __future__ import annotations
 
@@ -93,6 +90,7 @@ def configured(variant: str, folder: Path) -> Trainer.Config:
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:  # FlexAttention is compiled for a GPU
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
     config.dataloader, config.tokenizer = Batches.Config(), NoTokenizer.Config()
     config.optimizer = default_adamw(lr=1e-2, eps=1e-5)
     config.dump_folder = str(folder)
@@ -102,10 +100,8 @@ def configured(variant: str, folder: Path) -> Trainer.Config:
     training.dtype = training.mixed_precision_param = training.mixed_precision_reduce = "float32"
     training.local_batch_size, training.seq_len, training.steps = BATCH, 10, STEPS
     training.disable_cuda_graphs = True
-    if variant != "defaults":
-        config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
-        config.activation_checkpoint = None  # type: ignore[assignment]
-        config.parallelism.spmd_backend = "partial_dtensor"
+    config.activation_checkpoint = None  # type: ignore[assignment]
+    config.parallelism.spmd_backend = "partial_dtensor"
     if variant == "tp":
         config.parallelism.tensor_parallel_degree = world()
     else:
@@ -134,10 +130,7 @@ def train(variant: str, folder: Path) -> Outcome:
         spans = tuple(slice(*span) for span in part.spans) if part is not None else ()
         qkeel.dist.local(p).data.copy_(weights[name].detach()[spans])
     monitor = qkeel.watch(model, optimizer, rules=[], sites=sites)
-    if variant == "norm":  # torchtitan builds on meta, so a norm can be added only after sharding
-        qkeel.apply("qk_norm", model, optimizer, example=batch(0)[:1, :-2])
-    else:
-        qkeel.apply(CLIP, model, optimizer, sites=sites)
+    qkeel.apply(CLIP, model, optimizer, sites=sites)
     trainer.train()
     found = outcome(model, monitor)
     trainer.close()

@@ -155,9 +155,10 @@ def test_masks_windows_and_positions_hide_what_they_hide(taken: list[bool]) -> N
         taken.clear()
         one = checks(shape, keys, latent)
         b, h, t = shape[:3] if latent else (2, shape[0], shape[2])
-        sizes = ((b, keys), (b, 1, 1, keys), (1, h, t, keys), (b, h, t, keys), (t, 1))
+        padding = (b, 1, 1) if b == t else (b,)  # where [b keys] could be [t keys], it is refused
+        sizes = ((*padding, keys), (b, 1, 1, keys), (1, h, t, keys), (b, h, t, keys), (t, 1))
         crossed = torch.rand(keys, b, 1, 1).permute(1, 2, 3, 0) < 0.5
-        for mask in (*(torch.rand(size) < 0.5 for size in sizes), padded[:b], crossed):
+        for mask in (*(torch.rand(size) < 0.5 for size in sizes), padded[:b].view(*padding, keys), crossed):
             assert one(mask=mask).isfinite().all()
         for window in (1, 5, 40, 600):
             for causal in (True, False):
@@ -169,7 +170,7 @@ def test_masks_windows_and_positions_hide_what_they_hide(taken: list[bool]) -> N
         learned = AttentionSpec(scale=Learned(init=0.7, per="head"))
         one(learned, params=learned.init_params(h, 1 if latent else shape[1], sum(shape[3:]) if latent else shape[3]))
         assert taken == ([True, False] if latent else [True]) * 19
-    blind = run(make_call(PLAIN, *made(SHAPES[3], keys), mask=padded), "decode")
+    blind = run(make_call(PLAIN, *made(SHAPES[3], keys), mask=padded[:, None, None]), "decode")
     assert not blind[1].any()
 
 

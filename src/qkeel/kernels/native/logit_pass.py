@@ -8,24 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels.encode import encoded
 from qkeel.kernels.native.operators import STORED, WIDEST, OperatorSource, is_plain, reads
 from qkeel.spec.call import AttentionCall, BandCall
 
 _MASKS = (torch.bool, *STORED)
 _PLAIN = (Tensor, nn.Parameter)
-FIELDS = (
-    "max_logit",
-    "min_logit",
-    "capped_max",
-    "total",
-    "above",
-    "entropy",
-    "first_weight",
-    "product_norm",
-    "cos_max",
-    "cos_total",
-)
+FIELDS = ROW_FIELDS[:-1]  # the operator's order; the norms of the queries follow
 
 VisibilityTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 OperatorArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
