@@ -289,8 +289,8 @@ class Monitor(Handle):
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
     the model after s steps, over all the micro-batches that go into the next. In a run that torchrun has started again
-    (`--max-restarts`) the numbers continue where the optimizer's loaded state is. Without an optimizer each training pass
-    is a step.
+    (`--max-restarts`) the numbers continue where the optimizer's loaded state is. Without an optimizer each training
+    pass is a step.
     Passes in eval mode are kept apart. An internal fault causes one warning and switches the monitor off.
 
     Numbers flow one way: the tap measures calls, the end of the step collects them, the group of processes merges
