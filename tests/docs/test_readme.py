@@ -129,7 +129,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     ),
     (
         r"steps on a CPU \| ([\d.]+) to ([\d.]+) times as long as with its SDPA",
-        lambda: found("docs/guides/build-attention.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) of those"),
+        lambda: found("docs/guides/build-attention.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) times as long"),
     ),
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),
     (r"(\d+) other packages", lambda: found("internals/foreign.md", r"targets of (\d+) packages")),
