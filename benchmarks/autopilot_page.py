@@ -71,7 +71,7 @@ on, and with a policy in the place of the autopilot's that puts both on all head
 | autopilot:at_step=5 | 2.837 | +0.209, +0.137 to +0.280 |
 
 So neither the clip nor the order of the two costs anything: the five steps at the full rate do, before the first action
-is in force. Why they cost more here than elsewhere was not looked into; keys and values of latent attention share a
+is active. Why they cost more here than elsewhere was not looked into; keys and values of latent attention share a
 projection. Nothing was to be seen earlier: the first alarm came with the record of step 3, where the largest logit was
 13. `patience=1` does not help. Where the rate is known to be too high for latent attention, lalr from the start
 is the better choice.

@@ -21,6 +21,7 @@ NOT_RUN = {
     "measure": "the harness that all share",
     "watch": "a test of its own, test_watch_runs.py",
     "autopilot_page": "writes a page of committed results; a test compares, test_autopilot_page.py",
+    "multimodal_stream": "a test of its own, test_multimodal_stream.py",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
 SLOW = {"retrofit", "autopilot", "transformers_attention", "theory"}  # more than three seconds, at toy size

@@ -305,7 +305,7 @@ def test_a_live_page_takes_up_what_is_new_without_loading_anew(tmp_path: Path, m
     looks: list[str] = []
     pages: list[bytes] = []
     with serve(run) as server:
-        make = server._page.html
+        make = server.html
 
         def over() -> bool:  # asked for at every look: the eighth sample arrives at the first
             if not looks:
@@ -318,8 +318,8 @@ def test_a_live_page_takes_up_what_is_new_without_loading_anew(tmp_path: Path, m
             pages.append(make())
             return pages[-1]
 
-        monkeypatch.setattr(server._page, "over", over)
-        monkeypatch.setattr(server._page, "html", html_page)
+        monkeypatch.setattr(type(server), "over", property(lambda _: over()))
+        monkeypatch.setattr(server, "html", html_page)
         html, console = browse(server.url, "--window-size=1280,1000", "--virtual-time-budget=9000", "--dump-dom")
     assert len(pages) == 2  # the first, and the one whose parts were taken over
     assert len(looks) >= 3
@@ -334,7 +334,7 @@ def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
     run = make_watch(tmp_path / "run", Seen(samples=8, complete=False))
     with serve(run) as server:
         page = tmp_path / "page.html"
-        page.write_bytes(server._page.html())
+        page.write_bytes(server.html())
     html, _ = browse(page, "--virtual-time-budget=5000", "--dump-dom")  # from a file there is no server at all
     assert "The server of this page has stopped; the run may go on" in html
     assert "8 samples" in html

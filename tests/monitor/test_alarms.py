@@ -95,7 +95,7 @@ def test_outlook_continues_the_growth_to_the_end_of_the_schedule() -> None:
     assert replay(history(linear), [Outlook()]) == []  # no schedule, no outlook
     (alarm,) = replay(history(linear, planned=long), [Outlook()])
     assert (alarm.layer, alarm.head, alarm.step) == ("layer 1", 2, 55)  # the first record over twice the start
-    assert "ends over 500" in str(alarm)
+    assert "will end over 500" in str(alarm)
     assert replay(history(5 + 0.04 * STEPS, planned=long), [Outlook()]) == []  # has not doubled
     assert replay(history(linear, planned=PlannedRates.of(np.full(10_000, 0.02))), [Outlook()]) == []  # not followed
 

@@ -261,7 +261,7 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
 def test_an_up_projection_that_is_no_plain_matrix_is_refused() -> None:
     module, x = make(SPECS["plain"]), torch.randn(1, 1, D, dtype=torch.float64)
     module.k_up = nn.Sequential(module.k_up)  # type: ignore[assignment]
-    with pytest.raises(RefusedError, match="k_up is Sequential; merge adapters first"):
+    with pytest.raises(RefusedError, match="got Sequential; merge adapters first"):
         module(x, cache=(cache := module.new_cache()))
     assert cache.length == 0
 

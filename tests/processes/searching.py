@@ -136,7 +136,7 @@ def late_processes() -> None:
         with pytest.raises(QkeelError, match="floats"):
             searched(model, torch.zeros(2, 4, dtype=torch.long) if dist.rank() == 0 else Floats())
         distributed.barrier()
-        with pytest.raises(QkeelError, match="call different things"):
+        with pytest.raises(QkeelError, match="make different calls"):
             searched(model) if dist.rank() == 0 else remedied(model)
     distributed.barrier()
     assert all(site.verified for site in searched(model))

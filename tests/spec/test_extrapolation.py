@@ -101,7 +101,7 @@ def test_factor_one_changes_no_score() -> None:
         (SPEC, "rerope", {"window": 0}, InvalidValueError, "window of at least 1"),
         (AttentionSpec(), "pi", {"factor": 8}, RefusedError, "no position"),
         (AttentionSpec(position=ALiBi()), "yarn", {"train_length": 9}, RefusedError, "ALiBi"),
-        (SPEC.extrapolate("pi", factor=2), "ntk", {"factor": 2}, RefusedError, "as trained"),
+        (SPEC.extrapolate("pi", factor=2), "ntk", {"factor": 2}, RefusedError, "unmodified RoPE"),
         (preset("kna_logn", train_length=16), "log_n", {"train_length": 16}, RefusedError, "already"),
         (
             AttentionSpec(position=Rope(pairing="interleaved")),

@@ -86,7 +86,6 @@ EXAMPLES = {
 }
 
 
-@functools.cache
 def commands() -> dict[str, tuple[str, str]]:
     """Returns the place of each command and its line: those of COMMANDS, `qkeel demo`, and `qkeel study NAME`."""
     found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
@@ -95,6 +94,7 @@ def commands() -> dict[str, tuple[str, str]]:
     return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
 
 
+@functools.cache
 def _summary(module: str, name: str) -> str:
     """Returns the first line of a command's docstring, read from the file because an import would load torch."""
     text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")

@@ -101,8 +101,8 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     root, failed = torch.linalg.cholesky_ex(a)
     times = torch.bmm if a.ndim == 3 else torch.matmul  # the latter calls five operators around the former
     product = times(times(root.mT, b), root)
-    # A finite sum has finite terms only, and what is not finite in a or b is not finite in the product.
-    if any(failed.flatten().tolist()) or not math.isfinite(product.sum()):
+    # A finite sum has finite terms only. Cholesky reads one triangle of a, so a is summed as well.
+    if any(failed.flatten().tolist()) or not math.isfinite(product.sum() + a.sum()):
         return _scaled_interaction_norm(a, b)
     return torch.linalg.eigvalsh(product)[..., -1].clamp_min(0).sqrt()
 

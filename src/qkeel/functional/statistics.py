@@ -613,9 +613,10 @@ def reduce_fields(
         classes: the statistics split by class.
     """
     h = fields.shape[2]
-    x = fields.transpose(1, 2).flatten(2)  # a copy, except of a single sequence or head
+    x = fields.transpose(1, 2).flatten(2)
     if rows.single is not None:
-        x = x.clone() if x.data_ptr() == fields.data_ptr() else x
+        copied = fields.is_contiguous() and min(fields.shape[1:3]) > 1  # flatten moves numbers only then
+        x = x if copied else x.clone()
         x[_AT["entropy"]].masked_fill_(rows.single, 0.0)
     if rows.blank is None:
         least, most = torch.aminmax(x, dim=-1)

@@ -144,7 +144,7 @@ def forecast(
 
     >>> steps = np.arange(100, 1100, 100)
     >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
-    passes 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays the same
+    will pass 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays the same
 
     Args:
         steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.

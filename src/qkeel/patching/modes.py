@@ -644,9 +644,7 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     sizes = [p.ndim for p in part.parameters()]
     if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
         return
-    from torch.distributed.fsdp import fully_shard
-
-    new = fully_shard(
+    new = sys.modules["torch.distributed.fsdp"].fully_shard(  # imported by whoever sharded the model
         part,
         mesh=home.mesh_info.mesh,
         # The part's inputs and outputs are those of a module inside the group, whose edges alone are cast.

@@ -641,11 +641,24 @@ def _joined(base: _State, states: Mapping[int, _State], dim: int) -> bool:
         if shared in (one, two) or bool(((rows[one] != 0) & (rows[two] != 0)).any()):
             continue
         if bool(meets[one, shared].any()) and bool(meets[two, shared].any()):
+            # A gate of a branch that reads some positions meets the values of several.
             mine = meets[one, shared]
-            others = (meets[one, other] for other in states if other not in (one, shared))
-            if any(bool(other.any()) and not bool((mine & other).any()) for other in others):
-                return True
+            others = [meets[one, other] for other in states if other not in (one, shared)]
+            if any(bool(other.any()) for other in others) and not any(bool((mine & other).any()) for other in others):
+                return not _told_apart(base, states, dim, shared, mine)
     return False
+
+
+def _told_apart(base: _State, states: Mapping[int, _State], dim: int, shared: int, mine: Tensor) -> bool:
+    """True if another dimension of the output belongs to the positions of the values, as in the scores of an indexer:
+    each number of the output is then made from one value's position, so nothing is summed over positions."""
+    assert base.outside is not None
+    sizes = base.outside.shape
+    return any(
+        not any(bool(((base.of_position(d, at) != 0) & mine).any()) for at in states if at != shared)
+        for d in range(len(sizes))
+        if d != dim and sizes[d] == sizes[dim]
+    )
 
 
 def _common(changed: tuple[_State, _State], before: Tensor, number: int, mine: list[Tensor]) -> float:

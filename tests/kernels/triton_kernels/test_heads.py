@@ -83,16 +83,17 @@ def test_norms_and_grams_of_all_weights_take_three_launches_and_are_those_of_flo
         ):
             heads = [*weights, *(torch.randn_like(w) for w in weights), dense(2, 9, 5, dtype)]
             launches.clear()
-            ((numbers, norms),) = weight_norms.norms_and_grams(heads, len(weights))[0]
+            sizes = [w.shape[1] for w in heads]
+            ((numbers, norms),) = weight_norms.norms_and_grams(heads, sizes, len(weights))[0]
             true = torch.cat([heads[i].double().flatten(1).norm(dim=1) for i in numbers])
             assert ((norms - true) / true).abs().max() <= 1e-6
-            ((of, grams),) = weight_norms.norms_and_grams(heads, len(weights))[1]
+            ((of, grams),) = weight_norms.norms_and_grams(heads, sizes, len(weights))[1]
             assert sorted(of) == list(range(len(weights)))
             exact = torch.cat([heads[i].double() @ heads[i].double().mT for i in of])
             assert (grams - exact).abs().max() <= 2e-6 * exact.abs().max()
             assert launches == {"_copy": 2, "_norms": 2, "_grams": 2}
     weights[0][1, 2, 0] = torch.nan
-    assert weight_norms.norms_and_grams(weights, 1)[1][0][1][1].isnan().any()
+    assert weight_norms.norms_and_grams(weights, [w.shape[1] for w in weights], 1)[1][0][1][1].isnan().any()
 
 
 def near(found: Tensor, true: Tensor, new: Tensor) -> None:
