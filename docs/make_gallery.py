@@ -280,7 +280,7 @@ def page() -> str:
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this page. "
         "Pictures are light or dark, like the page around them.\n\n"
     )
-    end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"
+    end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"
     return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end
 
 

@@ -81,7 +81,7 @@ def _term(part: str, text: str) -> Term:
     if not name:
         raise InvalidValueError(f"empty name in {text!r}; expected 'name:key=value' terms joined by '+'")
     if colon and not tail.strip():
-        raise InvalidValueError(f"expected an option behind the colon of {part.strip()!r}, got none; write {name!r}")
+        raise InvalidValueError(f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}")
     options: dict[str, bool | int | float | str] = {}
     for item in filter(None, (s.strip() for s in tail.split(","))):
         key, equals, value = (word.strip() for word in item.partition("="))

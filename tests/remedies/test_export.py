@@ -192,7 +192,7 @@ def test_gains_alike_for_all_heads_become_one_gain_and_others_are_refused(tmp_pa
 def spoiled(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     if kind == "no norms":
         return {n: w for n, w in weights.items() if "self_attn" not in n or "norm" not in n}
-    if kind == "norms behind the branches":
+    if kind == "norms after the branches":
         return {n.replace("input_layernorm", "attention_post_norm"): w for n, w in weights.items()}
     if kind == "more tensors":
         return {**weights, "model.layers.0.self_attn.gate_proj.weight": torch.ones(2)}
@@ -209,7 +209,7 @@ REFUSED = {
     "no norms": "q and k are not normed yet",
     "another family": "model of type 'gpt2' cannot become qwen3.*llama or mistral or qwen2",
     "a bias in the MLP": "mlp_bias = True",
-    "norms behind the branches": "attention_post_norm.weight: qwen3 has no such norm",
+    "norms after the branches": "attention_post_norm.weight: qwen3 has no such norm",
     "more tensors": "has model.layers.0.self_attn.gate_proj.weight besides",
     "fewer tensors": "lacks model.layers.2.mlp.up_proj.weight",
     "no head": "lacks lm_head.weight",
@@ -232,7 +232,7 @@ def test_what_the_architecture_does_not_compute_is_refused_and_nothing_is_writte
 @pytest.mark.parametrize("to", ["olmo2", "gemma3"])
 def test_a_llama_is_no_olmo_2_and_no_gemma_3(to: str, tmp_path: Path) -> None:
     _, weights, config = before("llama")
-    reason = "norms behind attention and MLP" if to == "olmo2" else r"embeddings times √hidden_size.*from gemma2"
+    reason = "norms after attention and MLP" if to == "olmo2" else r"embeddings times √hidden_size.*from gemma2"
     with pytest.raises(RefusedError, match=reason):
         convert(stored(tmp_path / "in", weights, config), to, tmp_path / "out")
 

@@ -382,7 +382,7 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
 
 
 def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[Tensor], tmp_path: Path) -> None:
-    model = trained(0)  # norms behind the branches of a trained one blow rounding up
+    model = trained(0)  # norms after the branches of a trained one blow rounding up
     qkeel.apply("swin_norm+qk_norm:over=layer,gain=head_dim", model, example=batches[0])
     for module in model.modules():
         if isinstance(module, HeadNorm):

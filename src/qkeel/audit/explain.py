@@ -344,8 +344,8 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
         sites = [s for s in found if not isinstance(s.module, SpecModule)]
         if not sites:
             raise RefusedError(
-                f"all attention of this {type(model).__name__} is qkeel's own, which does what its spec says: "
-                "print(module.spec.explain())"
+                f"all attention of this {type(model).__name__} is qkeel's own and follows its spec; to see it, call "
+                "print(module.spec.explain()) on an attention module"
             )
         with torch.inference_mode(False), torch.no_grad():
             experiment = SiteExperiments(model, args, kwargs, sites)

@@ -125,7 +125,7 @@ def scan(
 
 
 def refuse_hub_name(path: Path) -> None:
-    """Raise for the name of a model on the Hugging Face hub in place of a path.
+    """Raise an error if the path is the name of a model on the Hugging Face hub.
 
     Raises: DataError: there is no such file or folder, and it looks like a name of the hub.
     """
@@ -167,7 +167,7 @@ def check(
         path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
         threshold: Largest accepted attention logit, in nats.
         table: Also print the numbers of each layer.
-        strict: Also exit with code 1 if the weights alone do not decide.
+        strict: Also exit with code 1 if the answer cannot be decided from the weights alone.
         n_heads: Query heads per layer of a checkpoint, if config.json does not give them.
         n_kv_heads: Key heads per layer of a checkpoint, if config.json does not give them.
         json_: Print status, sentence, largest logit and threshold as JSON.

@@ -140,7 +140,7 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
     return Parameter(
         name=f"--{dashed}",
         group=group,
-        help=f"{line}{' Several values are run side by side.' * several}{shown}",
+        help=f"{line}{' Several values are compared side by side.' * several}{shown}",
         show_default=False,
         negative=negative,
         show=flag in _COMMON or HELP_ALL in sys.argv,
@@ -279,8 +279,8 @@ class HowFlags:
     """The options of a study's execution; nothing here changes a number."""
 
     jobs: Unset[int] = None
-    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; on a cluster all
-    it has]."""
+    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most 4; on a
+    cluster, as many as it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"

@@ -704,7 +704,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
 
 def prepare(program: Program) -> bytes | None:
-    """Makes this process what the program expects, and reads the program; a module is read when it is run.
+    """Sets up this process as the program expects, and returns the source of a script; a module is read when it runs.
 
     Raises: DataError if there is no such file or module.
     """

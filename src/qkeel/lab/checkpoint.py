@@ -466,7 +466,7 @@ def _load_optimizer(
     for name, value in [*tensors.items(), *numbers.items()]:
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
-            raise ValueError(f"state {name} belongs to no parameter; there are {len(parameters)}")
+            raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} of them")
         if not isinstance(value, (Tensor, int, float)):
             raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value
@@ -482,7 +482,7 @@ def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -
     for key, value in entries.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape != (() if key == "step" else tuple(parameter.shape)):
-            raise ValueError(f"state {index}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}")
+            raise ValueError(f"state {index}.{key} has shape {shape}, but its parameter has {tuple(parameter.shape)}")
         if isinstance(value, Tensor) and not value.is_floating_point():
             raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
 

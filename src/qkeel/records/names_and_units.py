@@ -209,10 +209,16 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
     "delta3_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "query_update_ratio": HeadField(
-        "1", "root mean square of a step of the head's query weight over that of the weight", "max", column="ΔW_q/W_q"
+        "1",
+        "root mean square of one update of the head's query weight, divided by that of the weight",
+        "max",
+        column="ΔW_q/W_q",
     ),
     "key_update_ratio": HeadField(
-        "1", "root mean square of a step of the head's key weight over that of the weight", "max", column="ΔW_k/W_k"
+        "1",
+        "root mean square of one update of the head's key weight, divided by that of the weight",
+        "max",
+        column="ΔW_k/W_k",
     ),
 }
 

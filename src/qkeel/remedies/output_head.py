@@ -187,7 +187,7 @@ class _LossHook:
         if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are inexact by a few parts in a thousand
             raise RefusedError(
                 "z_loss weighs each token as the cross-entropy of a single target does, but the gradient at the final "
-                "logits is not that of such a loss (label smoothing, distillation, a cap behind it, another loss); use "
+                "logits is not that of such a loss (label smoothing, distillation, a cap after it, another loss); use "
                 "weight=mean, which counts every token equally and ignores loss scaling"
             )
 

@@ -207,8 +207,9 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         found.append(dataclasses.replace(site, module=module))
     if not found:
         raise RefusedError(
-            f"none of the sites ({', '.join(site.name for site in sites)}) has a module of its name in this "
-            f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
+            f"this {type(model).__name__} has no module with the name of any site "
+            f"({', '.join(site.name for site in sites)}): find the sites in the module that is itself split, "
+            "not in a wrapper of it"
         )
     if not isinstance(sites, Sites):
         return Sites(found)

@@ -259,7 +259,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(
             "expected q [b h t d], k [b g s d], v [b g s d'] with the same b, g, s, d; got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. "
-            "If the heads are in the third place, transpose(1, 2) all three."
+            "If the heads are in dimension 2, call transpose(1, 2) on all three."
         )
     if q.shape[1] % k.shape[1]:
         raise ShapeError(

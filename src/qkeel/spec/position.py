@@ -243,7 +243,7 @@ def position_for(
         # A norm behind the rotation would cancel the factor on cos and sin; before it, the scores are the same.
         if not norm.commutes_with_rotation:
             raise RefusedError(
-                f"YaRN's factor on cos and sin would be cancelled by the norm behind the rotation ({norm.formula()}), "
+                f"YaRN's factor on cos and sin would be cancelled by the norm after the rotation ({norm.formula()}), "
                 "which does not commute with it; use pi, ntk or rerope"
             )
         position = dataclasses.replace(position, order="norm_then_rotate")

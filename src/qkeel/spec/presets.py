@@ -177,7 +177,7 @@ FAR_OFF = 1.25  # scale_advice speaks up if a fixed λ differs from the best one
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
     """Norm and position slots. As in the source, the norm follows the rotation; a gain per dimension must precede it,
-    since behind the rotation it would make logits depend on more than the distance."""
+    since after the rotation it would make logits depend on more than the distance."""
     order = "norm_then_rotate" if gain else "rotate_then_norm"
     return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 

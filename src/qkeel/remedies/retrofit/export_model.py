@@ -68,7 +68,7 @@ SHAPES: dict[str, TargetArchitecture] = {
         sources=("llama",),
         norms={"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
         flat=True,
-        why="norms behind attention and MLP and none before them (swin_norm), an RMS norm of q and k over all heads of "
+        why="norms after attention and MLP and none before them (swin_norm), an RMS norm of q and k over all heads of "
         "a token (qk_norm:over=layer,gain=head_dim)",
     ),
     "gemma3": TargetArchitecture(
@@ -77,7 +77,7 @@ SHAPES: dict[str, TargetArchitecture] = {
         sources=("gemma2",),
         norms={n: n for n in _NORMS},
         one_plus=True,
-        why="norms before and behind both branches with gains 1 + w, GELU, embeddings times √hidden_size, an RMS norm "
+        why="norms before and after both branches with gains 1 + w, GELU, embeddings times √hidden_size, an RMS norm "
         "of q and k per head, and no cap on attention logits",
     ),
 }
