@@ -293,7 +293,7 @@ def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
     before = snapshot(llama)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
     config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(RefusedError, match="normed already"):
+    with pytest.raises(RefusedError, match="already normed"):
         retrofit(transformers.Qwen3ForCausalLM(config), "qk_norm", batches)
     handle = qkeel.apply("qk_norm", model := copy.deepcopy(llama), example=batches[0])
     with handle, pytest.raises(QkeelError, match="already"):

@@ -231,7 +231,7 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
     Args:
         run: Directory of a run or of a watched model.
         to: The format: csv, or parquet, which needs pyarrow.
-        out: The folder to write; it must not exist, or be empty [default: NAME-tables].
+        out: The folder to write; it must be new or empty [default: NAME-tables].
     """
     loaded = load(run)
     frames: dict[str, Frame] = {
@@ -272,7 +272,8 @@ def bench(
     """Time every attention kernel on this machine, side by side.
 
     Prints the median time of the first kernel and, for every other one, the ratio to it: least / median / greatest of
-    the rounds. One thread; on a CPU process time, on a GPU the time of its stream. `impl=` in code pins a kernel.
+    the rounds. It uses one thread. Times are process time on a CPU and stream time on a GPU. `impl=` in code pins a
+    kernel.
 
     Args:
         size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only shows that it runs.
@@ -559,7 +560,7 @@ def convert(
     Args:
         checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
         to: The architecture to write.
-        out: The folder to write; it must not exist, or be empty.
+        out: The folder to write; it must be new or empty.
         norm_eps: The eps of the q/k norms, if it differs from rms_norm_eps in config.json.
     """
     print(write_converted(checkpoint, to, out, norm_eps=norm_eps))

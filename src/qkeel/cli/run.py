@@ -287,7 +287,7 @@ class HowFlags:
     """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
     the number of runs."""
     shard: Unset[str] = None
-    """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
+    """Do only part i of n, given as i/n: one part per machine or array task, all in one directory."""
     dry_run: Switch = False
     """Only report what would be run, and for about how long."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
@@ -332,7 +332,7 @@ def study_command(name: str) -> Callable[..., int]:
 
     Args:
         out: Directory of the study.
-        recipe: TOML file of settings, a table [study] for the options of the study; flags override it.
+        recipe: TOML file of settings; its table [study] holds the options of the study. Flags override the file.
     """
     return command
 

@@ -51,7 +51,7 @@ from qkeel.report import write
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What to do about an alarm: the command that was typed, and what is being done already."""
+    """What the user can do about an alarm, given the typed command and the remedies that already act."""
 
     own: Sequence[str]  # words of `qkeel watch ...` before --
     command: Sequence[str]  # the words after it
@@ -244,7 +244,7 @@ class ModelFinder(Handle):
         another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
     ) -> None:
         """Takes what starts a watch, what is called once for a model that the script watches itself, and what is called
-        for another optimizer of a model that is watched already.
+        for another optimizer of a model that is already watched.
         """
         self.optimizers = 0  # made so far
         self._start, self._of_script, self._another = start, of_script, another

@@ -323,7 +323,7 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
 
     own = spans([*plain, *reversed(strided)])
     if [last - first for first, last in own] != list(local(p).shape):
-        raise RefusedError(f"{name} is split over processes in a way that is not known: {tuple(placements)}")
+        raise RefusedError(f"{name} is split over processes in an unknown way: {tuple(placements)}")
     groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return LocalBlock(
         spans=tuple(own),

@@ -137,7 +137,7 @@ def watch(
     if "updates" in wanted(stats)[1] and optimizer is None:
         raise InvalidValueError(f"expected an optimizer with {stats=}: what a step adds is read around its steps")
     if any(map(watched, models.values())):
-        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or use that one")
+        raise AlreadyAppliedError("this model is already watched; remove() the first monitor, or use that one")
     return Monitor(
         models,
         None if optimizer is None else _optimizer(optimizer, [*models.values()]),

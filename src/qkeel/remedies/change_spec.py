@@ -55,9 +55,9 @@ def refuse_heads(reason: str) -> Refusal:
 
 
 def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
-    """Refuses q and k that are normed already, and norms that would have to follow the rotation but do not commute."""
+    """Refuses q and k that are already normed, and norms that would have to follow the rotation but do not commute."""
     if is_normed(site):
-        return Refusal("q and k are normed already", "remove that norm first, or keep it")
+        return Refusal("q and k are already normed", "remove that norm first, or keep it")
     if not norm.commutes_with_rotation and site.spec.position.order == "rotate_then_norm":
         return Refusal(
             "its norm would come after the rotation, and a mean or a gain per dimension there makes scores depend on "
@@ -82,7 +82,7 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
     """Refuses a slot that is in use: a cap, a position-dependent factor, weights other than a softmax."""
     spec = site.spec
     if slot == "cap" and spec.cap.kind != "none":
-        return Refusal(f"logits are capped already ({spec.cap.formula()})", "remove that cap first")
+        return Refusal(f"logits are already capped ({spec.cap.formula()})", "remove that cap first")
     if slot == "scale" and spec.scale.follows_position:
         return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
@@ -173,7 +173,7 @@ def add_submodules(
 def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
     for name in names:
         if name in names_in_use(site.module):
-            raise RefusedError(f"{module_name(site) or 'the model itself'} has something called {name} already")
+            raise RefusedError(f"{module_name(site) or 'the model itself'} already has an attribute {name}")
 
 
 def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:

@@ -227,7 +227,7 @@ def join(
         return Handle(lambda: None)
     if isinstance(optimizer, torch.optim.Muon) and not matrices:
         raise RefusedError(
-            f"torch's Muon takes matrices only, and {', '.join(added)} are gains; give the optimizer that holds the "
+            f"torch's Muon takes matrices only, and {', '.join(added)} are gains; pass the optimizer that holds the "
             "model's norms instead"
         )
     flat = [g for g in optimizer.param_groups if g["params"] and all(p.ndim < 2 for p in g["params"])]

@@ -360,7 +360,7 @@ def _check(name: str, layer: nn.Module) -> None:
     weight = parameters_of(layer).get("weight")
     if weight is None:
         raise RefusedError(
-            f"sigma_reparam: the weight of {name} is reparametrised already; remove that parametrisation first"
+            f"sigma_reparam: the weight of {name} is already reparametrised; remove that parametrisation first"
         )
     if not bool(torch.isfinite(weight).all()):
         raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load sound weights")

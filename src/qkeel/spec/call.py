@@ -249,7 +249,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InvalidTypeError(f"expected a floating-point {name}, got {x.dtype}; convert it first")
         if x.dtype.itemsize < 2:
             raise InvalidTypeError(
-                f"expected {name} in 16 bits or more, got {x.dtype}; multiply by its scale and convert it first"
+                f"expected {name} in 16 bits or more, got {x.dtype}; multiply it by its scale and convert it first"
             )
     if not (q.dtype == k.dtype == v.dtype):
         raise InvalidTypeError(f"expected q, k, v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -263,7 +263,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[1] % k.shape[1]:
         raise ShapeError(
-            f"the number of query heads must be a multiple of that of key heads, got {q.shape[1]} and {k.shape[1]}"
+            f"the number of query heads must be a multiple of the number of key heads, "
+            f"got {q.shape[1]} and {k.shape[1]}"
         )
 
 

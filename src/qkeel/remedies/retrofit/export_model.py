@@ -146,7 +146,9 @@ def _sizes(config: ModelConfigFields, shapes: Shapes) -> _ModelSizes:
     try:
         heads, width, layers = (int(config[n]) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(f"config.json does not give {error}; expected that of a transformers model") from error
+        raise RefusedError(
+            f"config.json does not give {error}; expected the config.json of a transformers model"
+        ) from error
     key = shapes.get("model.layers.0.self_attn.k_proj.weight")
     if key is None or len(key) != 2:
         raise RefusedError(

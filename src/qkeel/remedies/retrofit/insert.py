@@ -127,7 +127,7 @@ def retrofit(
         fitting: settings; the defaults of RetrofitConfig if not given.
 
     Raises:
-        RefusedError: q and k are normed already, the norm has no gains, the attention cannot be read, or several
+        RefusedError: q and k are already normed, the norm has no gains, the attention cannot be read, or several
             processes train the model and it is wrapped or split. The model is then unchanged.
 
     Example:
