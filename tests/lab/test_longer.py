@@ -366,7 +366,7 @@ def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
     assert windows.shape == (5, 33)
     assert windows[:, 0].tolist() == [1, 3, 5, 5, 5]
     assert (windows == windows[:, :1]).all()
-    with pytest.raises(DataError, match="more than 128 bytes, the longest has 100"):
+    with pytest.raises(DataError, match="more than 128 bytes; the longest has 100"):
         long_texts(corpus, 128, 1)
 
 

@@ -374,7 +374,7 @@ def study_precision(
 
     Args:
         out: Directory of the study.
-        remedies: Some of none, qk_norm, cosine and softcap:cap=50 [default: all].
+        remedies: Any of none, qk_norm, cosine and softcap:cap=50 [default: all].
         head_dim: Dimensions of a head.
         seed: Seed for the random q, k and v.
     """

@@ -231,8 +231,8 @@ class ModelFinder(Handle):
     are those that hold its parameters, found among all living objects, so a copy that averages weights is excluded. If
     none does yet, they are looked for again after the optimizer's first step. A module whose passes are not seen until
     the first step, such as a container whose forward is never called, gives way to the part of it that holds the same
-    parameters. Two optimizers of one model share a Monitor, whose steps the first one counts; an optimizer made after
-    the first has stepped begins a new phase of training, with a new Monitor.
+    parameters. Two optimizers of one model share a Monitor, which counts the steps of the first one; an optimizer made
+    after the first has stepped begins a new phase of training, with a new Monitor.
 
     Optimizers and models are held weakly. Processes that the program starts are not searched.
     """
@@ -348,7 +348,7 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """The models that hold an optimizer's parameters, the one with most of them first.
 
     Each is a list of modules that hold the same parameters: the outermost one, then the part of it that holds them all,
-    and so on. Wrappers that only pass their call on to a module are left out, because that module's passes show theirs.
+    and so on. Wrappers that only pass their call on to a module are left out: the passes of that module are enough.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
@@ -631,8 +631,8 @@ class Program:
 
 
 def parse(words: Sequence[str]) -> Program | list[str]:
-    """The program that a command starts; for torchrun the words of the command, since torchrun itself starts the
-    program, several times.
+    """The program that a command starts. For torchrun, which itself starts the program several times, the words of the
+    command.
 
     Raises: InvalidValueError if it is not a command that runs Python here.
     """

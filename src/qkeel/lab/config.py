@@ -116,7 +116,7 @@ class ImagesConfig:
     """Images and how a model reads them; unused if the task is text."""
 
     images: str = "digits"
-    """digits, photos, a folder of one subfolder per class, or a .jsonl of path and text."""
+    """digits, photos, a folder with one subfolder per class, or a .jsonl file with the fields path and text."""
     image_size: Count = 8
     """Height and width in pixels; images of another size are rejected."""
     patch: Count = 2

@@ -223,7 +223,9 @@ def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
         value = values.get(key)
         if value is not None:
             if type(value) is not int or value < 1:
-                raise InvalidValueError(f"{file} has {value!r:.60} as {key}; expected a whole number of at least 1")
+                raise InvalidValueError(
+                    f"expected {key} in {file} to be a whole number of at least 1, got {value!r:.60}"
+                )
             return value
     raise DataError(f"{file} has no {keys[0]}; expected the config.json of a model of transformers, or of a run")
 

@@ -496,7 +496,7 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
     starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
     if not len(starts):
         raise DataError(
-            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s, the longest has "
+            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s; the longest has "
             f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
         )
     count = min(sequences, len(starts))

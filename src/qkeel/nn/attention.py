@@ -278,11 +278,11 @@ def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: s
         return
     if x.device != weight.device:
         raise InvalidValueError(
-            f"expected {name} on {weight.device} as the weights, got it on {x.device}; move it there"
+            f"expected {name} on {weight.device} like the weights, but it is on {x.device}; move it there"
         )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise InvalidTypeError(
-            f"expected {name} in {weight.dtype} as the weights, got {x.dtype}; convert one or use torch.autocast"
+            f"expected {name} in {weight.dtype} like the weights, got {x.dtype}; convert one or use torch.autocast"
         )
 
 

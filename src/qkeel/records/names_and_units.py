@@ -74,9 +74,11 @@ STEP_FIELDS: dict[str, Field] = {
     "max_abs_logit": Field("nats", "largest magnitude of an attention logit, scaled, before cap"),
     "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit without one"),
     "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
-    "logit_change": Field("nats", "root mean square change of the logits by the step just done: heads, layers, probe"),
+    "logit_change": Field("nats", "root mean square change of the logits in the last step: heads, layers, probe"),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
-    "tokens_per_second": Field("1/s", "training tokens a second since the last line, without measuring and saving"),
+    "tokens_per_second": Field(
+        "1/s", "training tokens per second since the last record, without the time for measuring and saving"
+    ),
     "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
 }
 

@@ -40,7 +40,7 @@ def read_float(digits: str) -> float:
     """
     number = float(digits)
     if math.isinf(number) and "inf" not in digits.lower():
-        raise ValueError(f"expected a number of magnitude below 1.8e308, got {digits[:40]}")
+        raise ValueError(f"expected a number with a magnitude below 1.8e308, got {digits[:40]}")
     return number
 
 
@@ -106,7 +106,7 @@ def json_value(text: bytes | str) -> Any:
 
     >>> json_value("[1, 1e999]")
     Traceback (most recent call last):
-    ValueError: expected a number of magnitude below 1.8e308, got 1e999
+    ValueError: expected a number with a magnitude below 1.8e308, got 1e999
 
     Raises:
         ValueError: the text is not valid.

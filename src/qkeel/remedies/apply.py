@@ -447,8 +447,8 @@ def _check_whole(remedy: Remedy, sites: Sites) -> None:
     if sites.missed and remedy.on_attention:
         others = "; ".join(map(str, sites.missed))
         raise RefusedError(
-            f"{remedy.name}: {sites.share} of this model are understood, and it would leave out the others. {others}. "
-            "With partial=True it is applied to those that are understood"
+            f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
+            f"{others}. With partial=True it is applied to those that are understood"
         )
 
 

@@ -276,7 +276,7 @@ class HeadWeights:
             if tensor is None and (p.requires_grad or not any(t is not None for t in tensors)):
                 raise RefusedError(
                     f"{remedy} acts on steps of {s.parameter}, which this {type(optimizer).__name__} does not hold; "
-                    f"give the optimizer that does{self._unknown_copies(optimizer)}"
+                    f"pass the optimizer that does{self._unknown_copies(optimizer)}"
                 )
         return tensors
 

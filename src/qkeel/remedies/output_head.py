@@ -41,7 +41,7 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
             return target.model.get_submodule(named)
         except AttributeError as error:
             raise RefusedError(
-                f"{remedy}: this model has no module {named!r}; name the one that makes logits"
+                f"{remedy}: this model has no module {named!r}; name the one that returns the logits"
             ) from error
     if isinstance(target.model, Decoder):
         return target.model.head

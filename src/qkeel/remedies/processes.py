@@ -64,7 +64,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     if wrapper and not all(id(p) in reduced for p in new.values()):
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
-            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
+            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread over processes: "
             "their gradients would not be averaged, and the processes would diverge. Apply it before the model is "
             "wrapped "
             "or split, and make the optimizer after that"

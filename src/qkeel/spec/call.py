@@ -237,7 +237,9 @@ def _check_tensor(name: str, x: object) -> None:
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device and x.ndim:  # torch accepts a 0-dim CPU tensor on any device
-        raise InvalidValueError(f"expected {name} on {q.device} as q, got it on {x.device}; move it with .to(q.device)")
+        raise InvalidValueError(
+            f"expected {name} on {q.device} like q, but it is on {x.device}; move it with .to(q.device)"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -501,7 +503,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
         if x.ndim != 1 or len(x) < 2 or x.shape != ends[0].shape:  # type: ignore[attr-defined]
             raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], of queries and keys alike, got {x.shape}")
         if x.device != call.q.device:
-            raise InvalidValueError(f"expected cu_seqlens on {call.q.device} as q, got it on {x.device}")
+            raise InvalidValueError(f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}")
         wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(
