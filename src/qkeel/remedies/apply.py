@@ -456,7 +456,7 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
         if remedy.name in _applied(site):
-            raise AlreadyAppliedError(f"{remedy.name} is on {where(site)} already; remove() its handle first")
+            raise AlreadyAppliedError(f"{remedy.name} is already applied to {where(site)}; remove() its handle first")
         refusal = remedy.supports(site)
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")

@@ -101,8 +101,8 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
         if found is None:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
-                "with A, M and both norms direct children of it, and saw none around this attention (post-norm, "
-                "parallel and fused blocks are of another form; foreign blocks are recognised on an example "
+                "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
+                "parallel and fused blocks have another form; foreign blocks are recognised on an example "
                 "batch: apply(..., example=batch)); build the model with the order you mean"
             )
         branches.update({(b.name, b.function): b for b in found})

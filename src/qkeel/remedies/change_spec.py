@@ -361,7 +361,7 @@ def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
             raise RefusedError(f"the attention of {site.name} happens inside that of {one.name}; treat one of them")
     if any((s.n_heads, s.head_dim) != (one.n_heads, one.head_dim) for s in here):
         raise RefusedError(
-            f"{one.name} computes several attentions with different heads; no parameter fits all of them"
+            f"{one.name} computes attention several times, with different heads; no parameter fits all of them"
         )
 
 
@@ -402,7 +402,9 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
             "heads of them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
         )
     if hidden and len({*calls.specs.values()}) > 1:
-        raise RefusedError(f"{name} writes out several attentions with different scales, which cannot be distinguished")
+        raise RefusedError(
+            f"{name} writes out attention several times with different scales, which cannot be distinguished"
+        )
     known = [h for h in hidden if h > -math.inf]
     if known:
         calls.low = min(calls.low, max(known) / 2)

@@ -215,13 +215,15 @@ def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> T
 def _per_head(to: str, name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> TensorChange:
     d = sizes.head_dim
     if size not in ((d,), (), (1,), (heads, 1), (heads, d)):
-        raise RefusedError(f"{name} has shape {size}; {to} has one gain of {d} numbers for all heads: qk_norm:gain=dim")
+        raise RefusedError(
+            f"{name} has shape {size}, but {to} has one gain of {d} numbers for all heads; use qk_norm:gain=dim"
+        )
 
     def change(gain: Tensor) -> Tensor:
         if gain.ndim == 2:
             if not torch.equal(gain, gain[:1].expand_as(gain)):
                 raise RefusedError(
-                    f"{name} differs from head to head, and {to} has one gain for all heads; retrofit with gain=dim"
+                    f"{name} differs from head to head, but {to} has one gain for all heads; retrofit with gain=dim"
                 )
             gain = gain[0]
         return gain.expand(d).contiguous()
@@ -449,7 +451,9 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
             continue
         norm = module.norm
         if norm.kind != "rms" or (norm.over == "layer") != flat:
-            raise RefusedError(f"{name} is {norm}; {to} has an RMS norm over {'all heads' if flat else 'each head'}")
+            raise RefusedError(
+                f"{name} is {norm}, but {to} has an RMS norm over {'all heads' if flat else 'each head'}"
+            )
         if module.share is not None and bool(module.share != 1):
             raise RefusedError(f"{name} is still being blended in; export when its share is 1")
         like = next(p for p in model.parameters())
@@ -460,7 +464,7 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
             gain = gain * module.logit_scale.detach()
         found[f"{name}.weight"] = (gain * module.factor, norm.eps)
     if len({eps for _, eps in found.values()}) > 1:
-        raise RefusedError(f"the q/k norms of this model have different eps, and {to} has one")
+        raise RefusedError(f"the q/k norms of this model have different eps, but {to} has one eps for all")
     return found
 
 
