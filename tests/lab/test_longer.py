@@ -166,7 +166,7 @@ def test_needles_that_do_not_fit_are_refused(tiny: Make) -> None:
         dataclasses.replace(data, needle=2.0)
     with pytest.raises(InvalidValueError, match="at least 1 for needle_keys"):
         dataclasses.replace(data, needle_keys=0)
-    with pytest.raises(InvalidValueError, match="needles are for task text"):
+    with pytest.raises(InvalidValueError, match="needles need task=text"):
         dataclasses.replace(data, task="multimodal")
 
 

@@ -177,8 +177,9 @@ class MessageSink(Sink):
 
 @final
 class MessageWriter(Handle):
-    """Writes lines to stderr as it was at the start; qkeel's own warnings too, each as one line. With several processes
-    only rank 0 prints messages, but all print warnings; forked processes print neither.
+    """Writes lines, and qkeel's own warnings as one line each, to the stderr that the process started with.
+
+    With several processes only rank 0 prints messages, but all print warnings; forked processes print neither.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -658,7 +659,7 @@ def _is_this_python(word: str) -> bool:
         return False
     if os.sep in word and Path(word).absolute().parent != Path(sys.executable).absolute().parent:
         raise InvalidValueError(
-            f"expected this interpreter, since the script runs inside the watcher: {sys.executable}, got {word}. "
+            f"the script runs inside the watcher: expected this interpreter, {sys.executable}, got {word}. "
             "Install qkeel where that one is, or write python"
         )
     return True

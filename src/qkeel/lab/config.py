@@ -101,11 +101,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         settle(self)
         if self.needle and self.task != "text":
-            raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
+            raise InvalidValueError(f"needles need task=text, got needle={self.needle} and task={self.task}")
         if self.tokens == "bpe" and (self.needle or self.task != "text"):
-            raise InvalidValueError("tokens bpe needs task text without needles; use tokens bytes")
+            raise InvalidValueError("tokens=bpe needs task=text without needles; use tokens=bytes")
         if self.windows == "once" and self.task != "text":
-            raise InvalidValueError(f"windows once needs task text, got task {self.task}")
+            raise InvalidValueError(f"windows=once needs task=text, got task={self.task}")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 

@@ -358,7 +358,7 @@ def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
     module, one = here[0].module, here[0]
     for site in sites:
         if site.module is not module and any(m is site.module for m in module.modules()):
-            raise RefusedError(f"the attention of {site.name} happens inside that of {one.name}; treat one of them")
+            raise RefusedError(f"the attention of {site.name} is part of that of {one.name}; change only one of them")
     if any((s.n_heads, s.head_dim) != (one.n_heads, one.head_dim) for s in here):
         raise RefusedError(
             f"{one.name} computes attention several times, with different heads; no parameter fits all of them"

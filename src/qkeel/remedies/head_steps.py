@@ -111,7 +111,7 @@ def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.d
             failed = error
     raise RefusedError(
         f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
-        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, give "
+        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, pass "
         "that one"
     ) from failed
 

@@ -363,11 +363,11 @@ def _check(name: str, layer: nn.Module) -> None:
             f"sigma_reparam: the weight of {name} is already reparametrised; remove that parametrisation first"
         )
     if not bool(torch.isfinite(weight).all()):
-        raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load sound weights")
+        raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load finite weights")
     if not bool(weight.any()):
         raise RefusedError(
-            f"sigma_reparam: the weight of {name} is all zeros, which has no direction to scale; start it at "
-            "random, or leave it out with on=attention"
+            f"sigma_reparam: the weight of {name} is all zeros, so it has no direction to scale; initialise "
+            "it randomly, or leave it out with on=attention"
         )
 
 

@@ -472,7 +472,7 @@ MULTIMODAL = Study(
     ),
     instead={
         "grid": Study(
-            help="The search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and "
+            help="Search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and "
             "without norms.",
             grid=REGIMES,
             runs=multimodal_runs,
