@@ -112,7 +112,7 @@ PAGES = (
     Picture(
         "precision",
         "How large a logit may be in bf16",
-        "The error of attention in each number format, over logits of growing size.",
+        "The error of attention in each number format, for logits of increasing size.",
         ("qkeel study precision --out runs/precision",),
         page="runs/precision/report.html",
         rows=(0, 1040),

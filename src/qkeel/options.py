@@ -180,7 +180,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
     if kind is int and not -_MOST < value < _MOST:
         raise InvalidValueError(f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}")
     if isinstance(value, str) and value.encode("utf-8", "replace").decode("utf-8") != value:
-        raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename what it names")
+        raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename the file that it names")
     for bound in bounds:
         check_bound(value, bound, name)  # pyright: ignore[reportArgumentType]
     return value

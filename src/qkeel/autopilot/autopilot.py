@@ -74,9 +74,7 @@ def load(pilot: Autopilot, state: State) -> None:
         RefusedError: remedies were active and the sites are not known.
     """
     if pilot.runner is not None:
-        raise InvalidValueError(
-            "expected the state of an autopilot before its first step; load it right after making it"
-        )
+        raise InvalidValueError("training has already begun; load the state of an autopilot right after creating it")
     try:
         about = json.loads(bytes(state["about"].cpu().numpy()).decode())
         named, begun = about["policy"], about["begun"]

@@ -276,7 +276,7 @@ def _stop_on_interrupt() -> Callable[[], bool]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HowFlags:
-    """The options of a study's execution; nothing here changes a number."""
+    """Options that control how a study is executed; none of them changes a result."""
 
     jobs: Unset[int] = None
     """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most 4; on a
@@ -367,7 +367,7 @@ def study_precision(
     head_dim: int = 64,
     seed: int = 0,
 ) -> int:
-    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
+    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, for logits of increasing size.
 
     Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and
     measured).

@@ -192,7 +192,7 @@ def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimi
     own = {id(p) for model in models for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InvalidValueError(
-            "the optimizer holds none of the model's parameters; give the one that trains this model, "
+            "the optimizer holds none of the model's parameters; pass the one that trains this model, "
             "made from model.parameters()"
         )
     return optimizer

@@ -73,7 +73,7 @@ class Cache:
     def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
         """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
-            raise InvalidValueError("given positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+            raise InvalidValueError("explicit positions with a cache need a mask that hides the padding, [b 1 1 keys]")
 
     def reset(self) -> None:
         """Forgets all tokens but keeps the memory."""

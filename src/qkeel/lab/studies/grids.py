@@ -345,7 +345,7 @@ OPTIONS = (
     StudyOption(
         "blocks",
         list[Literal["gau", "mha1", "mha4"]],
-        "Gated attention units, or attention of 1 or 4 heads and MLP [default: gau].",
+        "Gated attention units, or attention with 1 or 4 heads and an MLP [default: gau].",
     ),
     StudyOption("seeds", list[int], "Seeds of weights and batches [default: 0 1]."),
     StudyOption(
