@@ -170,7 +170,9 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):
-        raise InvalidValueError(f"expected [study] to be a table, got {study!r}; write it as [study] and lines below")
+        raise InvalidValueError(
+            f"expected [study] to be a table, got {study!r}; write [study] and the options on the lines below"
+        )
     return RunConfig.from_dict(values), study
 
 

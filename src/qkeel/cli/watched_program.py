@@ -89,8 +89,8 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 class MessageSink(Sink):
     """Prints the directory of the run, what alarms say, and at the end the last numbers.
 
-    Alarms of one cause are one story: the first severe one says what to do, later ones only how it continues; of
-    several at one step only the most severe is printed.
+    Alarms with one cause are grouped: the first severe one says what to do, and later ones only report the progress.
+    If there are several at one step, only the most severe is printed.
     """
 
     def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:

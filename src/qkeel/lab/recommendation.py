@@ -173,7 +173,8 @@ def read_configuration(path: Path) -> KnownConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{path} is not a recipe (.toml), a config.json or a directory with one. Give one, or sizes as flags"
+            f"{path} is not a recipe (.toml), a config.json or a directory with one. Pass one of these, or "
+            "the sizes as flags"
         )
     values = read_json(file)
     if not isinstance(values, dict):

@@ -99,7 +99,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean",
         count="n_free",
     ),
-    "capped_max_logit": HeadField("nats", "largest attention logit after the cap; max_logit without one", "max"),
+    "capped_max_logit": HeadField(
+        "nats", "largest attention logit after the cap; equals max_logit if there is no cap", "max"
+    ),
     "max_abs_logit": HeadField(
         "nats", "largest magnitude of an attention logit, scaled, before cap", "max", count="n_pairs"
     ),
@@ -186,7 +188,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "select_distance": HeadField(
         "1", "mean distance of the chosen keys in tokens over the number of keys to choose from", "mean"
     ),
-    "select_distance_max": HeadField("1", "largest distance of a chosen key over that number", "max"),
+    "select_distance_max": HeadField(
+        "1", "largest distance of a chosen key in tokens over the number of keys to choose from", "max"
+    ),
     "select_local_share": HeadField(
         "share", "share of the chosen keys that are among as many nearest ones; 1 is a sliding window", "max"
     ),

@@ -84,7 +84,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
         if dist.head_axes(model, held):
             raise RefusedError(
                 f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
-                "the heads over processes: each would learn from its own heads only. Use fully_shard or "
+                "the heads over processes: each process would update them from its own heads only. Use fully_shard or "
                 "DistributedDataParallel, or a remedy without parameters"
             )
         return True

@@ -501,7 +501,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise InvalidTypeError(f"expected cu_seqlens as a tensor of int32 or int64, or two of them, got {got}")
         if x.ndim != 1 or len(x) < 2 or x.shape != ends[0].shape:  # type: ignore[attr-defined]
-            raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], of queries and keys alike, got {x.shape}")
+            raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], for queries and for keys, got {x.shape}")
         if x.device != call.q.device:
             raise InvalidValueError(f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}")
         wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it

@@ -145,7 +145,7 @@ def retrofit(
     plain = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
         raise RefusedError(
-            f"retrofit fits gains on whole weights, and {wrapper} has spread this model over processes already. "
+            f"retrofit fits gains on whole weights, and {wrapper} has already spread this model over processes. "
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(plain):
