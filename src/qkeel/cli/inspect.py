@@ -344,7 +344,7 @@ MALLOC = {
 
 
 def settle(threads: int = 1) -> None:
-    """Restarts this process once by its own command, with steady allocator settings and `threads` threads.
+    """Restarts this process once with the same command, fixed allocator settings and `threads` threads.
 
     The allocator reads its settings when the process starts.
     """

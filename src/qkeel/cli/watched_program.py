@@ -681,7 +681,7 @@ def _behind_python(rest: list[str]) -> Program | list[str]:
         else:
             raise InvalidValueError(
                 f"python's option {option} comes too late here: the script runs inside the watcher's own interpreter. "
-                f"Give it to that one: python {option} -m qkeel watch -- python train.py"
+                f"Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
             )
     if not rest:
         raise InvalidValueError(f"expected a script after python, got none; for example: {EXAMPLE}")

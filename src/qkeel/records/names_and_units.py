@@ -79,7 +79,7 @@ STEP_FIELDS: dict[str, Field] = {
     "tokens_per_second": Field(
         "1/s", "training tokens per second since the last record, without the time for measuring and saving"
     ),
-    "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
+    "mfu": Field("share", "model operations per second over the device's peak in bf16; null if the peak is unknown"),
 }
 
 NON_FINITE = "non_finite"  # if it is 1, the other numbers of the head are meaningless, so code asks for it by name
@@ -192,7 +192,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "1", "largest distance of a chosen key in tokens over the number of keys to choose from", "max"
     ),
     "select_local_share": HeadField(
-        "share", "share of the chosen keys that are among as many nearest ones; 1 is a sliding window", "max"
+        "share", "share of the c chosen keys that are among the c nearest; 1 is a sliding window", "max"
     ),
     "select_overlap": HeadField(
         "share", "keys chosen by this layer and by the sparse layer before it, over those chosen by either", "mean"

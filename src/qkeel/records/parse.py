@@ -273,7 +273,7 @@ def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = D
     if end > size:
         raise error(_torn(path, size, end))
     if end < size:
-        raise error(f"{path} holds {size - end:,} bytes after its last tensor; its header and data do not fit together")
+        raise error(f"{path} holds {size - end:,} bytes after its last tensor; its header and data do not match")
     return Header(tensors=entries, metadata=table.get(_METADATA, {}))
 
 
