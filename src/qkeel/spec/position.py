@@ -292,7 +292,7 @@ def _stretch(method: str, factor: float, train_length: int | None, options: Opti
 def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, options: Options) -> Position:
     if rope.pairing != "half":
         raise RefusedError(
-            f"{method} needs RoPE that pairs the two halves of a head, and this spec has {rope.formula()}"
+            f"{method} needs RoPE that pairs the two halves of a head, but this spec has {rope.formula()}"
         )
     window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
     if train_length is not None and window >= train_length:

@@ -84,7 +84,7 @@ def _under(name: str, window: int | None, default: int, train_length: int) -> in
 def _deep_enough(name: str, n_layers: int) -> None:
     if n_layers < 2:
         raise InvalidValueError(
-            f"{name} mixes layers with a window and without, so it needs at least 2, got {n_layers}"
+            f"{name} mixes layers with and without a window, so it needs at least 2 layers, got {n_layers}"
         )
 
 

@@ -237,7 +237,7 @@ def _minus_one(name: str, change: TensorChange) -> TensorChange:
         kept = (wanted.double() - 1).to(gain.dtype)
         if not torch.allclose(kept.double() + 1, wanted.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
-                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} has no digits left for that; "
+                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} has too few digits for that; "
                 "save the model in float32 first"
             )
         return kept
