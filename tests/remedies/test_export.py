@@ -210,10 +210,10 @@ REFUSED = {
     "another family": "model of type 'gpt2' cannot become qwen3.*llama or mistral or qwen2",
     "a bias in the MLP": "mlp_bias = True",
     "norms after the branches": "attention_post_norm.weight: qwen3 has no such norm",
-    "more tensors": "has model.layers.0.self_attn.gate_proj.weight besides",
+    "more tensors": "also has model.layers.0.self_attn.gate_proj.weight",
     "fewer tensors": "lacks model.layers.2.mlp.up_proj.weight",
     "no head": "lacks lm_head.weight",
-    "norms over all heads": r"has shape \(16,\); qwen3 has one gain of 4 numbers",
+    "norms over all heads": r"has shape \(16,\), but qwen3 has one gain of 4 numbers",
 }
 
 

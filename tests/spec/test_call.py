@@ -348,7 +348,7 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
     "batch": ({"q": Q[:1]}, ShapeError, "with the same b, g, s, d"),
     "keys": ({"v": V[:, :, :4]}, ShapeError, "with the same b, g, s, d"),
     "dim": ({"q": Q[..., :4]}, ShapeError, "with the same b, g, s, d"),
-    "layout": ({"v": V.transpose(1, 2)}, ShapeError, "transpose(1, 2) all three"),
+    "layout": ({"v": V.transpose(1, 2)}, ShapeError, "transpose(1, 2) on all three"),
     "groups": ({"q": Q[:, :3]}, ShapeError, "multiple of the number of key heads, got 3 and 2"),
     "odd rope": (
         {"spec": AttentionSpec(position=Rope()), "q": Q[..., :7], "k": K[..., :7], "v": V[..., :7]},

@@ -225,8 +225,8 @@ def _planned(run: RunDirectory) -> PlannedRates | None:
 def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = None) -> int:
     """Write the records of a run as tables, CSV or Parquet.
 
-    The files are steps, with one row per record, heads, with one row per record, layer and head, and eval_steps and
-    eval_heads of passes in evaluation mode. The run is not changed.
+    The files are steps (one row per record), heads (one row per record, layer and head), and eval_steps and eval_heads
+    (the same for passes in evaluation mode). The run is not changed.
 
     Args:
         run: Directory of a run or of a watched model.

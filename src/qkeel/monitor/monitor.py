@@ -411,7 +411,7 @@ class Monitor(Handle):
     def measure_next(self) -> None:
         """Measures the current step whatever the cadence says; call it before the step's first forward pass.
 
-        Use it for the last step of a training, or any that matters; if several processes train, all must call it.
+        Use it for the last step of training, or any that matters; if several processes train, all must call it.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 

@@ -210,7 +210,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
     "delta2_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "delta3_spectral_norm": HeadField(
-        "1", "largest singular value of the product of the query's and the key's step", "max"
+        "1", "largest singular value of the query weight's update times the key weight's", "max"
     ),
     "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
     "delta3_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),

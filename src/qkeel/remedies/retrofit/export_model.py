@@ -207,7 +207,7 @@ def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> T
     if math.prod(size) != heads * sizes.head_dim:
         raise RefusedError(
             f"{name} has shape {size}; olmo2 norms all heads of a token at once with a gain of "
-            f"{heads * sizes.head_dim} numbers: qk_norm:over=layer,gain=head_dim"
+            f"{heads * sizes.head_dim} numbers; use qk_norm:over=layer,gain=head_dim"
         )
     return lambda gain: gain.reshape(-1)
 
@@ -289,8 +289,8 @@ def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name
             "qkeel.retrofit(model, 'qk_norm', batches), then qkeel.export(model, ...) or save_pretrained"
         )
     if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
-        what = f"lacks {gone[0]}" if gone else f"has {strange[0]} besides" if strange else "lacks lm_head.weight"
-        raise RefusedError(f"the model {what}; {to} has {shape.why}")
+        what = f"lacks {gone[0]}" if gone else f"also has {strange[0]}" if strange else "lacks lm_head.weight"
+        raise RefusedError(f"the model {what}, but {to} has {shape.why}")
 
 
 _DROPPED = ("pretraining_tp", "mlp_bias", "rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map")
