@@ -408,8 +408,9 @@ def interleave(
     """Times every case once a round, the order reversed each round, and returns a row per case.
 
     Args:
-        cases: name -> what to call. base: the case that ratios refer to. rounds: how often. warmup: calls of each
-            before. calls: of a case in a row, per round. clock: milliseconds per call of so many calls.
+        cases: name -> what to call. base: the case that ratios refer to. rounds: the number of rounds. warmup: calls
+            of each case before the first round. calls: consecutive calls of a case in a round. clock: returns the
+            milliseconds per call of that many calls.
     """
     for case in cases.values():
         for _ in range(warmup):

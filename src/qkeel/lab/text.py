@@ -126,7 +126,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
             if line.strip():
                 yield where, json_value(line)
         except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
+            raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
 
 
 def _jsonl(path: Path, column: str) -> Iterator[object]:

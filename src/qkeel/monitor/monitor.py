@@ -232,7 +232,7 @@ class TrainingEnd:
         try:
             seen = self._models.look_again()
         except Exception as error:
-            raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
+            raise RefusedError(f"the model failed in an extra pass: {type(error).__name__}: {error}") from error
         if not seen:
             raise RefusedError("no training pass with attention was seen")
         self._guard(self._step_end.training_over)

@@ -288,7 +288,7 @@ def _entries(table: object, data: int) -> dict[str, TensorEntry]:
         raise ValueError(f"expected an object of tensors, got {type(table).__name__}")
     metadata = table.get(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"expected text by name as {_METADATA}, got {str(metadata)[:80]}")
+        raise ValueError(f"expected {_METADATA} to map names to text, got {str(metadata)[:80]}")
     found = {name: _entry(name, entry, data) for name, entry in table.items() if name != _METADATA}
     ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
     place, before = data, "the header"

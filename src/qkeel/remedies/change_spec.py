@@ -331,7 +331,7 @@ def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
             found.append(layout)
     if len({len(layout.groups) for layout in found}) < len(found):
         raise RefusedError(
-            f"{sites[0].name} lays out the scores of its attentions as [{'] and ['.join(map(str, found))}], which "
+            f"{sites[0].name} lays out the scores of its attention calls as [{'] and ['.join(map(str, found))}], which "
             "can't be distinguished"
         )
     return found

@@ -244,7 +244,7 @@ class SharedMaxima:
             self._around = dist.wrappers(self._model)
         if any(map(joined, self._around)):
             raise RefusedError(
-                "qk_clip needs the largest logits of all processes after each step, and inside "
+                "qk_clip needs the largest logits of all processes after each step, but inside "
                 "torch.distributed.algorithms.Join a process that has run out of data takes no steps: the step was not "
                 "taken. Give every process the same number of batches, or use a remedy whose steps need no other "
                 "process, such "

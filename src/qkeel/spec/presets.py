@@ -408,7 +408,7 @@ def attention_spec(text: str) -> AttentionSpec:
     """
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one preset as attention, got {len(terms)} in {text!r}")
+        raise InvalidValueError(f"expected one preset for the attention, got {len(terms)} in {text!r}")
     options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
     if len(options) < len(terms[0].options):
         raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")

@@ -536,7 +536,7 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     if source is not None and source.exists() and out.exists() and out.samefile(source):
         raise RunDirectoryError(f"{out} is the checkpoint itself; choose another place to write to")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunDirectoryError(f"{out} exists already and nothing there is overwritten; choose another place")
+        raise RunDirectoryError(f"{out} already exists and is not overwritten; choose another place")
     part: Path | None = None
     advice = ". Expected a writable place with free space; existing files were not changed"
     try:
