@@ -318,7 +318,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
     if shape.model_type == "olmo2":
         new.pop("head_dim")  # OLMo 2 has no such field
         if sizes.head_dim * sizes.heads != int(config["hidden_size"]):
-            raise RefusedError(f"olmo2 has heads of hidden_size / n_heads numbers, and these have {sizes.head_dim}")
+            raise RefusedError(f"olmo2 has heads of hidden_size / n_heads numbers, but these have {sizes.head_dim}")
     if shape.model_type == "gemma3_text":
         kinds = config.get("layer_types") or [("sliding", "full")[i % 2] + "_attention" for i in range(sizes.layers)]
         new |= {"layer_types": kinds, "rope_parameters": {"full_attention": rope, "sliding_attention": dict(rope)}}
