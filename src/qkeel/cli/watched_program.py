@@ -660,7 +660,7 @@ def _is_this_python(word: str) -> bool:
     if os.sep in word and Path(word).absolute().parent != Path(sys.executable).absolute().parent:
         raise InvalidValueError(
             f"the script runs inside the watcher: expected this interpreter, {sys.executable}, got {word}. "
-            "Install qkeel where that one is, or write python"
+            "Install qkeel for that interpreter, or write python"
         )
     return True
 
