@@ -72,9 +72,8 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     if wrapper and any(map(is_compiled, model.modules())):
         raise RefusedError(
             f"{remedy} adds modules ({added[0]}) to a model that has compiled parts: fully_shard's hooks on them "
-            "break a compiled part into pieces, or stop it where fullgraph=True. Apply it before parts are compiled, "
-            "or "
-            "compile the whole model afterwards"
+            "break a compiled part into pieces, or make it fail where fullgraph=True. Apply it before parts are "
+            "compiled, or compile the whole model afterwards"
         )
 
     def check() -> bool:
