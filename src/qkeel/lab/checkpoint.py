@@ -466,7 +466,7 @@ def _load_optimizer(
     for name, value in [*tensors.items(), *numbers.items()]:
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
-            raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} of them")
+            raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} parameters")
         if not isinstance(value, (Tensor, int, float)):
             raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value

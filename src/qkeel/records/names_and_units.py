@@ -155,7 +155,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="logit change",
         per_layer=True,
     ),
-    "logit_change_mean_abs": HeadField("nats", "mean absolute change of the logits by one step, same input", "max"),
+    "logit_change_mean_abs": HeadField(
+        "nats", "mean absolute change of the logits caused by one step, on the same input", "max"
+    ),
     "query_weight_norm": HeadField("1", "Frobenius norm of the head's query weight", "max"),
     "key_weight_norm": HeadField("1", "Frobenius norm of the head's key weight", "max"),
     "qk_spectral_norm": HeadField("1", "largest singular value of the product of query and key weight", "max"),

@@ -121,7 +121,7 @@ def json_value(text: bytes | str) -> Any:
     except json.JSONDecodeError as failure:
         raise ValueError(f"line {failure.lineno}, column {failure.colno}: {failure.msg}") from failure
     except RecursionError as failure:
-        raise ValueError("its tables and lists are nested too deep") from failure
+        raise ValueError("its tables and lists are nested too deeply") from failure
     refuse_strange(value)
     return value
 
@@ -165,7 +165,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         refuse_strange(value)
         return value
     except RecursionError:
-        reason = "its tables and lists are nested too deep"
+        reason = "its tables and lists are nested too deeply"
     except ValueError as failure:  # TOMLDecodeError and UnicodeDecodeError too
         reason = str(failure)
     raise InvalidValueError(f"{path} is not valid TOML: {reason}; correct it there or restore the file")
