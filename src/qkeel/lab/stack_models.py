@@ -500,7 +500,7 @@ def _stack_rest(
     attention = isinstance(module, SpecModule)
     if any(True for _ in module.buffers(recurse=False)) or (module.dropout if attention else parameters):
         raise RefusedError(
-            f"{place or 'the model'} ({type(module).__name__}) cannot train as one model with that of other runs"
+            f"{place or 'the model'} ({type(module).__name__}) cannot be trained as one model with other runs"
         )
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)

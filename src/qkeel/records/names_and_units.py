@@ -169,7 +169,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "lse_mean": HeadField(
         "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
     ),
-    "lse_std": HeadField("nats", "standard deviation of that logsumexp over query rows", "mean"),
+    "lse_std": HeadField("nats", "standard deviation over query rows of the row's logsumexp", "mean"),
     "sink_logit": HeadField("nats", "logit of the head's learned sink", "max"),
     "gate_mean": HeadField(
         "share",
