@@ -340,7 +340,7 @@ def autopilot(
 
     Args:
         model: see `qkeel.watch`.
-        optimizer: the optimizer or optimizers of the model; the first one counts the steps.
+        optimizer: the optimizer or optimizers of the model; a step of the first one counts as a step.
         policy: "ladder" with options ("ladder:threshold=50,allow_new_parameters=true"), or your own Policy.
         planned: the learning rates of the run, if known; they let the autopilot act earlier.
         sinks: where records and events are written; see `qkeel.watch`.

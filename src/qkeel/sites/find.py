@@ -86,7 +86,7 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
     if isinstance(given, (list, tuple)) and len(given) == len(names):
         return dict(zip(names, given))
     raise InvalidTypeError(
-        f"expected the {what} of each of the models ({', '.join(names)}), as a list or as a dict by these names, got "
+        f"expected the {what} of each of the models ({', '.join(names)}), as a list or as a dict with these keys, got "
         f"{type(given).__name__}"
     )
 
