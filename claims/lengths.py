@@ -116,7 +116,7 @@ LENGTHS: tuple[Claim, ...] = (
     unchanged(YARN),
     unchanged(REROPE),
     Claim(
-        "With continued training at 8 times the length, KeyNorm alone has at least 98 % of the accuracy of a plain model under PI",
+        "Trained further at 8 times the length, KeyNorm has at least 98 % of the accuracy of a plain model under PI",
         SU,
         "lengths",
         at_length("kna", "none@512", LONG),
@@ -130,7 +130,7 @@ LENGTHS: tuple[Claim, ...] = (
         at_length("baseline", "abf@512", LONG, 0.98),
     ),
     Claim(
-        "With continued training at 8 times the length, a plain model needs PI",
+        "Trained further at 8 times the length, a plain model needs PI",
         SU,
         "lengths",
         at_length("baseline", "pi@512", LONG),

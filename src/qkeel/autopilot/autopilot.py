@@ -225,7 +225,7 @@ class Autopilot(Handle):
         except RefusedError as error:
             raise RefusedError(
                 "expected an example batch to restore the remedies that were active: pass example=batch to the "
-                "autopilot or the callback, with a batch as the model takes it"
+                "autopilot or the callback, with a batch that the model accepts"
             ) from error
 
     def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> PolicyRunner:
@@ -346,7 +346,7 @@ def autopilot(
         sinks: where records and events are written; see `qkeel.watch`.
         every: at which steps the run is measured while nothing is wrong.
         query_mask: which query rows count; see `qkeel.watch`.
-        example: a batch as the model takes it; needed for a calibrated norm and to resume with active remedies.
+        example: a batch that the model accepts; needed for a calibrated norm and to resume with active remedies.
 
     Returns:
         The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;

@@ -78,7 +78,7 @@ REMEDIES: dict[str, type[Remedy]] = {
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 
-_GIVE = "For apply: qkeel.apply({!r}, model, optimizer, example=batch), with a batch as the model takes it"
+_GIVE = "For apply: qkeel.apply({!r}, model, optimizer, example=batch), with a batch that the model accepts"
 
 
 Named = str | Remedy | Sequence[str | Remedy]
