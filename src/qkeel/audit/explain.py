@@ -363,7 +363,7 @@ def _last_batch(model: nn.Module) -> Arguments:
     latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
     if latest is None:
         raise InvalidTypeError(
-            "expected a batch, as the model takes it: qkeel.explain_model(model, batch). The batch may be left out "
+            "expected a batch that the model accepts: qkeel.explain_model(model, batch). The batch may be left out "
             "only for a model that qkeel.watch has seen train"
         )
     return tuple(latest.args), dict(latest.kwargs)

@@ -508,7 +508,7 @@ def measure(cell: Cell, size: Size) -> list[BenchRow]:
 
 
 def fastest_first(rows: list[BenchRow]) -> tuple[str, ...]:
-    """Returns the names of the kernels by their median ratio."""
+    """Returns the names of the kernels, sorted by their median ratio."""
     return tuple(row.name for row in sorted(rows, key=lambda row: row.ratio))
 
 

@@ -330,7 +330,7 @@ class _Watch:
 
     @property
     def mistaken(self) -> bool:
-        """Returns whether its passes are not seen although a part of it may be called instead."""
+        """Returns whether no pass of the module was seen, so that a part of it may be the one that is called."""
         monitor = self.monitor()
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 

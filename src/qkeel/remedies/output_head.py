@@ -54,8 +54,8 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
     if len(found) != 1:
         seen = f"several ({', '.join(found)})" if found else "none"
         raise RefusedError(
-            f"{remedy} acts on the module whose output is the model's floating-point output [... vocabulary] as it is, "
-            f"and this {type(target.model).__name__} has {seen}; name it: apply({remedy!r}, model, module='lm_head')"
+            f"{remedy} acts on the module whose output is the model's floating-point output [... vocabulary], "
+            f"but this {type(target.model).__name__} has {seen}; name it: apply({remedy!r}, model, module='lm_head')"
         )
     return target.model.get_submodule(found[0])
 
