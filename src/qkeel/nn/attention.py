@@ -84,7 +84,7 @@ class Cache:
         length = self.length + new[0].shape[2]
         if self.max_length is not None and length > self.max_length:
             raise InvalidValueError(
-                f"the cache holds {self.max_length} tokens and {length} would be needed; "
+                f"the cache holds {self.max_length} tokens, but {length} are needed; "
                 f"make a longer {type(self).__name__}"
             )
         if self._held and len(self._held) != len(new):

@@ -297,7 +297,7 @@ def _traced(
     if not reading.sites and expected:
         raise NoAttentionError(unseen(model, watcher, unrecognized))
     if below:
-        caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
+        caution(f"attention inside torch.jit.script and torch.func.vmap is not searched for: {below}")
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
     if read == "verified" and below:
         why = f"a pass in which operators are recorded failed: {below}"
