@@ -203,7 +203,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "share", "weight that dense attention would give to the chosen keys: mean over rows", "min", column="recall"
     ),
     "dense_kl": HeadField("nats", "mean divergence of sparse from dense attention, -ln of that weight", "max"),
-    "dense_kl_max": HeadField("nats", "the same of the row with the smallest weight", "max"),
+    "dense_kl_max": HeadField("nats", "-ln of that weight in the row where it is smallest", "max"),
     "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
     "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
