@@ -116,7 +116,7 @@ LENGTHS: tuple[Claim, ...] = (
     unchanged(YARN),
     unchanged(REROPE),
     Claim(
-        "Trained on at 8 times the length, KeyNorm as it is has 98 % of the accuracy of a plain model under PI or more",
+        "Trained further at 8 times the length, KeyNorm has at least 98 % of the accuracy of a plain model under PI",
         SU,
         "lengths",
         at_length("kna", "none@512", LONG),
@@ -130,7 +130,7 @@ LENGTHS: tuple[Claim, ...] = (
         at_length("baseline", "abf@512", LONG, 0.98),
     ),
     Claim(
-        "A plain model that is trained on at 8 times the length needs PI",
+        "Trained further at 8 times the length, a plain model needs PI",
         SU,
         "lengths",
         at_length("baseline", "pi@512", LONG),

@@ -112,7 +112,7 @@ PAGES = (
     Picture(
         "precision",
         "How large a logit may be in bf16",
-        "The error of attention in each number format, over logits of growing size.",
+        "The error of attention in each number format, for logits of increasing size.",
         ("qkeel study precision --out runs/precision",),
         page="runs/precision/report.html",
         rows=(0, 1040),
@@ -280,7 +280,7 @@ def page() -> str:
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this page. "
         "Pictures are light or dark, like the page around them.\n\n"
     )
-    end = "\n**Next:** make one of your own script: [watch your script](tutorials/your-script.md).\n"
+    end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"
     return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end
 
 

@@ -81,7 +81,7 @@ def _term(part: str, text: str) -> Term:
     if not name:
         raise InvalidValueError(f"empty name in {text!r}; expected 'name:key=value' terms joined by '+'")
     if colon and not tail.strip():
-        raise InvalidValueError(f"expected an option behind the colon of {part.strip()!r}, got none; write {name!r}")
+        raise InvalidValueError(f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}")
     options: dict[str, bool | int | float | str] = {}
     for item in filter(None, (s.strip() for s in tail.split(","))):
         key, equals, value = (word.strip() for word in item.partition("="))
@@ -180,7 +180,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
     if kind is int and not -_MOST < value < _MOST:
         raise InvalidValueError(f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}")
     if isinstance(value, str) and value.encode("utf-8", "replace").decode("utf-8") != value:
-        raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename what it names")
+        raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename the file that it names")
     for bound in bounds:
         check_bound(value, bound, name)  # pyright: ignore[reportArgumentType]
     return value

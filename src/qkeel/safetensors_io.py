@@ -86,7 +86,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         for tensor in _header(file):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
-                raise DataError(f"tensor {tensor.name} is both in {other} and {file.name}; scan one file at a time")
+                raise DataError(f"tensor {tensor.name} is in both {other} and {file.name}; scan one file at a time")
             tensors[tensor.name] = tensor
     if not tensors:
         raise DataError(f"{path} holds no tensors; expected the weights of a model")

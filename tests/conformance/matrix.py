@@ -55,7 +55,7 @@ why, and what to do instead.
 
 | device | status |
 |---|---|
-| CPU | tested; compiled kernels on x86-64 (AVX2, AVX-512), PyTorch elsewhere; ARM64 compiles and was not run |
+| CPU | tested; compiled kernels on x86-64 (AVX2, AVX-512), PyTorch elsewhere; ARM64 compiles but has not been run |
 | CUDA GPU | PyTorch's operators and Triton kernels, checked in Triton's interpreter; **no GPU has run them yet** |
 | several processes | gloo is tested; NCCL is not ([processes](guides/watch.md#under-torchrun)) |
 

@@ -238,7 +238,7 @@ def test_applying_twice_is_refused_by_name_and_changes_nothing(name: str) -> Non
     untouched.assert_same(Snapshot(model, optimizer))
     handle = apply(name, model, optimizer)
     before = Snapshot(model, optimizer)
-    with pytest.raises(AlreadyAppliedError, match=rf"{name} is on blocks.0.attention already; remove\(\)"):
+    with pytest.raises(AlreadyAppliedError, match=rf"{name} is already applied to blocks.0.attention; remove\(\)"):
         apply(name, model, optimizer)
     with pytest.raises(AlreadyAppliedError):
         remedies.apply(name, model.blocks[0], optimizer, train_length=16)

@@ -51,7 +51,7 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
     assert "<td>20</td>" in loaded._repr_html_()
     assert Frame({"step": np.arange(13)})._repr_html_().count("<tr><td>5</td></tr><tr><td>…</td></tr><tr><td>7<") == 1
     assert "…" not in Frame({"step": np.arange(12)})._repr_html_()
-    with pytest.raises(RunDirectoryError, match=r"has no config\.json of one\. Give a directory that qkeel\.watch"):
+    with pytest.raises(RunDirectoryError, match=r"has no config\.json of a run\. Give a directory that qkeel\.watch"):
         qkeel.load(run.parent)
     with pytest.raises(UnknownNameError, match=r"unknown column 'entropi'\. Did you mean 'entropy'"):
         heads["entropi"]

@@ -47,7 +47,7 @@ def test_byte_pairs_are_lossless_the_same_every_time_and_their_losses_are_per_by
     assert again is not corpus
     with pytest.raises(DataError, match="257 to 65536"):
         load(DataConfig(source=str(source), context=8, tokens="bpe", vocab_size=256))
-    with pytest.raises(InvalidValueError, match="tokens bpe"):
+    with pytest.raises(InvalidValueError, match="tokens=bpe"):
         DataConfig(tokens="bpe", needle=0.5)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install 'qkeel\[hf\]'"):

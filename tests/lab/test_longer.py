@@ -166,7 +166,7 @@ def test_needles_that_do_not_fit_are_refused(tiny: Make) -> None:
         dataclasses.replace(data, needle=2.0)
     with pytest.raises(InvalidValueError, match="at least 1 for needle_keys"):
         dataclasses.replace(data, needle_keys=0)
-    with pytest.raises(InvalidValueError, match="needles are for task text"):
+    with pytest.raises(InvalidValueError, match="needles need task=text"):
         dataclasses.replace(data, task="multimodal")
 
 
@@ -366,7 +366,7 @@ def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
     assert windows.shape == (5, 33)
     assert windows[:, 0].tolist() == [1, 3, 5, 5, 5]
     assert (windows == windows[:, :1]).all()
-    with pytest.raises(DataError, match="more than 128 bytes, the longest has 100"):
+    with pytest.raises(DataError, match="more than 128 bytes; the longest has 100"):
         long_texts(corpus, 128, 1)
 
 

@@ -320,7 +320,7 @@ def test_where_a_stack_fails_each_run_goes_on_alone(
 def test_what_cannot_be_stacked_is_refused_and_then_computed_run_by_run(tiny: Make, tmp_path: Path) -> None:
     configs = several(tiny, remedy="sigma_reparam", steps=2)
     runs = [RunState(c) for c in configs]
-    with pytest.raises(RefusedError, match="cannot train as one"):
+    with pytest.raises(RefusedError, match="cannot be trained as one"):
         StackedArithmetic(runs)
     assert "sigma_reparam acts inside a run's own forward pass" in choose_arithmetic(runs).reason
     assert stacked(configs, tmp_path) == [None] * 3

@@ -223,7 +223,7 @@ def test_where_the_end_is_not_measured_one_sentence_says_so() -> None:
         interrupted: None,
         handled: "an exception is being handled",
         averaged: "its weights were changed after its last step",
-        no_more_passes: "the model failed in one more pass: TypeError",
+        no_more_passes: "the model failed in an extra pass: TypeError",
         in_a_step: "no finished step",
         removed: None,
     }

@@ -42,7 +42,7 @@ COSTS = {
     "RunDirectorySink failed": False,
     "LoggingSink failed": True,
     "weights behind the heads are unknown": True,
-    "is not looked for": True,
+    "is not searched for": True,
 }
 # Where a fault has another end than one warning and a monitor that is off.
 OTHERWISE = {

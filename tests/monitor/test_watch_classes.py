@@ -350,7 +350,7 @@ def test_what_makes_no_sense_is_refused_at_once(given: Any, error: type[Exceptio
 
 def test_classes_without_ids_to_tell_them_from_are_refused_in_the_first_pass() -> None:
     model = small()
-    with watch(model, classes=IMAGE), pytest.warns(QkeelWarning, match="found none: give classes as the name"):
+    with watch(model, classes=IMAGE), pytest.warns(QkeelWarning, match="got none; pass classes as the name"):
         model(batch(0))
 
 

@@ -451,7 +451,7 @@ def test_a_model_is_watched_once() -> None:
     model = small()
     with watch(model):
         for same in (model, nn.DataParallel(model), torch.compile(model, backend="eager")):
-            with pytest.raises(AlreadyAppliedError, match="watched already"):
+            with pytest.raises(AlreadyAppliedError, match="already watched"):
                 watch(same)  # type: ignore[arg-type]
     watch(model).remove()
 

@@ -124,7 +124,7 @@ def test_a_cache_with_a_limit_reserves_it_at_once_and_refuses_one_token_more() -
     cache = KVCache(max_length=3)
     k = torch.randn(1, 2, 2, 4)
     assert cache.append(k, k)[0].untyped_storage().nbytes() == 4 * 2 * 4 * 3
-    with pytest.raises(InvalidValueError, match="holds 3 tokens and 4 would be needed"):
+    with pytest.raises(InvalidValueError, match="holds 3 tokens, but 4 are needed"):
         cache.append(k, k)
     assert cache.length == 2
     keys, _ = cache.append(k[:, :, :1], k[:, :, :1])

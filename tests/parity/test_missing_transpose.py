@@ -110,5 +110,5 @@ def test_transposed_it_is_what_qkeel_computes(n: int) -> None:
 @pytest.mark.parametrize("n", [1, 5, 9])
 def test_qkeel_refuses_the_published_layout_and_says_what_to_transpose(n: int) -> None:
     q, k, v = module(straight=False).heads(tokens(n))
-    with pytest.raises(ShapeError, match=r"transpose\(1, 2\) all three"):
+    with pytest.raises(ShapeError, match=r"transpose\(1, 2\) on all three"):
         reference.attend(AttentionSpec(), q, k, v.transpose(1, 2))

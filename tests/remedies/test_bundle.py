@@ -223,7 +223,7 @@ def test_entries_are_the_parts_of_weights_each_once_and_what_the_optimizer_steps
         one.requires_grad_(False)
     for params, name in (([a.v_proj.weight], "0.q_proj.weight"), ([a.o_proj.weight], "0.q_proj.weight")):
         with pytest.raises(
-            RefusedError, match=f"steps of {name}, which this SGD does not hold; give the optimizer that does$"
+            RefusedError, match=f"steps of {name}, which this SGD does not hold; pass the optimizer that does$"
         ):
             weights.of_optimizer(torch.optim.SGD(params), "lalr")
     assert weights.of_optimizer(torch.optim.SGD([q, k]), "lalr")[2] is None

@@ -375,7 +375,7 @@ def test_another_scale_than_the_examples_is_refused() -> None:
     model, x = Fickle(), torch.randn(2, 6, 16)
     qkeel.apply("softcap", model, example=x)
     model.scale = 0.25
-    with pytest.raises(RefusedError, match=r"called with the scale 0.25, on the example with \[0.5\]"):
+    with pytest.raises(RefusedError, match=r"called with the scale 0.25, but with \[0.5\] on the example"):
         model(x)
 
 

@@ -93,7 +93,7 @@ def test_plain_decay_needs_a_decay_that_is_decoupled(make: Any, refused: bool) -
     model = attention(torch.float32)
     optimizer = make([p for p in model.parameters() if p.ndim == 2])
     if refused:
-        with pytest.raises(RefusedError, match="is part of the gradient here; use decay=scaled or AdamW"):
+        with pytest.raises(RefusedError, match="adds its weight decay to the gradient; use decay=scaled or AdamW"):
             qkeel.apply("lalr:decay=plain", model, optimizer)
     else:
         with qkeel.apply("lalr:decay=plain", model, optimizer):

@@ -192,7 +192,7 @@ def test_gains_alike_for_all_heads_become_one_gain_and_others_are_refused(tmp_pa
 def spoiled(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     if kind == "no norms":
         return {n: w for n, w in weights.items() if "self_attn" not in n or "norm" not in n}
-    if kind == "norms behind the branches":
+    if kind == "norms after the branches":
         return {n.replace("input_layernorm", "attention_post_norm"): w for n, w in weights.items()}
     if kind == "more tensors":
         return {**weights, "model.layers.0.self_attn.gate_proj.weight": torch.ones(2)}
@@ -209,11 +209,11 @@ REFUSED = {
     "no norms": "q and k are not normed yet",
     "another family": "model of type 'gpt2' cannot become qwen3.*llama or mistral or qwen2",
     "a bias in the MLP": "mlp_bias = True",
-    "norms behind the branches": "attention_post_norm.weight: qwen3 has no such norm",
-    "more tensors": "has model.layers.0.self_attn.gate_proj.weight besides",
+    "norms after the branches": "attention_post_norm.weight: qwen3 has no such norm",
+    "more tensors": "also has model.layers.0.self_attn.gate_proj.weight",
     "fewer tensors": "lacks model.layers.2.mlp.up_proj.weight",
     "no head": "lacks lm_head.weight",
-    "norms over all heads": r"has shape \(16,\); qwen3 has one gain of 4 numbers",
+    "norms over all heads": r"has shape \(16,\), but qwen3 has one gain of 4 numbers",
 }
 
 
@@ -232,7 +232,7 @@ def test_what_the_architecture_does_not_compute_is_refused_and_nothing_is_writte
 @pytest.mark.parametrize("to", ["olmo2", "gemma3"])
 def test_a_llama_is_no_olmo_2_and_no_gemma_3(to: str, tmp_path: Path) -> None:
     _, weights, config = before("llama")
-    reason = "norms behind attention and MLP" if to == "olmo2" else r"embeddings times √hidden_size.*from gemma2"
+    reason = "norms after attention and MLP" if to == "olmo2" else r"embeddings times √hidden_size.*from gemma2"
     with pytest.raises(RefusedError, match=reason):
         convert(stored(tmp_path / "in", weights, config), to, tmp_path / "out")
 
@@ -251,7 +251,7 @@ def test_bad_places_and_bad_files_are_one_clear_error_and_lose_nothing(tmp_path:
     full.mkdir()
     (full / "mine").write_text("precious")
     cases: list[tuple[type[QkeelError], str, Path, Path]] = [
-        (RunDirectoryError, "nothing there is overwritten", source, full),
+        (RunDirectoryError, "is not overwritten", source, full),
         (RunDirectoryError, "is the checkpoint itself", source, source),
         (DataError, "does not exist", tmp_path / "no", tmp_path / "out"),
         (DataError, "is a file; expected a folder", source / "config.json", tmp_path / "out"),

@@ -156,5 +156,5 @@ def test_the_usual_slips_are_named_in_one_short_sentence() -> None:
     assert len(str(caught.value)) < 160
     with pytest.raises(InvalidTypeError, match=r"got the class AdamW; make one: AdamW\(model.parameters\(\)\)"):
         qkeel.apply("lalr", model, torch.optim.AdamW)  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="expected an option behind the colon of 'qk_norm:', got none"):
+    with pytest.raises(InvalidValueError, match="expected an option after the colon of 'qk_norm:', got none"):
         qkeel.apply("qk_norm:", model)

@@ -283,7 +283,7 @@ def test_gains_are_saved_and_come_back(tmp_path: Any) -> None:
 def test_a_model_that_is_normed_already_is_refused() -> None:
     model, x = hf("qwen3", "sdpa"), example("qwen3")
     before = everything(model)
-    with pytest.raises(RefusedError, match=r"qk_norm at model.layers.0.self_attn: q and k are normed already"):
+    with pytest.raises(RefusedError, match=r"qk_norm at model.layers.0.self_attn: q and k are already normed"):
         qkeel.apply("qk_norm", model, example=x)
     assert everything(model) == before
 
@@ -415,7 +415,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
     model, x = Hand("linear"), torch.randn(2, 6, 16)
     model.k_norm = nn.LayerNorm(4)
     before = everything(model)
-    with pytest.raises(RefusedError, match="has something called k_norm already"):
+    with pytest.raises(RefusedError, match="already has an attribute k_norm"):
         qkeel.apply("qk_norm", model, example=x)
     assert everything(model) == before
 

@@ -92,7 +92,7 @@ def test_it_trains_and_comes_off_without_a_trace(name: str, how: str) -> None:
     ("neox", "qkv_norm", "expected a block x"),  # parallel residual
     ("bert", "qkv_norm", "expected a block x"),  # post-norm
     ("deepseek", "qkv_norm:drop_pre_norm=false", "the keys are not the output of a single module"),
-    ("qwen3", "qkv_norm", "q and k are normed already"),
+    ("qwen3", "qkv_norm", "q and k are already normed"),
 ])  # fmt: skip
 def test_what_has_no_norm_before_or_no_values_of_its_own_is_refused_and_left_alone(
     name: str, remedy: str, message: str

@@ -293,7 +293,7 @@ def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
     before = snapshot(llama)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
     config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(RefusedError, match="normed already"):
+    with pytest.raises(RefusedError, match="already normed"):
         retrofit(transformers.Qwen3ForCausalLM(config), "qk_norm", batches)
     handle = qkeel.apply("qk_norm", model := copy.deepcopy(llama), example=batches[0])
     with handle, pytest.raises(QkeelError, match="already"):
@@ -382,7 +382,7 @@ def test_an_export_is_what_the_model_computes_or_is_refused(
 
 
 def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[Tensor], tmp_path: Path) -> None:
-    model = trained(0)  # norms behind the branches of a trained one blow rounding up
+    model = trained(0)  # norms after the branches of a trained one blow rounding up
     qkeel.apply("swin_norm+qk_norm:over=layer,gain=head_dim", model, example=batches[0])
     for module in model.modules():
         if isinstance(module, HeadNorm):

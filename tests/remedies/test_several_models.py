@@ -81,7 +81,12 @@ def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
         ([], {}, InvalidValueError, "at least one model to apply remedies to"),
         ([run.models[0], run.models[0]], {}, InvalidValueError, "give each only once"),
         (run.models, {"example": batch(0)}, InvalidTypeError, "examples of each of the models"),
-        (run.models, {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]}, RefusedError, "none of the sites"),
+        (
+            run.models,
+            {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]},
+            RefusedError,
+            "no module with the name of any site",
+        ),
         ([run.models[0], nn.Linear(8, 8)], {"example": [batch(0), batch(0)]}, RefusedError, "no attention"),
     ]:
         with pytest.raises(error, match=words):

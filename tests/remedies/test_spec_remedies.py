@@ -285,7 +285,7 @@ def test_a_cap_must_be_a_positive_number(cap: float) -> None:
 
 def test_a_capped_model_is_not_capped_again() -> None:
     model = Attention(D_MODEL, 4, spec=qkeel.preset("gemma2", query_scalar=4))
-    with pytest.raises(RefusedError, match="logits are capped already"):
+    with pytest.raises(RefusedError, match="logits are already capped"):
         qkeel.apply("softcap", model)
 
 

@@ -314,7 +314,7 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str
     optimizer = kind(model.parameters(), lr=0.1)
     before = taken(model, optimizer)
     with pytest.raises(
-        RefusedError, match=f"{remedy} changes weights after the step, and {kind.__name__} keeps a copy"
+        RefusedError, match=f"{remedy} changes weights after the step, and {kind.__name__} would overwrite"
     ):
         qkeel.apply(remedy, model, optimizer, example=batch())
     assert same(before, taken(model, optimizer))

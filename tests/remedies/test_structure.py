@@ -180,7 +180,7 @@ def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: s
         with pytest.raises(RefusedError, match=rf"{remedy} at .*layers.0.*expected a block x \+ A\(N₁\(x\)\)"):
             qkeel.apply(remedy, model, example=tokens())
     with pytest.raises(
-        RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, and blocks.0 is post-norm"
+        RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, but blocks.0 is post-norm"
     ):
         qkeel.apply(remedy, decoder(norm_order="post"))
     with pytest.raises(RefusedError, match="example=batch"):

@@ -77,7 +77,7 @@ def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it() -> No
     ("index", "error"),
     [
         (torch.tensor([[0, 1], [1, 2]]), "each row of w in at most one head"),
-        (torch.tensor([[-1, 0]]), "none negative"),
+        (torch.tensor([[-1, 0]]), "no negative row"),
         (torch.arange(4), r"\[heads rows\], got shape \(4,\)"),
         (torch.empty(0, 2, dtype=torch.int64), "got shape"),
     ],

@@ -98,5 +98,5 @@ def test_a_site_that_is_in_no_wrapper_either_is_refused() -> None:
     model = decoder()
     sites = Sites(dataclasses.replace(s, name=f"other.{s.name}") for s in qkeel.find_sites(model, batch(0)))
     model = wrapped(model, "block")
-    with pytest.raises(RefusedError, match="has a module of its name"):
+    with pytest.raises(RefusedError, match="has no module with the name of any site"):
         qkeel.watch(model, torch.optim.AdamW(model.parameters()), sites=sites)

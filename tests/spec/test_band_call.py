@@ -149,11 +149,11 @@ def test_what_cannot_be_read_as_ends_of_sequences_is_named() -> None:
         ([0, 12], q, errors.InvalidTypeError, "cu_seqlens as a tensor of int32 or int64, or two of them, got list"),
         (ENDS.float(), q, errors.InvalidTypeError, "got torch.float32"),
         (ENDS[:1], q, errors.ShapeError, "shape [sequences + 1]"),
-        ((ENDS, ENDS[:3]), q, errors.ShapeError, "of queries and keys alike"),
+        ((ENDS, ENDS[:3]), q, errors.ShapeError, "for queries and for keys"),
         (ENDS, two, errors.ShapeError, "q [1 heads tokens dim], got (2, 2, 12, 8)"),
         (ENDS + 1, q, errors.InvalidValueError, "from 0 to at most the 12 tokens of its tensor, got [1, 4, 4, 11, 13]"),
         (ENDS.flip(0) * 0 + ENDS.flip(0) % 12, q, errors.InvalidValueError, "expected cu_seqlens to ascend"),
-        (ENDS.to("meta"), q, errors.InvalidValueError, "expected cu_seqlens on cpu as q, got it on meta"),
+        (ENDS.to("meta"), q, errors.InvalidValueError, "expected cu_seqlens on cpu like q, but it is on meta"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             qkeel.attention(x, x, x, spec=spec, cu_seqlens=given, stats=True)  # type: ignore[call-overload]

@@ -348,8 +348,8 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
     "batch": ({"q": Q[:1]}, ShapeError, "with the same b, g, s, d"),
     "keys": ({"v": V[:, :, :4]}, ShapeError, "with the same b, g, s, d"),
     "dim": ({"q": Q[..., :4]}, ShapeError, "with the same b, g, s, d"),
-    "layout": ({"v": V.transpose(1, 2)}, ShapeError, "transpose(1, 2) all three"),
-    "groups": ({"q": Q[:, :3]}, ShapeError, "multiple of that of key heads, got 3 and 2"),
+    "layout": ({"v": V.transpose(1, 2)}, ShapeError, "transpose(1, 2) on all three"),
+    "groups": ({"q": Q[:, :3]}, ShapeError, "multiple of the number of key heads, got 3 and 2"),
     "odd rope": (
         {"spec": AttentionSpec(position=Rope()), "q": Q[..., :7], "k": K[..., :7], "v": V[..., :7]},
         ShapeError,
@@ -449,13 +449,13 @@ def test_which_numbers_and_devices_positions_masks_and_parameters_may_have() -> 
             make_call(AttentionSpec(), Q, K, V, mask=torch.ones(5, 5).to(kind))
     meta: dict[str, Any] = {"mask": torch.ones(5, 5), "pos_q": torch.arange(5), "pos_k": torch.arange(5)}
     for name, x in meta.items():
-        with pytest.raises(InvalidValueError, match=f"expected {name} on cpu as q, got it on meta"):
+        with pytest.raises(InvalidValueError, match=f"expected {name} on cpu like q, but it is on meta"):
             make_call(AttentionSpec(), Q, K, V, **{name: x.to("meta")})
     scale = torch.tensor(2.0)
     far = [x.to("meta") for x in (Q, K, V)]
     assert make_call(AttentionSpec(scale=Learned(init=2.0)), *far, params={"logit_scale": scale}).params
     gain = {"q_norm": torch.ones(8), "k_norm": torch.ones(8)}
-    with pytest.raises(InvalidValueError, match="expected parameter 'q_norm' on meta as q, got it on cpu"):
+    with pytest.raises(InvalidValueError, match="expected parameter 'q_norm' on meta like q, but it is on cpu"):
         make_call(preset("qwen3"), *far, params=gain)
     for i in range(3):
         with pytest.raises(InvalidValueError, match="expected q, k, v on one device"):

@@ -184,7 +184,7 @@ def test_inverse_leaky_rerope_is_tested_with_plain_rope() -> None:
     [
         (lambda: SlidingWindow(window=0), InvalidValueError, "at least 1"),
         (lambda: SlidingWindow(window=2, inner="rope"), InvalidTypeError, "position such as"),
-        (lambda: SlidingWindow(window=2, inner=SlidingWindow(window=3)), RefusedError, "window already"),
+        (lambda: SlidingWindow(window=2, inner=SlidingWindow(window=3)), RefusedError, "already has a window"),
         (lambda: FORM.extrapolate("window", window=65, train_length=64), InvalidValueError, "at most the training"),
         (lambda: FORM.extrapolate("rerope", factor=0.5, train_length=64), InvalidValueError, "factor of at least 1"),
         (lambda: layer_specs(FORM, 4, "hwfa"), InvalidValueError, "hwfa:train_length=512"),

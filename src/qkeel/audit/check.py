@@ -51,7 +51,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
     if isinstance(what, nn.Module):
         if batch is None:
-            raise InvalidTypeError("expected a batch, as the model takes it: qkeel.check(model, batch)")
+            raise InvalidTypeError("expected a batch that the model accepts: qkeel.check(model, batch)")
         return _of_model(what, batch, threshold)
     if not isinstance(what, (str, Path)):
         raise InvalidTypeError(f"expected a model, or the path of a run or checkpoint, got {type(what).__name__}")

@@ -311,7 +311,7 @@ _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 
 
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:
-    """Finds out by forward passes what each attention of a model does to q, k and their product.
+    """Finds out by forward passes what each attention layer of a model does to q, k and their product.
 
     Names and types are not trusted. Instead the projections of every site are made to output chosen numbers (twice as
     large, tiny, one number larger, equal at every token, …), and the q and k that arrive at attention are compared.
@@ -344,8 +344,8 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
         sites = [s for s in found if not isinstance(s.module, SpecModule)]
         if not sites:
             raise RefusedError(
-                f"all attention of this {type(model).__name__} is qkeel's own, which does what its spec says: "
-                "print(module.spec.explain())"
+                f"all attention of this {type(model).__name__} is qkeel's own and follows its spec; to see it, call "
+                "print(module.spec.explain()) on an attention module"
             )
         with torch.inference_mode(False), torch.no_grad():
             experiment = SiteExperiments(model, args, kwargs, sites)
@@ -363,7 +363,7 @@ def _last_batch(model: nn.Module) -> Arguments:
     latest = next((tap.latest for tap in owners(model) if isinstance(tap, Tap) and tap.latest is not None), None)
     if latest is None:
         raise InvalidTypeError(
-            "expected a batch, as the model takes it: qkeel.explain_model(model, batch). The batch may be left out "
+            "expected a batch that the model accepts: qkeel.explain_model(model, batch). The batch may be left out "
             "only for a model that qkeel.watch has seen train"
         )
     return tuple(latest.args), dict(latest.kwargs)

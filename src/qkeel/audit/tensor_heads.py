@@ -96,7 +96,7 @@ def _first(config: ConfigMapping, keys: tuple[str, ...]) -> int | None:
     for key in keys:
         value = config.get(key)
         if isinstance(value, (str, bool, float)):
-            raise DataError(f"config.json has {value!r:.60} as {key}; expected a whole number: correct or restore it")
+            raise DataError(f"config.json has {value!r:.60} for {key}; expected a whole number: correct or restore it")
         if isinstance(value, int) and value > 0:
             return value
     return None
@@ -142,7 +142,7 @@ def _positive(config: ConfigMapping, key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise DataError(
-            f"config.json has {str(value)[:60]!r} as {key}; expected a number above 0: correct or restore it"
+            f"config.json has {str(value)[:60]!r} for {key}; expected a number above 0: correct or restore it"
         )
     return float(value)
 

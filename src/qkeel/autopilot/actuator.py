@@ -104,7 +104,7 @@ class PolicyRunner:
         if site is not None and site.unknown and one.action is not Action.NONE:
             raise InvalidValueError(f"{one.action} at {one.site}, whose weights are not confirmed: {site.unknown}")
         if site is not None and one.heads and max(one.heads) >= site.n_heads:
-            raise InvalidValueError(f"{one.site} has {site.n_heads} heads, and the policy names {max(one.heads)}")
+            raise InvalidValueError(f"{one.site} has {site.n_heads} heads, but the policy names head {max(one.heads)}")
 
     def _effect(self, one: Decision, history: History) -> DecisionEffect:
         series = history.series("max_logit")

@@ -74,9 +74,7 @@ def load(pilot: Autopilot, state: State) -> None:
         RefusedError: remedies were active and the sites are not known.
     """
     if pilot.runner is not None:
-        raise InvalidValueError(
-            "expected the state of an autopilot before its first step; load it right after making it"
-        )
+        raise InvalidValueError("training has already begun; load the state of an autopilot right after creating it")
     try:
         about = json.loads(bytes(state["about"].cpu().numpy()).decode())
         named, begun = about["policy"], about["begun"]
@@ -227,7 +225,7 @@ class Autopilot(Handle):
         except RefusedError as error:
             raise RefusedError(
                 "expected an example batch to restore the remedies that were active: pass example=batch to the "
-                "autopilot or the callback, with a batch as the model takes it"
+                "autopilot or the callback, with a batch that the model accepts"
             ) from error
 
     def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> PolicyRunner:
@@ -342,13 +340,13 @@ def autopilot(
 
     Args:
         model: see `qkeel.watch`.
-        optimizer: the optimizer or optimizers of the model; the first one counts the steps.
+        optimizer: the optimizer or optimizers of the model; a step of the first one counts as a step.
         policy: "ladder" with options ("ladder:threshold=50,allow_new_parameters=true"), or your own Policy.
         planned: the learning rates of the run, if known; they let the autopilot act earlier.
         sinks: where records and events are written; see `qkeel.watch`.
         every: at which steps the run is measured while nothing is wrong.
         query_mask: which query rows count; see `qkeel.watch`.
-        example: a batch as the model takes it; needed for a calibrated norm and to resume with active remedies.
+        example: a batch that the model accepts; needed for a calibrated norm and to resume with active remedies.
 
     Returns:
         The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;

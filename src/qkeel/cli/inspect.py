@@ -125,7 +125,7 @@ def scan(
 
 
 def refuse_hub_name(path: Path) -> None:
-    """Raise for the name of a model on the Hugging Face hub in place of a path.
+    """Raise an error if the path is the name of a model on the Hugging Face hub.
 
     Raises: DataError: there is no such file or folder, and it looks like a name of the hub.
     """
@@ -167,7 +167,7 @@ def check(
         path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
         threshold: Largest accepted attention logit, in nats.
         table: Also print the numbers of each layer.
-        strict: Also exit with code 1 if the weights alone do not decide.
+        strict: Also exit with code 1 if the answer cannot be decided from the weights alone.
         n_heads: Query heads per layer of a checkpoint, if config.json does not give them.
         n_kv_heads: Key heads per layer of a checkpoint, if config.json does not give them.
         json_: Print status, sentence, largest logit and threshold as JSON.
@@ -225,13 +225,13 @@ def _planned(run: RunDirectory) -> PlannedRates | None:
 def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = None) -> int:
     """Write the records of a run as tables, CSV or Parquet.
 
-    The files are steps, with one row per record, heads, with one row per record, layer and head, and eval_steps and
-    eval_heads of passes in evaluation mode. The run is not changed.
+    The files are steps (one row per record), heads (one row per record, layer and head), and eval_steps and eval_heads
+    (the same for passes in evaluation mode). The run is not changed.
 
     Args:
         run: Directory of a run or of a watched model.
         to: The format: csv, or parquet, which needs pyarrow.
-        out: The folder to write; it must not exist, or be empty [default: NAME-tables].
+        out: The folder to write; it must be new or empty [default: NAME-tables].
     """
     loaded = load(run)
     frames: dict[str, Frame] = {
@@ -272,7 +272,8 @@ def bench(
     """Time every attention kernel on this machine, side by side.
 
     Prints the median time of the first kernel and, for every other one, the ratio to it: least / median / greatest of
-    the rounds. One thread; on a CPU process time, on a GPU the time of its stream. `impl=` in code pins a kernel.
+    the rounds. It uses one thread. Times are process time on a CPU and stream time on a GPU. `impl=` in code pins a
+    kernel.
 
     Args:
         size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only shows that it runs.
@@ -343,7 +344,7 @@ MALLOC = {
 
 
 def settle(threads: int = 1) -> None:
-    """Restarts this process once by its own command, with steady allocator settings and `threads` threads.
+    """Restarts this process once with the same command, fixed allocator settings and `threads` threads.
 
     The allocator reads its settings when the process starts.
     """
@@ -407,8 +408,9 @@ def interleave(
     """Times every case once a round, the order reversed each round, and returns a row per case.
 
     Args:
-        cases: name -> what to call. base: the case that ratios refer to. rounds: how often. warmup: calls of each
-            before. calls: of a case in a row, per round. clock: milliseconds per call of so many calls.
+        cases: name -> what to call. base: the case that ratios refer to. rounds: the number of rounds. warmup: calls
+            of each case before the first round. calls: consecutive calls of a case in a round. clock: returns the
+            milliseconds per call of that many calls.
     """
     for case in cases.values():
         for _ in range(warmup):
@@ -506,7 +508,7 @@ def measure(cell: Cell, size: Size) -> list[BenchRow]:
 
 
 def fastest_first(rows: list[BenchRow]) -> tuple[str, ...]:
-    """Returns the names of the kernels by their median ratio."""
+    """Returns the names of the kernels, sorted by their median ratio."""
     return tuple(row.name for row in sorted(rows, key=lambda row: row.ratio))
 
 
@@ -559,7 +561,7 @@ def convert(
     Args:
         checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
         to: The architecture to write.
-        out: The folder to write; it must not exist, or be empty.
+        out: The folder to write; it must be new or empty.
         norm_eps: The eps of the q/k norms, if it differs from rms_norm_eps in config.json.
     """
     print(write_converted(checkpoint, to, out, norm_eps=norm_eps))

@@ -140,7 +140,7 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
     return Parameter(
         name=f"--{dashed}",
         group=group,
-        help=f"{line}{' Several values are run side by side.' * several}{shown}",
+        help=f"{line}{' Several values are compared side by side.' * several}{shown}",
         show_default=False,
         negative=negative,
         show=flag in _COMMON or HELP_ALL in sys.argv,
@@ -170,7 +170,9 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):
-        raise InvalidValueError(f"expected [study] to be a table, got {study!r}; write it as [study] and lines below")
+        raise InvalidValueError(
+            f"expected [study] to be a table, got {study!r}; write [study] and the options on the lines below"
+        )
     return RunConfig.from_dict(values), study
 
 
@@ -276,18 +278,18 @@ def _stop_on_interrupt() -> Callable[[], bool]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HowFlags:
-    """The options of a study's execution; nothing here changes a number."""
+    """Options that control how a study is executed; none of them changes a result."""
 
     jobs: Unset[int] = None
-    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; on a cluster all
-    it has]."""
+    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most 4; on a
+    cluster, as many as it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
     the number of runs."""
     shard: Unset[str] = None
-    """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
+    """Do only part i of n, given as i/n: one part per machine or array task, all in one directory."""
     dry_run: Switch = False
     """Only report what would be run, and for about how long."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
@@ -332,7 +334,7 @@ def study_command(name: str) -> Callable[..., int]:
 
     Args:
         out: Directory of the study.
-        recipe: TOML file of settings, a table [study] for the options of the study; flags override it.
+        recipe: TOML file of settings; its table [study] holds the options of the study. Flags override the file.
     """
     return command
 
@@ -367,14 +369,14 @@ def study_precision(
     head_dim: int = 64,
     seed: int = 0,
 ) -> int:
-    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.
+    """Compute the same attention in float64, fp32, bf16, fp16 and with q and k in fp8, for logits of increasing size.
 
     Trains nothing; takes seconds. Writes table.csv (every size) and report.html (the thresholds, predicted and
     measured).
 
     Args:
         out: Directory of the study.
-        remedies: Some of none, qk_norm, cosine and softcap:cap=50 [default: all].
+        remedies: Any of none, qk_norm, cosine and softcap:cap=50 [default: all].
         head_dim: Dimensions of a head.
         seed: Seed for the random q, k and v.
     """

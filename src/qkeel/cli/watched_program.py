@@ -51,7 +51,7 @@ from qkeel.report import write
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What to do about an alarm: the command that was typed, and what is being done already."""
+    """What the user can do about an alarm, given the typed command and the remedies that already act."""
 
     own: Sequence[str]  # words of `qkeel watch ...` before --
     command: Sequence[str]  # the words after it
@@ -89,8 +89,8 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 class MessageSink(Sink):
     """Prints the directory of the run, what alarms say, and at the end the last numbers.
 
-    Alarms of one cause are one story: the first severe one says what to do, later ones only how it continues; of
-    several at one step only the most severe is printed.
+    Alarms with one cause are grouped: the first severe one says what to do, and later ones only report the progress.
+    If there are several at one step, only the most severe is printed.
     """
 
     def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:
@@ -177,8 +177,9 @@ class MessageSink(Sink):
 
 @final
 class MessageWriter(Handle):
-    """Writes lines to stderr as it was at the start; qkeel's own warnings too, each as one line. With several processes
-    only rank 0 prints messages, but all print warnings; forked processes print neither.
+    """Writes lines, and qkeel's own warnings as one line each, to the stderr that the process started with.
+
+    With several processes only rank 0 prints messages, but all print warnings; forked processes print neither.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -231,8 +232,8 @@ class ModelFinder(Handle):
     are those that hold its parameters, found among all living objects, so a copy that averages weights is excluded. If
     none does yet, they are looked for again after the optimizer's first step. A module whose passes are not seen until
     the first step, such as a container whose forward is never called, gives way to the part of it that holds the same
-    parameters. Two optimizers of one model share a Monitor, whose steps the first one counts; an optimizer made after
-    the first has stepped begins a new phase of training, with a new Monitor.
+    parameters. Two optimizers of one model share a Monitor, which counts the steps of the first one; an optimizer made
+    after the first has stepped begins a new phase of training, with a new Monitor.
 
     Optimizers and models are held weakly. Processes that the program starts are not searched.
     """
@@ -244,7 +245,7 @@ class ModelFinder(Handle):
         another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
     ) -> None:
         """Takes what starts a watch, what is called once for a model that the script watches itself, and what is called
-        for another optimizer of a model that is watched already.
+        for another optimizer of a model that is already watched.
         """
         self.optimizers = 0  # made so far
         self._start, self._of_script, self._another = start, of_script, another
@@ -329,7 +330,7 @@ class _Watch:
 
     @property
     def mistaken(self) -> bool:
-        """Returns whether its passes are not seen although a part of it may be called instead."""
+        """Returns whether no pass of the module was seen, so that a part of it may be the one that is called."""
         monitor = self.monitor()
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 
@@ -348,7 +349,7 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """The models that hold an optimizer's parameters, the one with most of them first.
 
     Each is a list of modules that hold the same parameters: the outermost one, then the part of it that holds them all,
-    and so on. Wrappers that only pass their call on to a module are left out, because that module's passes show theirs.
+    and so on. Wrappers that only pass their call on to a module are left out: the passes of that module are enough.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
@@ -631,8 +632,8 @@ class Program:
 
 
 def parse(words: Sequence[str]) -> Program | list[str]:
-    """The program that a command starts; for torchrun the words of the command, since torchrun itself starts the
-    program, several times.
+    """The program that a command starts. For torchrun, which itself starts the program several times, the words of the
+    command.
 
     Raises: InvalidValueError if it is not a command that runs Python here.
     """
@@ -658,8 +659,8 @@ def _is_this_python(word: str) -> bool:
         return False
     if os.sep in word and Path(word).absolute().parent != Path(sys.executable).absolute().parent:
         raise InvalidValueError(
-            f"expected this interpreter, since the script runs inside the watcher: {sys.executable}, got {word}. "
-            "Install qkeel where that one is, or write python"
+            f"the script runs inside the watcher: expected this interpreter, {sys.executable}, got {word}. "
+            "Install qkeel for that interpreter, or write python"
         )
     return True
 
@@ -680,7 +681,7 @@ def _behind_python(rest: list[str]) -> Program | list[str]:
         else:
             raise InvalidValueError(
                 f"python's option {option} comes too late here: the script runs inside the watcher's own interpreter. "
-                f"Give it to that one: python {option} -m qkeel watch -- python train.py"
+                f"Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
             )
     if not rest:
         raise InvalidValueError(f"expected a script after python, got none; for example: {EXAMPLE}")
@@ -704,7 +705,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
 
 def prepare(program: Program) -> bytes | None:
-    """Makes this process what the program expects, and reads the program; a module is read when it is run.
+    """Sets up this process as the program expects, and returns the source of a script; a module is read when it runs.
 
     Raises: DataError if there is no such file or module.
     """

@@ -423,7 +423,7 @@ def _wait(work: Work | None, result: Tensor) -> None:
             asked = now
             if process_store().check([_FAILED_THERE]):
                 raise ApartError(
-                    f"this process waited for one that has failed, {process_store().get(_FAILED_THERE).decode()}"
+                    f"this process waited for another that failed: {process_store().get(_FAILED_THERE).decode()}"
                 )
     work.wait()
 

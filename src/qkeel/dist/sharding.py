@@ -224,9 +224,9 @@ class Layout:
             heads |= head_axes(model, module.parameters())
         if len(heads) > 1:
             raise RefusedError(
-                "the weights of this model's attentions are split over more than one axis of its mesh, so which heads "
-                "this process has is unknown. State it: qkeel.watch(..., layout=Layout.of_mesh(mesh, heads=...)), "
-                "Layout from qkeel.monitor"
+                "the weights of this model's attention layers are split over more than one axis of its mesh, so it is "
+                "unknown which heads this process has. State it: "
+                "qkeel.watch(..., layout=Layout.of_mesh(mesh, heads=...)), Layout from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
         return cls(data=min(axis), head_part=part, head_parts=len(axis), stage=stage, shard=_shard(model))
@@ -323,7 +323,7 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
 
     own = spans([*plain, *reversed(strided)])
     if [last - first for first, last in own] != list(local(p).shape):
-        raise RefusedError(f"{name} is split over processes in a way that is not known: {tuple(placements)}")
+        raise RefusedError(f"{name} is split over processes in an unknown way: {tuple(placements)}")
     groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return LocalBlock(
         spans=tuple(own),

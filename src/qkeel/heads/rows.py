@@ -171,7 +171,7 @@ def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ..
     known = tuple(table for table in found if table is not None)
     if len(known) < len(found):
         shared = ", ".join(names[id(variable_of(leaf))] for leaf, table in zip(leaves, found) if table is None)
-        raise UnknownRowsError(f"heads of {what} share some entries of {shared} and not others")
+        raise UnknownRowsError(f"heads of {what} share some entries of {shared} but not others")
     return known
 
 
@@ -298,7 +298,7 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     if bool((index == index[:1]).all()):
         return index[:1]
     if index.unique().numel() != index.numel():
-        raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} and not others")
+        raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} but not others")
     return index
 
 

@@ -98,7 +98,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
             pl_module.log_dict(found, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures the end of a training whose last step was not known in advance, and logs the rest."""
+        """Measures the end of training if its last step was not known in advance, and logs the rest."""
         if self.monitor is not None:
             self.monitor.training_over()
         if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones

@@ -359,7 +359,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         )
     if not after.spec.position.folds:
         raise RefusedError(
-            f"{after.spec.position.formula()} does not fold into q and k, so no change of q·k can be computed"
+            f"{after.spec.position.formula()} cannot be folded into q and k, so no change of q·k can be computed"
         )
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []

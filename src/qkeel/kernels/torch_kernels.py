@@ -82,7 +82,7 @@ class Sdpa(Kernel):
         if spec.cap.kind != "none":
             return Refusal("SDPA cannot cap logits", out)
         if not spec.position.folds:
-            return Refusal(f"{spec.position.formula()} does not fold into q and k", out)
+            return Refusal(f"{spec.position.formula()} cannot be folded into q and k", out)
         if with_tangents():
             return Refusal("torch's fused attention has no forward-mode derivative", out)
         if _rounds_mask(call):

@@ -389,7 +389,7 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
         progress = RunProgress(about["step"], float(about["cpu_seconds"]), about.get("sizes"))
         return RunCheckpoint(progress, safetensors.torch.load(data), about["optimizer"])
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise DamagedFileError(f"{path} is not as it was written ({error}): it was damaged.") from error
+        raise DamagedFileError(f"{path} differs from what was written ({error}): it was damaged.") from error
 
 
 def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -> None:
@@ -466,7 +466,7 @@ def _load_optimizer(
     for name, value in [*tensors.items(), *numbers.items()]:
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
-            raise ValueError(f"state {name} belongs to no parameter; there are {len(parameters)}")
+            raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} parameters")
         if not isinstance(value, (Tensor, int, float)):
             raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value
@@ -478,11 +478,13 @@ def _load_optimizer(
 def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -> None:
     """Raises ValueError unless `entries` are a valid optimizer state of the parameter."""
     if frozenset(entries) not in _STATES:
-        raise ValueError(f"parameter {index} has the state {', '.join(sorted(entries))}, which no optimizer here uses")
+        raise ValueError(
+            f"parameter {index} has the state {', '.join(sorted(entries))}, which no supported optimizer uses"
+        )
     for key, value in entries.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape != (() if key == "step" else tuple(parameter.shape)):
-            raise ValueError(f"state {index}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}")
+            raise ValueError(f"state {index}.{key} has shape {shape}, but its parameter has {tuple(parameter.shape)}")
         if isinstance(value, Tensor) and not value.is_floating_point():
             raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
 

@@ -48,7 +48,7 @@ class ModelConfig:
     tied: bool = False
     """Whether the output layer shares the embedding's weights."""
     deepnorm: bool = False
-    """DeepNorm's factors on the residual stream and the initial weights; for block gau with norm_order post."""
+    """DeepNorm's factors on the residual stream and the initial weights; for block=gau with norm_order=post."""
     parametrisation: Literal["standard", "mup"] = "standard"
     """Standard, or µP, which scales rates, logits and outputs so that one learning rate suits every width."""
     base_width: Count = 64
@@ -60,13 +60,13 @@ class ModelConfig:
         settle(self)
         _check_multiple("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads or 1)
         if self.block == "gau" and self.n_heads != 1:
-            raise InvalidValueError(f"expected n_heads=1 for block gau, which has one head, got {self.n_heads}")
+            raise InvalidValueError(f"expected n_heads=1 for block=gau, which has one head, got {self.n_heads}")
         if not self.mlp_ratio * self.d_model >= 1:
             raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
         if self.parametrisation == "mup" and self.block != "mha":
-            raise InvalidValueError(f"expected block mha with parametrisation mup, got {self.block}, which has no rule")
+            raise InvalidValueError(f"expected block=mha with parametrisation=mup, got {self.block}, which has no rule")
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
-            raise InvalidValueError("deepnorm needs block gau with norm_order post")
+            raise InvalidValueError("deepnorm needs block=gau with norm_order=post")
         if self.head_dim is None:
             _check_multiple("d_model", self.d_model, "n_heads", self.n_heads, "; change one of them or give head_dim")
 
@@ -101,11 +101,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         settle(self)
         if self.needle and self.task != "text":
-            raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
+            raise InvalidValueError(f"needles need task=text, got needle={self.needle} and task={self.task}")
         if self.tokens == "bpe" and (self.needle or self.task != "text"):
-            raise InvalidValueError("tokens bpe needs task text without needles; use tokens bytes")
+            raise InvalidValueError("tokens=bpe needs task=text without needles; use tokens=bytes")
         if self.windows == "once" and self.task != "text":
-            raise InvalidValueError(f"windows once needs task text, got task {self.task}")
+            raise InvalidValueError(f"windows=once needs task=text, got task={self.task}")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -116,7 +116,7 @@ class ImagesConfig:
     """Images and how a model reads them; unused if the task is text."""
 
     images: str = "digits"
-    """digits, photos, a folder of one subfolder per class, or a .jsonl of path and text."""
+    """digits, photos, a folder with one subfolder per class, or a .jsonl file with the fields path and text."""
     image_size: Count = 8
     """Height and width in pixels; images of another size are rejected."""
     patch: Count = 2
@@ -295,9 +295,9 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
 def _check_mup(config: RunConfig) -> None:
     """Raises if µP has no rule for the optimizer or for the model's input."""
     if config.optim.name != "adamw":
-        raise InvalidValueError(f"expected optimizer adamw with parametrisation mup, got {config.optim.name}")
+        raise InvalidValueError(f"expected optimizer adamw with parametrisation=mup, got {config.optim.name}")
     if config.data.task == "vision" or config.images.image_input == "patches":
-        raise InvalidValueError("parametrisation mup is for models that read tokens, not patches of images")
+        raise InvalidValueError("parametrisation=mup is for models that read tokens, not patches of images")
 
 
 def _check_multiple(name: str, value: int, of: str, divisor: int, advice: str = "") -> None:

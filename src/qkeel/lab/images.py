@@ -72,8 +72,8 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
         classes = tuple(dict.fromkeys(captions))
     else:
         raise DataError(
-            f"no images {source!r}: no such folder or .jsonl. Expected {', '.join(BUILT_IN)}, a folder of one "
-            "subfolder per class, or a .jsonl of path and text."
+            f"no images {source!r}: no such folder or .jsonl file. Expected {', '.join(BUILT_IN)}, a folder with one "
+            "subfolder per class, or a .jsonl file with the fields path and text."
         )
     place = {name: i for i, name in enumerate(classes)}
     labels = np.array([place.get(caption, 0) for caption in captions])

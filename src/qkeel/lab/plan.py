@@ -103,7 +103,7 @@ class LongContexts:
         object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
-            raise InvalidTypeError(f"expected whole numbers as sequences and continue_steps, got {self}")
+            raise InvalidTypeError(f"expected whole numbers for sequences and continue_steps, got {self}")
         check(self.sequences >= 1, "at least 1 held-out sequence", self.sequences)
         check(self.continue_steps >= 1, "at least 1 step of continued training", self.continue_steps)
 

@@ -173,7 +173,8 @@ def read_configuration(path: Path) -> KnownConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{path} is not a recipe (.toml), a config.json or a directory with one. Give one, or sizes as flags"
+            f"{path} is not a recipe (.toml), a config.json or a directory with one. Pass one of these, or "
+            "the sizes as flags"
         )
     values = read_json(file)
     if not isinstance(values, dict):
@@ -223,7 +224,9 @@ def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
         value = values.get(key)
         if value is not None:
             if type(value) is not int or value < 1:
-                raise InvalidValueError(f"{file} has {value!r:.60} as {key}; expected a whole number of at least 1")
+                raise InvalidValueError(
+                    f"expected {key} in {file} to be a whole number of at least 1, got {value!r:.60}"
+                )
             return value
     raise DataError(f"{file} has no {keys[0]}; expected the config.json of a model of transformers, or of a run")
 

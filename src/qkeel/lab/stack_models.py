@@ -499,7 +499,9 @@ def _stack_rest(
     """Stacks the parameters and the attention of a module that is not a leaf."""
     attention = isinstance(module, SpecModule)
     if any(True for _ in module.buffers(recurse=False)) or (module.dropout if attention else parameters):
-        raise RefusedError(f"{place or 'the model'} ({type(module).__name__}) cannot train as one with other runs'")
+        raise RefusedError(
+            f"{place or 'the model'} ({type(module).__name__}) cannot be trained as one model with other runs"
+        )
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
     if isinstance(module, SpecModule):

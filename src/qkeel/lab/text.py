@@ -126,7 +126,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
             if line.strip():
                 yield where, json_value(line)
         except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
+            raise DataError(f"{where} is not JSON ({error}); expected one object per line") from error
 
 
 def _jsonl(path: Path, column: str) -> Iterator[object]:
@@ -206,7 +206,7 @@ def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -
     Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
     """
     if not BYTES < vocab_size <= 1 << 16:
-        raise DataError(f"expected a vocab_size of {BYTES + 1} to 65536 for tokens bpe, got {vocab_size}")
+        raise DataError(f"expected a vocab_size of {BYTES + 1} to 65536 for tokens=bpe, got {vocab_size}")
     try:
         from tokenizers import Regex, Tokenizer
         from tokenizers.models import BPE
@@ -214,7 +214,7 @@ def byte_pairs(train: Sequence[bytes], held: Sequence[bytes], vocab_size: int) -
         from tokenizers.trainers import BpeTrainer
     except ImportError as error:
         raise DataError(
-            "tokens bpe need the tokenizers library: pip install 'qkeel[hf]', or use tokens bytes"
+            "tokens=bpe needs the tokenizers library: pip install 'qkeel[hf]', or use tokens=bytes"
         ) from error
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = Split(Regex(PATTERN), "isolated")
@@ -461,7 +461,7 @@ def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
 def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
     return DataError(
         f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.counted}s, and "
-        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows once; take fewer steps, more "
+        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows=once; take fewer steps, more "
         "text, or windows drawn"
     )
 
@@ -496,7 +496,7 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
     starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
     if not len(starts):
         raise DataError(
-            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s, the longest has "
+            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s; the longest has "
             f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
         )
     count = min(sequences, len(starts))
@@ -546,7 +546,7 @@ def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[s
     path = Path(place).expanduser()
     if source not in BUILT_IN and (path.suffix == ".bin" or (path / "train.bin").is_file()):
         if tokens == "bpe":
-            raise DataError(f"{source} contains tokens already; tokens bpe need text")
+            raise DataError(f"{source} already contains tokens; tokens=bpe needs text")
         return _tokens(path, kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)

@@ -166,7 +166,9 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise InvalidValueError(f"expected finite differences in a row, one per seed, got {differences!r}")
+        raise InvalidValueError(
+            f"expected a row of differences without NaN or infinity, one per seed, got {differences!r}"
+        )
     check(0 < level < 1, "a level between 0 and 1", level)
     means = _subset_means(tuple(values.tolist()))
     k = math.floor((1 - level) * (len(means) + 1) / 2 + 1e-9)
@@ -403,7 +405,7 @@ def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, le
         raise InvalidTypeError(f"expected a list of differences, one number per seed, got {differences!r}") from error
     if values.ndim != 1 or len(values) < 2:
         raise InvalidValueError(
-            f"expected 2 or more differences in a row, one per seed, got shape {values.shape}: one seed is not a sample"
+            f"expected a row of 2 or more differences, one per seed, got shape {values.shape}: one seed is not a sample"
         )
     if not np.isfinite(values).all():
         raise InvalidValueError(f"expected finite differences, got {differences!r}: leave out runs without a loss")

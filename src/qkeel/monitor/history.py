@@ -214,7 +214,9 @@ class PlannedRates:
         """
         if callable(rates):
             if steps is None:
-                raise InvalidValueError("expected the run's number of steps with a function of the step; give steps=")
+                raise InvalidValueError(
+                    "rates as a function of the step need the number of steps of the run; pass steps="
+                )
             rates = [rates(step) for step in range(1, steps + 1)]
         known = np.asarray(rates, dtype=np.float64)
         if known.ndim != 1 or not len(known) or (steps is not None and len(known) != steps):

@@ -232,7 +232,7 @@ class TrainingEnd:
         try:
             seen = self._models.look_again()
         except Exception as error:
-            raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
+            raise RefusedError(f"the model failed in an extra pass: {type(error).__name__}: {error}") from error
         if not seen:
             raise RefusedError("no training pass with attention was seen")
         self._guard(self._step_end.training_over)
@@ -411,7 +411,7 @@ class Monitor(Handle):
     def measure_next(self) -> None:
         """Measures the current step whatever the cadence says; call it before the step's first forward pass.
 
-        Use it for the last step of a training, or any that matters; if several processes train, all must call it.
+        Use it for the last step of training, or any that matters; if several processes train, all must call it.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 

@@ -275,7 +275,7 @@ class Run:
         self.directory = RunDirectory(path)
         if self.status is RunStatus.MISSING or not {"kind", "optim"} & self.config.keys():
             raise RunDirectoryError(
-                f"expected the directory of a run, but {path} has no config.json of one. Give a directory that "
+                f"expected the directory of a run, but {path} has no config.json of a run. Give a directory that "
                 "qkeel.watch, qkeel watch or qkeel run made; those of a study are the folders in it."
             )
 

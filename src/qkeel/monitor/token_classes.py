@@ -362,8 +362,8 @@ def _ids(values: Sequence[object], named: object) -> Tensor:
         if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
             return value
     raise InvalidValueError(
-        "expected token ids among the forward's arguments, an integer tensor [b t], to read classes from; found none: "
-        "give classes as the name of an argument that holds them or as a function of the arguments"
+        "expected an integer tensor [b t] of token ids among the forward's arguments, got none; pass classes as the "
+        "name of an argument that holds them, or as a function of the arguments"
     )
 
 

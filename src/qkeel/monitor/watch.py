@@ -135,9 +135,9 @@ def watch(
     if probe is not None and "" not in models:
         raise RefusedError("a probe batch shows the logits of one model: leave out probe, or watch only that model")
     if "updates" in wanted(stats)[1] and optimizer is None:
-        raise InvalidValueError(f"expected an optimizer with {stats=}: what a step adds is read around its steps")
+        raise InvalidValueError(f"expected an optimizer with {stats=}: updates are measured before and after its steps")
     if any(map(watched, models.values())):
-        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or use that one")
+        raise AlreadyAppliedError("this model is already watched; remove() the first monitor, or use that one")
     return Monitor(
         models,
         None if optimizer is None else _optimizer(optimizer, [*models.values()]),
@@ -163,7 +163,7 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
     if isinstance(given, kinds):
         return (given,)
     if not isinstance(given, Sequence):
-        raise InvalidTypeError(f"expected {what}, got {type(given).__name__}; () for none")
+        raise InvalidTypeError(f"expected {what}, got {type(given).__name__}; pass () for none")
     for one in given:
         if not isinstance(one, kinds):
             raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
@@ -192,7 +192,7 @@ def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimi
     own = {id(p) for model in models for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InvalidValueError(
-            "the optimizer holds none of the model's parameters; give the one that trains this model, "
+            "the optimizer holds none of the model's parameters; pass the one that trains this model, "
             "made from model.parameters()"
         )
     return optimizer

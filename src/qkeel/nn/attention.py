@@ -73,7 +73,7 @@ class Cache:
     def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
         """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
-            raise InvalidValueError("given positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+            raise InvalidValueError("explicit positions with a cache need a mask that hides the padding, [b 1 1 keys]")
 
     def reset(self) -> None:
         """Forgets all tokens but keeps the memory."""
@@ -84,7 +84,7 @@ class Cache:
         length = self.length + new[0].shape[2]
         if self.max_length is not None and length > self.max_length:
             raise InvalidValueError(
-                f"the cache holds {self.max_length} tokens and {length} would be needed; "
+                f"the cache holds {self.max_length} tokens, but {length} are needed; "
                 f"make a longer {type(self).__name__}"
             )
         if self._held and len(self._held) != len(new):
@@ -278,11 +278,11 @@ def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: s
         return
     if x.device != weight.device:
         raise InvalidValueError(
-            f"expected {name} on {weight.device} as the weights, got it on {x.device}; move it there"
+            f"expected {name} on {weight.device} like the weights, but it is on {x.device}; move it there"
         )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise InvalidTypeError(
-            f"expected {name} in {weight.dtype} as the weights, got {x.dtype}; convert one or use torch.autocast"
+            f"expected {name} in {weight.dtype} like the weights, got {x.dtype}; convert one or use torch.autocast"
         )
 
 

@@ -113,7 +113,7 @@ class Block(nn.Module):
     ) -> Hidden:
         """Maps x [b t m] to [b t m]. A `context` [b s m] is required for cross-attention and not allowed without."""
         if (context is None) != (self.cross_attention is None):
-            raise InvalidValueError("expected a context for a block with cross-attention, and for no other")
+            raise InvalidValueError("expected a context if, and only if, the block has cross-attention")
         branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
         if self.norm_order == "post":
             x = self.attention_post_norm(x + branch)

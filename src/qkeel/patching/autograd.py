@@ -159,7 +159,7 @@ class CheckpointedParts:
         def unpack(place: int) -> Tensor:
             if saved is None:
                 self.missed = True
-                raise RuntimeError("a checkpointed part of the model has run and is forgotten")
+                raise RuntimeError("the tensors saved by a checkpointed part of the model were already released")
             return saved[place]
 
         try:

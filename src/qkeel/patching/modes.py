@@ -592,7 +592,7 @@ def without_others(operator: object, args: Args) -> Callable[..., object] | None
         return gathered.chunk(len(ranks)) if isinstance(gathered, Tensor) else gathered[0]
 
     def refuse(*_: object) -> object:
-        raise RefusedError(f"{operator} combines numbers of other processes, which do not repeat it")
+        raise RefusedError(f"{operator} combines numbers of several processes, but only this one repeats it")
 
     def gather(gathered: Tensor | list[list[Tensor]], own: Tensor | list[Tensor], *_: object) -> object:
         for rank, new, came in zip(ranks, parts(gathered), parts(args[0]), strict=True):

@@ -60,11 +60,11 @@ class StepHooks(Handle):
                 hook.remove()
 
     def come_first(self) -> None:
-        """Moves `after` in front of the other hooks behind the step."""
+        """Moves `after` in front of the other hooks after the step."""
         go_first(self._hooks[-1])
 
     def come_last(self) -> None:
-        """Moves `after` behind the other hooks behind the step. None of these may call this method."""
+        """Moves `after` behind the other hooks after the step. None of these may call this method."""
         _move(self._hooks[-1], last=True)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
@@ -135,7 +135,7 @@ def steps_taken(optimizer: Optimizer) -> int:
 
 
 def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
-    """Calls `act(optimizer)` once, after all of the optimizer's own hooks behind the current step.
+    """Calls `act(optimizer)` once, after all of the optimizer's own hooks after the current step.
 
     Call this from one of these hooks. `act` may then add and remove hooks of the optimizer, which torch forbids while
     it iterates over them. Technically a global hook does this; it keeps no optimizer alive and is removed after its

@@ -155,7 +155,7 @@ def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: 
     if size is None:
         raise error(f"{path} is missing; name a file that exists.")
     if most is not None and size > most:
-        raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. It is not such a file.")
+        raise error(f"cannot read {path}: it has {size:,} bytes; expected at most {most:,}. Is it the right file?")
     return _read(path, size or -1, error)  # files of /proc report size 0
 
 

@@ -74,10 +74,12 @@ STEP_FIELDS: dict[str, Field] = {
     "max_abs_logit": Field("nats", "largest magnitude of an attention logit, scaled, before cap"),
     "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit without one"),
     "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
-    "logit_change": Field("nats", "root mean square change of the logits by the step just done: heads, layers, probe"),
+    "logit_change": Field("nats", "root mean square change of the logits in the last step: heads, layers, probe"),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
-    "tokens_per_second": Field("1/s", "training tokens a second since the last line, without measuring and saving"),
-    "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
+    "tokens_per_second": Field(
+        "1/s", "training tokens per second since the last record, without the time for measuring and saving"
+    ),
+    "mfu": Field("share", "model operations per second over the device's peak in bf16; null if the peak is unknown"),
 }
 
 NON_FINITE = "non_finite"  # if it is 1, the other numbers of the head are meaningless, so code asks for it by name
@@ -97,7 +99,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean",
         count="n_free",
     ),
-    "capped_max_logit": HeadField("nats", "largest attention logit after the cap; max_logit without one", "max"),
+    "capped_max_logit": HeadField(
+        "nats", "largest attention logit after the cap; equals max_logit if there is no cap", "max"
+    ),
     "max_abs_logit": HeadField(
         "nats", "largest magnitude of an attention logit, scaled, before cap", "max", count="n_pairs"
     ),
@@ -151,7 +155,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="logit change",
         per_layer=True,
     ),
-    "logit_change_mean_abs": HeadField("nats", "mean absolute change of the logits by one step, same input", "max"),
+    "logit_change_mean_abs": HeadField(
+        "nats", "mean absolute change of the logits caused by one step, on the same input", "max"
+    ),
     "query_weight_norm": HeadField("1", "Frobenius norm of the head's query weight", "max"),
     "key_weight_norm": HeadField("1", "Frobenius norm of the head's key weight", "max"),
     "qk_spectral_norm": HeadField("1", "largest singular value of the product of query and key weight", "max"),
@@ -163,7 +169,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "lse_mean": HeadField(
         "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
     ),
-    "lse_std": HeadField("nats", "standard deviation of that logsumexp over query rows", "mean"),
+    "lse_std": HeadField("nats", "standard deviation over query rows of the row's logsumexp", "mean"),
     "sink_logit": HeadField("nats", "logit of the head's learned sink", "max"),
     "gate_mean": HeadField(
         "share",
@@ -184,9 +190,11 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "select_distance": HeadField(
         "1", "mean distance of the chosen keys in tokens over the number of keys to choose from", "mean"
     ),
-    "select_distance_max": HeadField("1", "largest distance of a chosen key over that number", "max"),
+    "select_distance_max": HeadField(
+        "1", "largest distance of a chosen key in tokens over the number of keys to choose from", "max"
+    ),
     "select_local_share": HeadField(
-        "share", "share of the chosen keys that are among as many nearest ones; 1 is a sliding window", "max"
+        "share", "share of the c chosen keys that are among the c nearest; 1 is a sliding window", "max"
     ),
     "select_overlap": HeadField(
         "share", "keys chosen by this layer and by the sparse layer before it, over those chosen by either", "mean"
@@ -195,7 +203,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "share", "weight that dense attention would give to the chosen keys: mean over rows", "min", column="recall"
     ),
     "dense_kl": HeadField("nats", "mean divergence of sparse from dense attention, -ln of that weight", "max"),
-    "dense_kl_max": HeadField("nats", "the same of the row with the smallest weight", "max"),
+    "dense_kl_max": HeadField("nats", "-ln of that weight in the row where it is smallest", "max"),
     "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
     "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
@@ -204,15 +212,21 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
     "delta2_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "delta3_spectral_norm": HeadField(
-        "1", "largest singular value of the product of the query's and the key's step", "max"
+        "1", "largest singular value of the query weight's update times the key weight's", "max"
     ),
     "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
     "delta3_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "query_update_ratio": HeadField(
-        "1", "root mean square of a step of the head's query weight over that of the weight", "max", column="ΔW_q/W_q"
+        "1",
+        "root mean square of one update of the head's query weight, divided by that of the weight",
+        "max",
+        column="ΔW_q/W_q",
     ),
     "key_update_ratio": HeadField(
-        "1", "root mean square of a step of the head's key weight over that of the weight", "max", column="ΔW_k/W_k"
+        "1",
+        "root mean square of one update of the head's key weight, divided by that of the weight",
+        "max",
+        column="ΔW_k/W_k",
     ),
 }
 

@@ -40,14 +40,14 @@ def read_float(digits: str) -> float:
     """
     number = float(digits)
     if math.isinf(number) and "inf" not in digits.lower():
-        raise ValueError(f"expected a number of magnitude below 1.8e308, got {digits[:40]}")
+        raise ValueError(f"expected a number with a magnitude below 1.8e308, got {digits[:40]}")
     return number
 
 
 def refuse_strange(value: object, depth: int = 0) -> None:
     """Raises ValueError for values nested too deeply, integers beyond 64 bits, and text that is not Unicode."""
     if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
-        raise ValueError(f"expected at most {MOST_DEPTH} tables or lists inside each other")
+        raise ValueError(f"expected at most {MOST_DEPTH} tables or lists nested in each other")
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise ValueError(f"expected Unicode text, got half of a surrogate pair in {value[:40]!r}")
@@ -106,7 +106,7 @@ def json_value(text: bytes | str) -> Any:
 
     >>> json_value("[1, 1e999]")
     Traceback (most recent call last):
-    ValueError: expected a number of magnitude below 1.8e308, got 1e999
+    ValueError: expected a number with a magnitude below 1.8e308, got 1e999
 
     Raises:
         ValueError: the text is not valid.
@@ -121,7 +121,7 @@ def json_value(text: bytes | str) -> Any:
     except json.JSONDecodeError as failure:
         raise ValueError(f"line {failure.lineno}, column {failure.colno}: {failure.msg}") from failure
     except RecursionError as failure:
-        raise ValueError("its tables and lists are nested too deep") from failure
+        raise ValueError("its tables and lists are nested too deeply") from failure
     refuse_strange(value)
     return value
 
@@ -165,7 +165,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         refuse_strange(value)
         return value
     except RecursionError:
-        reason = "its tables and lists are nested too deep"
+        reason = "its tables and lists are nested too deeply"
     except ValueError as failure:  # TOMLDecodeError and UnicodeDecodeError too
         reason = str(failure)
     raise InvalidValueError(f"{path} is not valid TOML: {reason}; correct it there or restore the file")
@@ -273,7 +273,7 @@ def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = D
     if end > size:
         raise error(_torn(path, size, end))
     if end < size:
-        raise error(f"{path} holds {size - end:,} bytes after its last tensor; its header and data do not fit together")
+        raise error(f"{path} holds {size - end:,} bytes after its last tensor; its header and data do not match")
     return Header(tensors=entries, metadata=table.get(_METADATA, {}))
 
 
@@ -288,7 +288,7 @@ def _entries(table: object, data: int) -> dict[str, TensorEntry]:
         raise ValueError(f"expected an object of tensors, got {type(table).__name__}")
     metadata = table.get(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"expected text by name as {_METADATA}, got {str(metadata)[:80]}")
+        raise ValueError(f"expected {_METADATA} to map names to text, got {str(metadata)[:80]}")
     found = {name: _entry(name, entry, data) for name, entry in table.items() if name != _METADATA}
     ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
     place, before = data, "the header"
@@ -310,9 +310,9 @@ def _entry(name: str, entry: object, data: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"expected a dtype of {', '.join(BITS)} for {what}, got {str(dtype)[:80]}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"expected at most {_MOST_DIMENSIONS} sizes as shape of {what}, got {str(shape)[:80]}")
+        raise ValueError(f"expected at most {_MOST_DIMENSIONS} sizes in the shape of {what}, got {str(shape)[:80]}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"expected first and last byte as data_offsets of {what}, got {str(offsets)[:80]}")
+        raise ValueError(f"expected data_offsets of {what} to be begin and end, got {str(offsets)[:80]}")
     begin, end = offsets
     if math.prod(shape) * BITS[dtype] != 8 * (end - begin):
         raise ValueError(f"{what} has {end - begin:,} bytes, which is not what {dtype} of shape {shape} takes")

@@ -78,7 +78,7 @@ REMEDIES: dict[str, type[Remedy]] = {
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 
-_GIVE = "For apply: qkeel.apply({!r}, model, optimizer, example=batch), with a batch as the model takes it"
+_GIVE = "For apply: qkeel.apply({!r}, model, optimizer, example=batch), with a batch that the model accepts"
 
 
 Named = str | Remedy | Sequence[str | Remedy]
@@ -447,8 +447,8 @@ def _check_whole(remedy: Remedy, sites: Sites) -> None:
     if sites.missed and remedy.on_attention:
         others = "; ".join(map(str, sites.missed))
         raise RefusedError(
-            f"{remedy.name}: {sites.share} of this model are understood, and it would leave out the others. {others}. "
-            "With partial=True it is applied to those that are understood"
+            f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
+            f"{others}. With partial=True it is applied to those that are understood"
         )
 
 
@@ -456,7 +456,7 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raises unless the remedy can be applied at every site."""
     for site in target.sites:
         if remedy.name in _applied(site):
-            raise AlreadyAppliedError(f"{remedy.name} is on {where(site)} already; remove() its handle first")
+            raise AlreadyAppliedError(f"{remedy.name} is already applied to {where(site)}; remove() its handle first")
         refusal = remedy.supports(site)
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")

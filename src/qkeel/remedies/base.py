@@ -56,7 +56,7 @@ class Target:
             return self.model.get_parameter(name)
         except AttributeError as error:
             raise RefusedError(
-                f"this model has no parameter {name!r}; a weight that hooks or a parametrization compute from others "
+                f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
                 "cannot be stepped or scaled on its own: remove the hook or parametrization first"
             ) from error
 

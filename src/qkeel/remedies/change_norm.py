@@ -101,8 +101,8 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
         if found is None:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
-                "with A, M and both norms direct children of it, and saw none around this attention (post-norm, "
-                "parallel and fused blocks are of another form; foreign blocks are recognised on an example "
+                "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
+                "parallel and fused blocks have another form; foreign blocks are recognised on an example "
                 "batch: apply(..., example=batch)); build the model with the order you mean"
             )
         branches.update({(b.name, b.function): b for b in found})
@@ -112,8 +112,8 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
 def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, ...]:
     if block.norm_order != "pre":
         raise RefusedError(
-            f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is "
-            f"{block.norm_order}-norm; keep it, or build the model again"
+            f"{remedy} at {site.name}: it re-orders pre-norm blocks, but {name or 'this block'} is "
+            f"{block.norm_order}-norm; keep that order, or build the model with pre-norm blocks"
         )
     width = next(block.mlp_norm.parameters()).shape[-1]
 
@@ -615,7 +615,7 @@ class ChangeNorm(ChangeSpec):
 def _norm_projections(
     remedy: ChangeNorm, target: Target, sites: list[AttentionSite], plans: dict[str, SourcesBySide]
 ) -> Iterator[Handle]:
-    """Inserts norms behind the projections of the sites, then checks in one pass that all of them ran."""
+    """Inserts norms after the projections of the sites, then checks in one pass that all of them ran."""
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
     several = {name for name, plan in plans.items() if any(len(found) > 1 for found in plan.values())}
@@ -627,7 +627,7 @@ def _norm_projections(
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
             # If an earlier site owns only some modules of a sum, its norms already cover those.
             if theirs and len(theirs) == len(found):
-                raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {theirs[0]} too")
+                raise RefusedError(f"{remedy.name} at {name}: its projections also make heads of {theirs[0]}")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
         if not any(plan.values()):  # a second attention call of the same module
             continue
@@ -750,7 +750,7 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
                     )
                 least, most = operand.extremes()
                 raise RefusedError(
-                    f"{remedy.name} at {where(site)}: behind the norm of the projection, vectors of {part} reach the "
+                    f"{remedy.name} at {where(site)}: after the norm of the projection, vectors of {part} reach the "
                     f"scores with a mean square of {least:.3g} to {most:.3g}: what happens to {part} in between "
                     "(an activation, a gate, pooling) changes their length, so the norm bounds no logit; use softcap"
                 )

@@ -55,9 +55,9 @@ def refuse_heads(reason: str) -> Refusal:
 
 
 def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
-    """Refuses q and k that are normed already, and norms that would have to follow the rotation but do not commute."""
+    """Refuses q and k that are already normed, and norms that would have to follow the rotation but do not commute."""
     if is_normed(site):
-        return Refusal("q and k are normed already", "remove that norm first, or keep it")
+        return Refusal("q and k are already normed", "remove that norm first, or keep it")
     if not norm.commutes_with_rotation and site.spec.position.order == "rotate_then_norm":
         return Refusal(
             "its norm would come after the rotation, and a mean or a gain per dimension there makes scores depend on "
@@ -82,7 +82,7 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
     """Refuses a slot that is in use: a cap, a position-dependent factor, weights other than a softmax."""
     spec = site.spec
     if slot == "cap" and spec.cap.kind != "none":
-        return Refusal(f"logits are capped already ({spec.cap.formula()})", "remove that cap first")
+        return Refusal(f"logits are already capped ({spec.cap.formula()})", "remove that cap first")
     if slot == "scale" and spec.scale.follows_position:
         return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
@@ -173,7 +173,7 @@ def add_submodules(
 def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
     for name in names:
         if name in names_in_use(site.module):
-            raise RefusedError(f"{module_name(site) or 'the model itself'} has something called {name} already")
+            raise RefusedError(f"{module_name(site) or 'the model itself'} already has an attribute {name}")
 
 
 def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:
@@ -331,7 +331,7 @@ def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
             found.append(layout)
     if len({len(layout.groups) for layout in found}) < len(found):
         raise RefusedError(
-            f"{sites[0].name} lays out the scores of its attentions as [{'] and ['.join(map(str, found))}], which "
+            f"{sites[0].name} lays out the scores of its attention calls as [{'] and ['.join(map(str, found))}], which "
             "can't be distinguished"
         )
     return found
@@ -358,10 +358,10 @@ def _check_alone(here: list[AttentionSite], sites: list[AttentionSite]) -> None:
     module, one = here[0].module, here[0]
     for site in sites:
         if site.module is not module and any(m is site.module for m in module.modules()):
-            raise RefusedError(f"the attention of {site.name} happens inside that of {one.name}; treat one of them")
+            raise RefusedError(f"the attention of {site.name} is part of that of {one.name}; change only one of them")
     if any((s.n_heads, s.head_dim) != (one.n_heads, one.head_dim) for s in here):
         raise RefusedError(
-            f"{one.name} computes several attentions with different heads; no parameter fits all of them"
+            f"{one.name} computes attention several times, with different heads; no parameter fits all of them"
         )
 
 
@@ -402,7 +402,9 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
             "heads of them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
         )
     if hidden and len({*calls.specs.values()}) > 1:
-        raise RefusedError(f"{name} writes out several attentions with different scales, which cannot be distinguished")
+        raise RefusedError(
+            f"{name} writes out attention several times with different scales, which cannot be distinguished"
+        )
     known = [h for h in hidden if h > -math.inf]
     if known:
         calls.low = min(calls.low, max(known) / 2)

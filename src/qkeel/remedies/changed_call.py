@@ -214,8 +214,8 @@ class ChangedCalls(InstanceForward):
         known = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d is rounded in two ways
         if known is None:
             raise RefusedError(
-                f"attention was called with the scale {scale:g}, on the example with {sorted(self.specs)}; apply the "
-                "remedy with an example of how the model will be used"
+                f"attention was called with the scale {scale:g}, but with {sorted(self.specs)} on the example; apply "
+                "the remedy with an example of how the model will be used"
             )
         return self.specs[known]
 

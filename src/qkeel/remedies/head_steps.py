@@ -50,8 +50,8 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
                 )
             if not decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, device):
                 raise RefusedError(
-                    f"{remedy} can leave decoupled weight decay at its full size, but that of "
-                    f"{type(optimizer).__name__} is part of the gradient here; use decay=scaled or AdamW"
+                    f"{remedy} can leave decoupled weight decay at its full size, but "
+                    f"{type(optimizer).__name__} adds its weight decay to the gradient; use decay=scaled or AdamW"
                 )
     return tensors
 
@@ -81,9 +81,9 @@ def check_changes_last(optimizer: Optimizer, remedy: str, tensors: Iterable[Tens
                 continue
         if not keeps:
             raise RefusedError(
-                f"{remedy} changes weights after the step, and {type(optimizer).__name__} keeps a copy of its own from "
-                "which it would restore the old ones (schedule-free, lookahead, …); use an optimizer that steps the "
-                "weights themselves"
+                f"{remedy} changes weights after the step, and {type(optimizer).__name__} would overwrite them from "
+                "its own copy of the weights (schedule-free, lookahead, …); use an optimizer that steps the weights "
+                "themselves"
             )
 
 
@@ -111,7 +111,7 @@ def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.d
             failed = error
     raise RefusedError(
         f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
-        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, give "
+        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, pass "
         "that one"
     ) from failed
 
@@ -227,7 +227,7 @@ def join(
         return Handle(lambda: None)
     if isinstance(optimizer, torch.optim.Muon) and not matrices:
         raise RefusedError(
-            f"torch's Muon takes matrices only, and {', '.join(added)} are gains; give the optimizer that holds the "
+            f"torch's Muon takes matrices only, and {', '.join(added)} are gains; pass the optimizer that holds the "
             "model's norms instead"
         )
     flat = [g for g in optimizer.param_groups if g["params"] and all(p.ndim < 2 for p in g["params"])]
@@ -351,7 +351,7 @@ class HeadSteps:
         """Scales each step by the factors that `rates` computes from the measure [h] before it, until the handle is
         removed.
 
-        The scaling runs before all other hooks behind the step (a clip, an average), in whatever order they were added.
+        The scaling runs before all other hooks after the step (a clip, an average), in whatever order they were added.
         """
 
         @torch.no_grad()

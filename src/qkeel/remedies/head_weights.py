@@ -214,7 +214,7 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
                 "splits the model"
             )
         if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
-            raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
+            raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load finite weights")
     for site in target.sites if per_head else ():
         if site.unverified:
             raise RefusedError(f"{remedy} at {where(site)}: {unconfirmed(site)}")
@@ -276,7 +276,7 @@ class HeadWeights:
             if tensor is None and (p.requires_grad or not any(t is not None for t in tensors)):
                 raise RefusedError(
                     f"{remedy} acts on steps of {s.parameter}, which this {type(optimizer).__name__} does not hold; "
-                    f"give the optimizer that does{self._unknown_copies(optimizer)}"
+                    f"pass the optimizer that does{self._unknown_copies(optimizer)}"
                 )
         return tensors
 

@@ -79,8 +79,8 @@ class LALR(StepRemedy):
             wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
             if wrong or len(values) != len(names):
                 raise InvalidValueError(
-                    f"expected the initial norms of {len(names)} weights, got {len(values)} of which these are "
-                    f"missing or of another shape: {wrong}; load the state of the same model and remedy"
+                    f"expected the initial norms of {len(names)} weights, got {len(values)}; these are "
+                    f"missing or have another shape: {wrong}; load the state of the same model and remedy"
                 )
             for name, own in zip(names, start):
                 own.copy_(values[name])

@@ -62,7 +62,7 @@ class OutputGate(Remedy):
         done: set[int] = set()
         for site in target.sites:
             if id(site.module) in done:
-                raise RefusedError(f"output_gate at {site.name}: its module computes several attentions")
+                raise RefusedError(f"output_gate at {site.name}: its module computes attention more than once")
             done.add(id(site.module))
             yield self._gate(target, site, rng)
 

@@ -41,21 +41,21 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
             return target.model.get_submodule(named)
         except AttributeError as error:
             raise RefusedError(
-                f"{remedy}: this model has no module {named!r}; name the one that makes logits"
+                f"{remedy}: this model has no module {named!r}; name the one that returns the logits"
             ) from error
     if isinstance(target.model, Decoder):
         return target.model.head
     if not any(target.example):
         raise RefusedError(
-            f"{remedy} acts on the module that makes the final logits, which one forward pass shows: give an example "
-            f"batch, apply({remedy!r}, model, example=batch), or its name, apply({remedy!r}, model, module='lm_head')"
+            f"{remedy} acts on the module that makes the final logits. Pass an example batch, which shows the module, "
+            f"apply({remedy!r}, model, example=batch), or its name, apply({remedy!r}, model, module='lm_head')"
         )
     found = _observed(target)
     if len(found) != 1:
         seen = f"several ({', '.join(found)})" if found else "none"
         raise RefusedError(
-            f"{remedy} acts on the module whose output is the model's floating-point output [... vocabulary] as it is, "
-            f"and this {type(target.model).__name__} has {seen}; name it: apply({remedy!r}, model, module='lm_head')"
+            f"{remedy} acts on the module whose output is the model's floating-point output [... vocabulary], "
+            f"but this {type(target.model).__name__} has {seen}; name it: apply({remedy!r}, model, module='lm_head')"
         )
     return target.model.get_submodule(found[0])
 
@@ -187,7 +187,7 @@ class _LossHook:
         if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are inexact by a few parts in a thousand
             raise RefusedError(
                 "z_loss weighs each token as the cross-entropy of a single target does, but the gradient at the final "
-                "logits is not that of such a loss (label smoothing, distillation, a cap behind it, another loss); use "
+                "logits is not that of such a loss (label smoothing, distillation, a cap after it, another loss); use "
                 "weight=mean, which counts every token equally and ignores loss scaling"
             )
 

@@ -64,7 +64,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     if wrapper and not all(id(p) in reduced for p in new.values()):
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
-            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
+            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread over processes: "
             "their gradients would not be averaged, and the processes would diverge. Apply it before the model is "
             "wrapped "
             "or split, and make the optimizer after that"
@@ -72,9 +72,8 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     if wrapper and any(map(is_compiled, model.modules())):
         raise RefusedError(
             f"{remedy} adds modules ({added[0]}) to a model that has compiled parts: fully_shard's hooks on them "
-            "break a compiled part into pieces, or stop it where fullgraph=True. Apply it before parts are compiled, "
-            "or "
-            "compile the whole model afterwards"
+            "break a compiled part into pieces, or make it fail where fullgraph=True. Apply it before parts are "
+            "compiled, or compile the whole model afterwards"
         )
 
     def check() -> bool:
@@ -84,7 +83,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
         if dist.head_axes(model, held):
             raise RefusedError(
                 f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
-                "the heads over processes: each would learn from its own heads only. Use fully_shard or "
+                "the heads over processes: each process would update them from its own heads only. Use fully_shard or "
                 "DistributedDataParallel, or a remedy without parameters"
             )
         return True
@@ -244,7 +243,7 @@ class SharedMaxima:
             self._around = dist.wrappers(self._model)
         if any(map(joined, self._around)):
             raise RefusedError(
-                "qk_clip needs the largest logits of all processes after each step, and inside "
+                "qk_clip needs the largest logits of all processes after each step, but inside "
                 "torch.distributed.algorithms.Join a process that has run out of data takes no steps: the step was not "
                 "taken. Give every process the same number of batches, or use a remedy whose steps need no other "
                 "process, such "

@@ -34,7 +34,7 @@ class QKNorm(NormOptions):
 
     kind=l2 makes unit vectors, whose logits 1/√d would shrink to nothing. It therefore replaces the scale: with
     gain=scalar by one learned number per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by default
-    the training length), with gain=head by one per head, else by √d, which equals a gain-free RMS norm under 1/√d.
+    the training length), with gain=head by one per head, else by √d, which equals an RMS norm with scale 1/√d.
     """
 
     length: int | None = None
@@ -73,8 +73,8 @@ class QKNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyNorm(NormOptions):
-    """Norms keys alone: k̃ = norm(k) · gain. By default z = q·k̂, since an RMS norm under 1/√d equals a unit vector
-    under scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
+    """Norms keys alone: k̃ = norm(k) · gain. By default z = q·k̂, since an RMS norm with scale 1/√d equals a
+    unit vector with scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
 
     gain: GainKind = "none"
 
@@ -87,8 +87,8 @@ class KeyNorm(NormOptions):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QueryNorm(NormOptions):
-    """Norms queries alone: q̃ = norm(q) · gain. By default z = q̂·k, since an RMS norm under 1/√d equals a unit vector
-    under scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
+    """Norms queries alone: q̃ = norm(q) · gain. By default z = q̂·k, since an RMS norm with scale 1/√d equals a
+    unit vector with scale 1. kind=l2 makes that unit vector and sets the scale to 1."""
 
     gain: GainKind = "none"
 

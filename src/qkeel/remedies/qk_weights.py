@@ -338,8 +338,8 @@ class SigmaReparam(Remedy):
             for name, layer in layers.items():
                 if "parametrizations" in submodules_of(layer) and dist.is_split(_stored(layer)):
                     raise RefusedError(
-                        f"sigma_reparam: the weight of {name} was split over processes after it was applied, and the "
-                        "code that splits it uses its present name. Remove the remedy before the model is split"
+                        f"sigma_reparam: the weight of {name} was split over processes after the remedy was applied, "
+                        "and the code that splits it uses its present name. Remove the remedy before the model is split"
                     )
             handle.remove()
 
@@ -360,14 +360,14 @@ def _check(name: str, layer: nn.Module) -> None:
     weight = parameters_of(layer).get("weight")
     if weight is None:
         raise RefusedError(
-            f"sigma_reparam: the weight of {name} is reparametrised already; remove that parametrisation first"
+            f"sigma_reparam: the weight of {name} is already reparametrised; remove that parametrisation first"
         )
     if not bool(torch.isfinite(weight).all()):
-        raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load sound weights")
+        raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load finite weights")
     if not bool(weight.any()):
         raise RefusedError(
-            f"sigma_reparam: the weight of {name} is all zeros, which has no direction to scale; start it at "
-            "random, or leave it out with on=attention"
+            f"sigma_reparam: the weight of {name} is all zeros, so it has no direction to scale; initialise "
+            "it randomly, or leave it out with on=attention"
         )
 
 

@@ -30,7 +30,7 @@ class SwinNorm(Remedy):
     """
 
     name, stacks = "swin_norm", True
-    line = "moves the norms of a pre-norm block behind attention and MLP"
+    line = "moves the norms of a pre-norm block from before attention and MLP to after them"
     source = (
         "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
     )
@@ -61,7 +61,7 @@ class PeriNorm(Remedy):
     """
 
     name, stacks = "peri_norm", True
-    line = "adds norms behind attention and MLP of a pre-norm block"
+    line = "adds norms after attention and MLP of a pre-norm block"
     source = "Peri-LN, arXiv 2502.02732; Gemma 2, arXiv 2408.00118"
     rule = "branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain"
 

@@ -63,7 +63,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
             raise InvalidTypeError(f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}")
         if not re.fullmatch(r"[\w-]+", name) or name in dir(nn.ModuleDict):
             raise InvalidValueError(
-                f"expected names of models of letters, digits, _ and -, other than those of methods, got {name!r}"
+                f"expected model names made of letters, digits, _ and -, and no method's name, got {name!r}"
             )
     inside = {name: {id(m) for m in unwrapped(model).modules()} for name, model in models.items()}
     for part, model in itertools.permutations(models, 2):
@@ -86,7 +86,7 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
     if isinstance(given, (list, tuple)) and len(given) == len(names):
         return dict(zip(names, given))
     raise InvalidTypeError(
-        f"expected the {what} of each of the models ({', '.join(names)}), as a list or as a dict by these names, got "
+        f"expected the {what} of each of the models ({', '.join(names)}), as a list or as a dict with these keys, got "
         f"{type(given).__name__}"
     )
 
@@ -207,8 +207,9 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         found.append(dataclasses.replace(site, module=module))
     if not found:
         raise RefusedError(
-            f"none of the sites ({', '.join(site.name for site in sites)}) has a module of its name in this "
-            f"{type(model).__name__}: find the sites in the module that is split itself, not in a wrapper of it"
+            f"this {type(model).__name__} has no module with the name of any site "
+            f"({', '.join(site.name for site in sites)}): find the sites in the module that is itself split, "
+            "not in a wrapper of it"
         )
     if not isinstance(sites, Sites):
         return Sites(found)

@@ -590,9 +590,9 @@ class Tap(Handle):
             return
         self._guessed.add(captured.name)
         caution(
-            f"the heads of {captured.name or 'the model itself'} are a guess: {layout.guess}, so they were taken to be "
-            f"[{layout}]. find_sites(model, example) finds out where the weights can be followed, and qkeel.watch does "
-            "so by itself"
+            f"the heads of {captured.name or 'the model itself'} are a guess: {layout.guess}, so the layout "
+            f"was taken to be [{layout}]. find_sites(model, example) determines it if it can trace the weights, and "
+            "qkeel.watch does so by itself"
         )
 
     def __enter__(self) -> Self:

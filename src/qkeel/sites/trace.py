@@ -297,7 +297,7 @@ def _traced(
     if not reading.sites and expected:
         raise NoAttentionError(unseen(model, watcher, unrecognized))
     if below:
-        caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {below}")
+        caution(f"attention inside torch.jit.script and torch.func.vmap is not searched for: {below}")
     sites = _typed([reading.sites[name] for name in reading.order if name in reading.sites], reading.visible)
     if read == "verified" and below:
         why = f"a pass in which operators are recorded failed: {below}"
@@ -387,10 +387,9 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
             raise
         caution(
             f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is not enough "
-            "memory to read them from one whole sequence. Everything else is known from a short sequence; for the "
-            "bounds give "
-            "find_sites an "
-            "example of one sequence as long as memory allows, and its sites to watch(sites=...)"
+            "memory to read them from one whole sequence. Everything else is known from a short sequence. For the "
+            "bounds, call find_sites with an example of one sequence that is as long as memory allows, and pass the "
+            "sites that it returns to watch(sites=...)"
         )
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}

@@ -237,7 +237,9 @@ def _check_tensor(name: str, x: object) -> None:
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device and x.ndim:  # torch accepts a 0-dim CPU tensor on any device
-        raise InvalidValueError(f"expected {name} on {q.device} as q, got it on {x.device}; move it with .to(q.device)")
+        raise InvalidValueError(
+            f"expected {name} on {q.device} like q, but it is on {x.device}; move it with .to(q.device)"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -249,7 +251,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InvalidTypeError(f"expected a floating-point {name}, got {x.dtype}; convert it first")
         if x.dtype.itemsize < 2:
             raise InvalidTypeError(
-                f"expected {name} in 16 bits or more, got {x.dtype}; multiply by its scale and convert it first"
+                f"expected {name} in 16 bits or more, got {x.dtype}; multiply it by its scale and convert it first"
             )
     if not (q.dtype == k.dtype == v.dtype):
         raise InvalidTypeError(f"expected q, k, v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -259,11 +261,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(
             "expected q [b h t d], k [b g s d], v [b g s d'] with the same b, g, s, d; got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. "
-            "If the heads are in the third place, transpose(1, 2) all three."
+            "If the heads are in dimension 2, call transpose(1, 2) on all three."
         )
     if q.shape[1] % k.shape[1]:
         raise ShapeError(
-            f"the number of query heads must be a multiple of that of key heads, got {q.shape[1]} and {k.shape[1]}"
+            f"the number of query heads must be a multiple of the number of key heads, "
+            f"got {q.shape[1]} and {k.shape[1]}"
         )
 
 
@@ -498,9 +501,9 @@ def _check(call: AttentionCall, *ends: object) -> None:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise InvalidTypeError(f"expected cu_seqlens as a tensor of int32 or int64, or two of them, got {got}")
         if x.ndim != 1 or len(x) < 2 or x.shape != ends[0].shape:  # type: ignore[attr-defined]
-            raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], of queries and keys alike, got {x.shape}")
+            raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], for queries and for keys, got {x.shape}")
         if x.device != call.q.device:
-            raise InvalidValueError(f"expected cu_seqlens on {call.q.device} as q, got it on {x.device}")
+            raise InvalidValueError(f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}")
         wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(

@@ -74,7 +74,9 @@ class Norm(Slot):
         """The same norm without its normalisation of k; a norm that leaves k alone returns itself."""
         if "k" not in self.sides:
             return self
-        raise RefusedError(f"{type(self).__name__} does not define a form without its norm of the keys")
+        raise RefusedError(
+            f"{type(self).__name__} cannot normalise queries only: it has no form without the norm of the keys"
+        )
 
     @abc.abstractmethod
     def apply(self, part: NormedPart, x: HeadTensor, params: Params) -> HeadTensor:
@@ -129,7 +131,7 @@ class GainNorm(Norm):
         if self.over == "nope":
             raise RefusedError(
                 "a norm over the part of a head that is not rotated leaves the rotated part, hence the logit, "
-                "unbounded, and is reported to hurt long contexts; use over='head', the whole of it"
+                "unbounded, and is reported to hurt long contexts; use over='head', which norms the whole head"
             )
         for kind, value, known in (
             ("part to normalise", self.on, ("q", "k", "qk", "qkv")),

@@ -243,7 +243,7 @@ def position_for(
         # A norm behind the rotation would cancel the factor on cos and sin; before it, the scores are the same.
         if not norm.commutes_with_rotation:
             raise RefusedError(
-                f"YaRN's factor on cos and sin would be cancelled by the norm behind the rotation ({norm.formula()}), "
+                f"YaRN's factor on cos and sin would be cancelled by the norm after the rotation ({norm.formula()}), "
                 "which does not commute with it; use pi, ntk or rerope"
             )
         position = dataclasses.replace(position, order="norm_then_rotate")
@@ -292,7 +292,7 @@ def _stretch(method: str, factor: float, train_length: int | None, options: Opti
 def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, options: Options) -> Position:
     if rope.pairing != "half":
         raise RefusedError(
-            f"{method} needs RoPE that pairs the two halves of a head, and this spec has {rope.formula()}"
+            f"{method} needs RoPE that pairs the two halves of a head, but this spec has {rope.formula()}"
         )
     window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
     if train_length is not None and window >= train_length:

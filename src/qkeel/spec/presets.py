@@ -84,7 +84,7 @@ def _under(name: str, window: int | None, default: int, train_length: int) -> in
 def _deep_enough(name: str, n_layers: int) -> None:
     if n_layers < 2:
         raise InvalidValueError(
-            f"{name} mixes layers with a window and without, so it needs at least 2, got {n_layers}"
+            f"{name} mixes layers with and without a window, so it needs at least 2 layers, got {n_layers}"
         )
 
 
@@ -177,7 +177,7 @@ FAR_OFF = 1.25  # scale_advice speaks up if a fixed λ differs from the best one
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
     """Norm and position slots. As in the source, the norm follows the rotation; a gain per dimension must precede it,
-    since behind the rotation it would make logits depend on more than the distance."""
+    since after the rotation it would make logits depend on more than the distance."""
     order = "norm_then_rotate" if gain else "rotate_then_norm"
     return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
@@ -408,7 +408,7 @@ def attention_spec(text: str) -> AttentionSpec:
     """
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one preset as attention, got {len(terms)} in {text!r}")
+        raise InvalidValueError(f"expected one preset for the attention, got {len(terms)} in {text!r}")
     options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
     if len(options) < len(terms[0].options):
         raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")

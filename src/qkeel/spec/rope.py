@@ -458,7 +458,7 @@ class SlidingWindow(Position):
         if not isinstance(self.inner, Position):
             raise InvalidTypeError(f"expected a position such as Rope() as inner, got {self.inner!r}")
         if self.inner.reach is not None:
-            raise RefusedError(f"{self.inner.formula()} has a window already; use the smaller of the two alone")
+            raise RefusedError(f"{self.inner.formula()} already has a window; use only the smaller of the two windows")
 
     @property
     def folds(self) -> bool:  # type: ignore[override]

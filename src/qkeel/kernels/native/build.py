@@ -225,7 +225,7 @@ def opened(name: str, from_scratch: bool = False) -> int:
             return library
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise BuildError("no C++ compiler: neither c++ on the PATH nor what CXX names")
+        raise BuildError("found no C++ compiler: put c++ on the PATH, or set CXX to a compiler")
     kind, version = _version(compiler)
     if version < OLDEST[kind]:
         oldest = " or ".join(f"{name} {number}" for name, number in OLDEST.items())

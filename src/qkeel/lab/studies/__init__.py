@@ -31,7 +31,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "translation": (
         "qkeel.lab.studies.grids:TRANSLATION",
-        "An encoder–decoder on few pairs of texts: remedies on self- and cross-attention × learning rates × seeds.",
+        "An encoder–decoder on a few text pairs: remedies on self- and cross-attention × learning rates × seeds.",
     ),
     "multimodal": (
         "qkeel.lab.studies.grids:MULTIMODAL",

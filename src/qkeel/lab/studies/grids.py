@@ -241,7 +241,7 @@ CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs diverge within ten
 CHAOS = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50 at 0.01, 0.03, 0.1 and 0.3. "
     "Its chaos.json has the effect of rounding alone for each remedy and rate. Pages of other studies with the same "
-    "configuration read it from the neighbouring directory runs/chaos, and mark differences that are no larger.",
+    "configuration read it from the neighbouring directory runs/chaos, and mark differences that do not exceed it.",
     grid=CHAOS_GRID,
     runs=pairs,
     base=CHAOS_BASE,
@@ -345,7 +345,7 @@ OPTIONS = (
     StudyOption(
         "blocks",
         list[Literal["gau", "mha1", "mha4"]],
-        "Gated attention units, or attention of 1 or 4 heads and MLP [default: gau].",
+        "Gated attention units, or attention with 1 or 4 heads and an MLP [default: gau].",
     ),
     StudyOption("seeds", list[int], "Seeds of weights and batches [default: 0 1]."),
     StudyOption(
@@ -472,7 +472,7 @@ MULTIMODAL = Study(
     ),
     instead={
         "grid": Study(
-            help="The search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and "
+            help="Search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and "
             "without norms.",
             grid=REGIMES,
             runs=multimodal_runs,

@@ -68,7 +68,7 @@ SHAPES: dict[str, TargetArchitecture] = {
         sources=("llama",),
         norms={"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
         flat=True,
-        why="norms behind attention and MLP and none before them (swin_norm), an RMS norm of q and k over all heads of "
+        why="norms after attention and MLP and none before them (swin_norm), an RMS norm of q and k over all heads of "
         "a token (qk_norm:over=layer,gain=head_dim)",
     ),
     "gemma3": TargetArchitecture(
@@ -77,7 +77,7 @@ SHAPES: dict[str, TargetArchitecture] = {
         sources=("gemma2",),
         norms={n: n for n in _NORMS},
         one_plus=True,
-        why="norms before and behind both branches with gains 1 + w, GELU, embeddings times √hidden_size, an RMS norm "
+        why="norms before and after both branches with gains 1 + w, GELU, embeddings times √hidden_size, an RMS norm "
         "of q and k per head, and no cap on attention logits",
     ),
 }
@@ -146,7 +146,9 @@ def _sizes(config: ModelConfigFields, shapes: Shapes) -> _ModelSizes:
     try:
         heads, width, layers = (int(config[n]) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(f"config.json does not give {error}; expected that of a transformers model") from error
+        raise RefusedError(
+            f"config.json does not give {error}; expected the config.json of a transformers model"
+        ) from error
     key = shapes.get("model.layers.0.self_attn.k_proj.weight")
     if key is None or len(key) != 2:
         raise RefusedError(
@@ -205,7 +207,7 @@ def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> T
     if math.prod(size) != heads * sizes.head_dim:
         raise RefusedError(
             f"{name} has shape {size}; olmo2 norms all heads of a token at once with a gain of "
-            f"{heads * sizes.head_dim} numbers: qk_norm:over=layer,gain=head_dim"
+            f"{heads * sizes.head_dim} numbers; use qk_norm:over=layer,gain=head_dim"
         )
     return lambda gain: gain.reshape(-1)
 
@@ -213,13 +215,15 @@ def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> T
 def _per_head(to: str, name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> TensorChange:
     d = sizes.head_dim
     if size not in ((d,), (), (1,), (heads, 1), (heads, d)):
-        raise RefusedError(f"{name} has shape {size}; {to} has one gain of {d} numbers for all heads: qk_norm:gain=dim")
+        raise RefusedError(
+            f"{name} has shape {size}, but {to} has one gain of {d} numbers for all heads; use qk_norm:gain=dim"
+        )
 
     def change(gain: Tensor) -> Tensor:
         if gain.ndim == 2:
             if not torch.equal(gain, gain[:1].expand_as(gain)):
                 raise RefusedError(
-                    f"{name} differs from head to head, and {to} has one gain for all heads; retrofit with gain=dim"
+                    f"{name} differs from head to head, but {to} has one gain for all heads; retrofit with gain=dim"
                 )
             gain = gain[0]
         return gain.expand(d).contiguous()
@@ -233,7 +237,7 @@ def _minus_one(name: str, change: TensorChange) -> TensorChange:
         kept = (wanted.double() - 1).to(gain.dtype)
         if not torch.allclose(kept.double() + 1, wanted.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
-                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} has no digits left for that; "
+                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} has too few digits for that; "
                 "save the model in float32 first"
             )
         return kept
@@ -285,8 +289,8 @@ def _check_complete(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name
             "qkeel.retrofit(model, 'qk_norm', batches), then qkeel.export(model, ...) or save_pretrained"
         )
     if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
-        what = f"lacks {gone[0]}" if gone else f"has {strange[0]} besides" if strange else "lacks lm_head.weight"
-        raise RefusedError(f"the model {what}; {to} has {shape.why}")
+        what = f"lacks {gone[0]}" if gone else f"also has {strange[0]}" if strange else "lacks lm_head.weight"
+        raise RefusedError(f"the model {what}, but {to} has {shape.why}")
 
 
 _DROPPED = ("pretraining_tp", "mlp_bias", "rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map")
@@ -314,7 +318,7 @@ def _config(shape: TargetArchitecture, config: ModelConfigFields, sizes: _ModelS
     if shape.model_type == "olmo2":
         new.pop("head_dim")  # OLMo 2 has no such field
         if sizes.head_dim * sizes.heads != int(config["hidden_size"]):
-            raise RefusedError(f"olmo2 has heads of hidden_size / n_heads numbers, and these have {sizes.head_dim}")
+            raise RefusedError(f"olmo2 has heads of hidden_size / n_heads numbers, but these have {sizes.head_dim}")
     if shape.model_type == "gemma3_text":
         kinds = config.get("layer_types") or [("sliding", "full")[i % 2] + "_attention" for i in range(sizes.layers)]
         new |= {"layer_types": kinds, "rope_parameters": {"full_attention": rope, "sliding_attention": dict(rope)}}
@@ -447,7 +451,9 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
             continue
         norm = module.norm
         if norm.kind != "rms" or (norm.over == "layer") != flat:
-            raise RefusedError(f"{name} is {norm}; {to} has an RMS norm over {'all heads' if flat else 'each head'}")
+            raise RefusedError(
+                f"{name} is {norm}, but {to} has an RMS norm over {'all heads' if flat else 'each head'}"
+            )
         if module.share is not None and bool(module.share != 1):
             raise RefusedError(f"{name} is still being blended in; export when its share is 1")
         like = next(p for p in model.parameters())
@@ -458,7 +464,7 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
             gain = gain * module.logit_scale.detach()
         found[f"{name}.weight"] = (gain * module.factor, norm.eps)
     if len({eps for _, eps in found.values()}) > 1:
-        raise RefusedError(f"the q/k norms of this model have different eps, and {to} has one")
+        raise RefusedError(f"the q/k norms of this model have different eps, but {to} has one eps for all")
     return found
 
 
@@ -530,7 +536,7 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     if source is not None and source.exists() and out.exists() and out.samefile(source):
         raise RunDirectoryError(f"{out} is the checkpoint itself; choose another place to write to")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunDirectoryError(f"{out} exists already and nothing there is overwritten; choose another place")
+        raise RunDirectoryError(f"{out} already exists and is not overwritten; choose another place")
     part: Path | None = None
     advice = ". Expected a writable place with free space; existing files were not changed"
     try:

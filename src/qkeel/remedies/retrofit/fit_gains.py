@@ -380,7 +380,7 @@ def fold(model: nn.Module) -> Folded:
 
     - Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of a plain layer again (any model).
     - A logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), moves into W_q and its bias,
-      or, behind a norm with a gain on q, into that gain. Position-dependent factors stay. (qkeel's own modules only.)
+      or, after a norm with a gain on q, into that gain. Position-dependent factors stay. (qkeel's own modules only.)
 
     Gains of a q/k norm are not folded, since the norm lies between the weights and the gain. Folding is final: handles
     of remedies that changed the spec of a folded site no longer do anything.

@@ -127,7 +127,7 @@ def retrofit(
         fitting: settings; the defaults of RetrofitConfig if not given.
 
     Raises:
-        RefusedError: q and k are normed already, the norm has no gains, the attention cannot be read, or several
+        RefusedError: q and k are already normed, the norm has no gains, the attention cannot be read, or several
             processes train the model and it is wrapped or split. The model is then unchanged.
 
     Example:
@@ -145,7 +145,7 @@ def retrofit(
     plain = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(plain)):
         raise RefusedError(
-            f"retrofit fits gains on whole weights, and {wrapper} has spread this model over processes already. "
+            f"retrofit fits gains on whole weights, and {wrapper} has already spread this model over processes. "
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(plain):
