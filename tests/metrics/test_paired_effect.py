@@ -213,7 +213,7 @@ def test_many_differences_have_an_interval_near_that_of_student() -> None:
 
 @pytest.mark.parametrize("bad", [[], [1.0, math.nan], [[1.0]]])
 def test_bad_differences_are_refused(bad: list[float]) -> None:
-    with pytest.raises(InvalidValueError, match="finite differences"):
+    with pytest.raises(InvalidValueError, match="differences without NaN or infinity"):
         exact_interval(bad, 0.9)
 
 

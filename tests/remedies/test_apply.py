@@ -143,7 +143,7 @@ def test_a_part_of_a_model_can_be_treated_alone() -> None:
     with apply("qk_norm", model.blocks[1]):
         names = [n for n, _ in model.named_parameters() if n.endswith("q_norm")]
         assert names == ["blocks.1.attention.q_norm"]
-        with pytest.raises(AlreadyAppliedError, match=r"qk_norm is on blocks\.1\.attention"):
+        with pytest.raises(AlreadyAppliedError, match=r"qk_norm is already applied to blocks\.1\.attention"):
             apply("qk_norm", model)
     apply("qk_norm", model)
 

@@ -168,7 +168,7 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
         if stage == 0 or (stage < 3 and remedy == "softcap"):
             qkeel.apply(remedy, engine, optimizer).remove()
         elif remedy == "qk_norm" and stage < 3:
-            with pytest.raises(RefusedError, match="to a model that ZeRO has spread"):
+            with pytest.raises(RefusedError, match="to a model that ZeRO has already spread"):
                 qkeel.apply(remedy, engine, optimizer)
         else:
             with refused:

@@ -213,7 +213,7 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
 
     with pytest.raises(RefusedError, match="has none; name it"):
         qkeel.apply("final_softcap", Odd(), example=tokens())
-    with pytest.raises(RefusedError, match="give an example batch"):
+    with pytest.raises(RefusedError, match="Pass an example batch"):
         qkeel.apply("z_loss", Odd())
     with pytest.raises(RefusedError, match=r"no module 'inner.hed'"):
         qkeel.apply("z_loss:module=inner.hed", Odd())

@@ -188,7 +188,7 @@ def test_inverse_leaky_rerope_is_tested_with_plain_rope() -> None:
         (lambda: FORM.extrapolate("window", window=65, train_length=64), InvalidValueError, "at most the training"),
         (lambda: FORM.extrapolate("rerope", factor=0.5, train_length=64), InvalidValueError, "factor of at least 1"),
         (lambda: layer_specs(FORM, 4, "hwfa"), InvalidValueError, "hwfa:train_length=512"),
-        (lambda: layer_specs(FORM, 1, "hwfa", 64), InvalidValueError, "at least 2, got 1"),
+        (lambda: layer_specs(FORM, 1, "hwfa", 64), InvalidValueError, "at least 2 layers, got 1"),
         (lambda: layer_specs(FORM, 4, "hwfa:window=64", 64), InvalidValueError, "hides nothing"),
         (lambda: layer_specs(FORM, 4, "hwfa2:full=4", 64), InvalidValueError, "1 to 3 full layers"),
         (lambda: layer_specs(FORM, 4, "inv_leaky:window=64", 64), InvalidValueError, "from 1 to 63"),
@@ -248,7 +248,7 @@ def test_layers_where_nothing_is_said_and_the_widths_that_follow_from_the_length
     for text, n, says in (
         ("hwfa:window=0", 2, "from 1 to 63 for hwfa"),
         ("hwfa2:full=0", 4, "1 to 3 full layers of 4, got 0"),
-        ("hwfa2", 1, "at least 2, got 1"),
+        ("hwfa2", 1, "at least 2 layers, got 1"),
         ("xpos:base=true", 2, "expected a number for option 'base'"),
         ("none", 2, "unknown position 'none'"),
         ("log_n", 2, "unknown position 'log_n'"),

@@ -310,7 +310,9 @@ def _entry(name: str, entry: object, data: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"expected a dtype of {', '.join(BITS)} for {what}, got {str(dtype)[:80]}")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"expected at most {_MOST_DIMENSIONS} sizes in the shape of {what}, got {str(shape)[:80]}")
+        raise ValueError(
+            f"expected at most {_MOST_DIMENSIONS} whole numbers from 0 on as the shape of {what}, got {str(shape)[:80]}"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"expected data_offsets of {what} to be begin and end, got {str(offsets)[:80]}")
     begin, end = offsets
