@@ -490,7 +490,7 @@ class Recording:
     def _put(self, kind: str, row: int, names: tuple[str, ...], record: np.ndarray) -> None:
         """Writes the numbers of these names into a row."""
         columns = self._of(kind, record.shape[1:])
-        at = columns.at(names)  # which may make the array anew
+        at = columns.at(names)  # this may replace the array
         columns.array[row, at] = record
 
 
