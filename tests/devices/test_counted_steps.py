@@ -38,4 +38,4 @@ def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_n
             ((place, times),) = counts["waits"].items()
             assert times == 1, name
             # The copy of all numbers at once, which on CUDA goes into pinned memory and is not waited for.
-            assert place.startswith(("_to_copy qkeel/monitor/processes/transfer", "_to_copy qkeel/monitor/cadence"))
+            assert place.startswith(("_to_copy qkeel/monitor/gather", "_to_copy qkeel/monitor/cadence"))

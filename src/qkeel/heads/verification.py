@@ -37,6 +37,7 @@ from qkeel.heads.walk import (
     Record,
     Repetition,
     at_place,
+    contents_of,
     memory,
     place,
     stored,
@@ -503,7 +504,7 @@ class Path:
 
     def inputs(self) -> tuple[Contents, Contents]:
         """The memory of the module's input as it was, and with noise of the size of its numbers added."""
-        one, other = ({memory(x): x.untyped_storage().clone() for x in self.boundary} for _ in range(2))
+        one, other = ({memory(x): contents_of(x) for x in self.boundary} for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for x in {place(x): x for x in self.boundary}.values():
             changed = stored(at_place(x, other[memory(x)]))

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 # Where a tensor lies: its memory, offset, sizes, strides and number format. Two tensors at one place are the same.
 Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 Values = Mapping[Place, Tensor]
-Contents = Mapping[int, torch.UntypedStorage]
+Contents = Mapping[int, Tensor]
 Lookup = Callable[[Tensor], Tensor]
 
 # Their output depends on the form of what they are given, not on its numbers.
@@ -386,7 +386,7 @@ class Repetition:
 class _Now:
     """The tensors of a recorded pass as they are in a repetition of it."""
 
-    def __init__(self, values: dict[Place, Tensor], contents: dict[int, torch.UntypedStorage]) -> None:
+    def __init__(self, values: dict[Place, Tensor], contents: dict[int, Tensor]) -> None:
         self._values, self._contents = values, contents
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -404,7 +404,8 @@ class _Now:
 
     def copy(self, x: Tensor) -> None:
         """From now on, a copy stands in for what lies in this tensor's memory."""
-        self._contents[memory(x)] = self._contents.get(memory(x), x.untyped_storage()).clone()
+        known = self._contents.get(memory(x))
+        self._contents[memory(x)] = contents_of(x) if known is None else known.clone()
 
     def put(self, places: Sequence[Place], after: object) -> None:
         """Puts one tensor at the place of another, or each of several."""
@@ -412,9 +413,16 @@ class _Now:
             self._values[old] = new
 
 
-def at_place(x: Tensor, content: torch.UntypedStorage) -> Tensor:
-    """The tensor in this memory that corresponds to x in its own."""
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(content, x.storage_offset(), x.shape, x.stride())
+def contents_of(x: Tensor) -> Tensor:
+    """A copy of everything that lies in a tensor's memory, as a row of numbers of its dtype."""
+    n = x.untyped_storage().nbytes() // x.element_size()
+    return x.detach().as_strided((n,), (1,), 0).clone()
+
+
+def at_place(x: Tensor, content: Tensor) -> Tensor:
+    """The tensor in this content that corresponds to x in its own memory."""
+    content = content if content.dtype == x.dtype else content.view(x.dtype)
+    return content.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def stored(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from torch import Tensor
 from qkeel.capture.example import ModuleCall, mapped, tensors
 from qkeel.functional.norms import widest
 from qkeel.heads.site import UnrecognizedAttention
-from qkeel.heads.walk import Operation, Record, Repetition, at_place, memory, place, stored
+from qkeel.heads.walk import Operation, Record, Repetition, at_place, contents_of, memory, place, stored
 from qkeel.patching.modes import function_name
 
 _SOFTMAX = frozenset({"softmax", "safe_softmax", "sparse_softmax"})
@@ -558,7 +558,7 @@ class _Run:
         weights.requires_grad_()
         contents = {}
         if dim is not None:
-            content = self.given.detach().untyped_storage().clone()
+            content = contents_of(self.given)
             part = stored(at_place(self.given.detach(), content).select(dim, position))
             noise = torch.Generator().manual_seed(1000 * seed + position)
             size = self.given.detach().float().std().nan_to_num(1.0).clamp_min(0.1).item()
