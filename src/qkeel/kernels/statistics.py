@@ -223,29 +223,24 @@ class FoundExtremes(Found):
 
     Rows that see no key, and excluded rows, have -inf and inf."""
 
-    top: Float[Tensor, "b h t"]
-    low: Float[Tensor, "b h t"] | None
+    rows: Float[Tensor, "n b h t"]  # the largest; then, with n = 2, the smallest
 
     @property
     def heads(self) -> tuple[int, int]:
-        return self.top.shape[1], self.top.shape[1]
+        return self.rows.shape[2], self.rows.shape[2]
 
     @property
     def alike(self) -> tuple[object, ...]:
-        top = self.top
-        return FoundExtremes, top.shape[0], top.shape[2], top.dtype, top.device, self.low is None
+        n, b, _, t = self.rows.shape
+        return FoundExtremes, n, b, t, self.rows.dtype, self.rows.device
 
     @property
     def size(self) -> int:
-        return self.top.numel() if self.low is None else 2 * self.top.numel()
+        return self.rows.numel()
 
     def with_others(self, others: Sequence[FoundExtremes]) -> LogitStats:
-        top, low = self.top, self.low
-        if others:
-            every = (self, *others)
-            top = torch.cat([one.top for one in every], 1)
-            low = None if low is None else torch.cat([x for one in every if (x := one.low) is not None], 1)
-        return only_extremes(top.amax((0, 2)), None if low is None else low.amin((0, 2)))
+        rows = torch.cat([self.rows, *[one.rows for one in others]], 2) if others else self.rows
+        return only_extremes(rows[0].amax((0, 2)), None if len(rows) == 1 else rows[1].amin((0, 2)))
 
 
 def only_extremes(top: Float[Tensor, " h"], low: Float[Tensor, " h"] | None = None) -> LogitStats:
@@ -335,7 +330,7 @@ def find_plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Fou
     """Like `find_extremes` for an F.scaled_dot_product_attention call without a mask."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
-    return FoundExtremes(*logit_pass.plain_extremes(q, k, scale, causal).unbind())
+    return FoundExtremes(logit_pass.plain_extremes(q, k, scale, causal))
 
 
 @torch.no_grad()
@@ -387,7 +382,7 @@ def find_extremes(call: AttentionCall) -> FoundExtremes | FoundStats:
     """Returns the extremes behind `logit_maxima`. Call it without gradients and autocast."""
     fast = logit_pass.extremes_of(call)
     if fast is not None:
-        return FoundExtremes(*fast)
+        return FoundExtremes(fast)
     found = extremes(call)
     if found is not None:
         return FoundStats(only_extremes(*found))

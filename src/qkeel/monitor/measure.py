@@ -306,7 +306,7 @@ class CallStatistics:
             if self._wanted != "max":
                 return find_kernel_rows(counted, rows)
             top, mask = rows.largest, counted.query_mask
-            return FoundExtremes(top if mask is None else top.masked_fill(~mask[:, None], -torch.inf), None)
+            return FoundExtremes((top if mask is None else top.masked_fill(~mask[:, None], -torch.inf))[None])
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

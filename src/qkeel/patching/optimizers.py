@@ -224,7 +224,12 @@ _ARGUMENTS = (
 
 def is_known(optimizer: Optimizer) -> bool:
     """True for torch's own Adam or AdamW, if this version of torch calls `_init_group` as expected."""
-    return type(optimizer) in (Adam, AdamW) and tuple(inspect.signature(Adam._init_group).parameters) == _ARGUMENTS
+    return type(optimizer) in (Adam, AdamW) and _arguments_of(Adam._init_group) == _ARGUMENTS
+
+
+@functools.lru_cache(maxsize=8)  # every step asks, and `inspect` takes fifty calls to answer
+def _arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def is_answered(optimizer: Optimizer) -> bool:

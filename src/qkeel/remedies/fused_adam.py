@@ -180,8 +180,8 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
     >>> refusal(torch.optim.AdamW([weight]), [weight])
     'a parameter group is not fused=True, or it is capturable or differentiable'
     """
-    o, own = optimizer, {id(w) for w in weights}
-    groups = [g for g in o.param_groups if any(id(p) in own for p in g["params"])]
+    o, own = optimizer, set(map(id, weights))
+    groups = [g for g in o.param_groups if not own.isdisjoint(map(id, g["params"]))]
     if torch.compiler.is_compiling():
         return "the step is being compiled"
     if not optimizers.is_known(o):

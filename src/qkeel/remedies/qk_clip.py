@@ -289,7 +289,7 @@ class _Clip:
 def _find_largest(q: Tensor, k: Tensor, scale: float, causal: bool) -> FoundExtremes | None:
     """Finds the largest logits of a call of torch's own function without a mask; see `find_plain_extremes`."""
     found = find_plain_extremes(q, k, scale, causal)
-    return None if found is None else FoundExtremes(found.top, None)
+    return None if found is None else FoundExtremes(found.rows[:1])
 
 
 def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:

@@ -35,17 +35,17 @@ def rows_of(
     return torch.ops.qkeel_native.logit_rows(*given, call.spec.cap.limit or 0.0, threshold)
 
 
-def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"]] | None:
+def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
     """Returns the largest and smallest logit of each row, -inf and inf for excluded rows; None for the calls that
     `rows_of` does not support."""
     given = _arguments(call)
     if given is None:
         return None
-    top, low = torch.ops.qkeel_native.logit_extremes(*given)
-    if call.query_mask is not None:
-        out = ~call.query_mask[:, None]
-        top, low = top.masked_fill(out, -torch.inf), low.masked_fill(out, torch.inf)
-    return top, low
+    found = torch.ops.qkeel_native.logit_extremes(*given)
+    if call.query_mask is None:
+        return found
+    nothing = found.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
+    return torch.where(call.query_mask[:, None], found, nothing)
 
 
 def plain_rows(
@@ -81,8 +81,8 @@ def _plain_arguments(
     scales = torch.full((), scale, dtype=torch.float32, device="cpu").expand(b, h, t)
     if not causal:
         return scales, None, None, None
-    place = torch.arange(t, device="cpu")[None]
-    return scales, torch.zeros_like(place), place + 1, None
+    ends = torch.arange(1, t + 1, device="cpu").repeat(b, 1)  # whole, or the operator would copy them in each call
+    return scales, torch.zeros_like(ends), ends, None
 
 
 def bracket_of(
