@@ -184,7 +184,7 @@ class CaptureMode(CallObserver):
         # Gets the calls of modules that choose keys; a probe keeps the first of each, with what they are made of.
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
-        self._chosen: dict[str, tuple[ModuleCall, ScoresCall, frozenset[tuple[int, int]], Scores | Lost]] = {}
+        self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._names = (names_of(model) if names is None else names) if probing else None
         self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
@@ -332,21 +332,20 @@ class CaptureMode(CallObserver):
         known = self.index_layouts(frame.name)
         frame.indexes += 1
         try:
-            call = index_call(tag, x, frame, known=known, names=self._names)
+            call = index_call(tag, x, frame, self.handwritten.tags, known=known, names=self._names)
         except Exception as error:  # attention beside it is seen all the same
             caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
             return
         if self.index is not None:
             self.index(frame, call)
         else:
-            of = frozenset(products_of(tag)) if isinstance(tag, Scores) else tag.products
-            self._chosen.setdefault(frame.name, (frame, call, of, tag))  # the tag keeps what it is made of
+            self._chosen.setdefault(frame.name, (frame, call, tag))
 
     @property
     def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
         """The scores of a probe by which keys were chosen, except those that a softmax also took."""
         weighed = self.handwritten.lost.weighed
-        return [(frame, call) for frame, call, of, _ in self._chosen.values() if of.isdisjoint(weighed)]
+        return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
 
     @property
     def operations(self) -> Sequence[TorchOperator]:

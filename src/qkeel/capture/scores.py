@@ -284,7 +284,7 @@ def _same_kind(tag: Scores, new: Scores) -> bool:
     return plain and not new.lost and new.scale == tag.scale and products_of(tag) <= products_of(new)
 
 
-def products_of(tag: Scores) -> set[tuple[int, int]]:
+def products_of(tag: Scores | Lost) -> set[tuple[int, int]]:
     """The factors of the products in scores, by identity."""
     return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
 
@@ -538,7 +538,7 @@ class LostScores:
         rows, columns = x.shape[-2:]
         if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
             columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all
-        first, others, products = name in _FIRST, _queries(tag, x), frozenset(products_of(tag))
+        first, others = name in _FIRST, _queries(tag, x)
         for part in (*tensors((out,)),)[: 1 if first else None]:
             lost = Lost(
                 operation=name,
@@ -546,7 +546,7 @@ class LostScores:
                 rows=rows,
                 columns=part.shape[-1] if first else columns,
                 others=others,
-                products=products,
+                parts=tag.parts,
             )
             self._put(part, lost)
 
@@ -567,7 +567,7 @@ class LostScores:
         attention."""
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
-            self.weighed |= tag.products
+            self.weighed |= products_of(tag)
         if weights and not tag.doubtful:
             words = _WORDS.get(tag.operation, tag.operation)
             self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores could not be followed beyond {words}")
