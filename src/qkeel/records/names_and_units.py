@@ -391,6 +391,13 @@ MONITOR_FIELDS: dict[str, Field] = {
     "milliseconds": Field("ms", "host time that this process spent in the monitor since the last measured step"),
 }
 
+# The same of all processes that measure as one, the smallest and the largest: one process that sees nothing is noticed.
+MONITOR_EXTREMES: dict[str, Field] = {
+    f"{name}_{end}": Field(field.unit, f"{word} over processes: {field.meaning}")
+    for name, field in MONITOR_FIELDS.items()
+    for end, word in (("min", "smallest"), ("max", "largest"))
+}
+
 # Numbers that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries
 # of one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
@@ -522,7 +529,7 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
-    monitor = {f"monitor_{own}": field for own, field in MONITOR_FIELDS.items()}
+    monitor = {f"monitor_{own}": field for own, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()}
     table: dict[str, Field] = {
         **monitor,
         **EXTRAPOLATION_COLUMNS,
