@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
-from qkeel.capture.products import Lost, Scores
+from qkeel.capture.products import Lost, Scores, pad_arguments
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -110,6 +110,14 @@ class CapturedCall:
 def _turns(function: Function, args: Args) -> bool:
     """True of the getter of x.mT or x.mH, which transposes."""
     return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
+
+
+def _adds_zeros(args: Args, kwargs: Kwargs) -> bool:
+    """True of pad(x, sizes, mode, value) if it adds zeros along a dimension other than the last."""
+    given = pad_arguments(args, kwargs)
+    sizes = given.get("pad")
+    others = isinstance(sizes, (tuple, list)) and any(sizes[2:])
+    return others and given.get("mode", "constant") == "constant" and not given.get("value")
 
 
 def _in_own(frame: ModuleCall) -> bool:
@@ -290,6 +298,8 @@ class CaptureMode(CallObserver):
         name = function_name(function)
         if name == "get" and not _turns(function, args):
             return False
+        if name == "pad" and _adds_zeros(args, kwargs):
+            self.stack.top.pads = True
         if in_vmap():
             if self._below is None:
                 self.hidden["what runs inside torch.func.vmap"] = None

@@ -409,3 +409,8 @@ READS = frozenset(
         *("amax", "amin", "max", "mean", "min", "sum"),
     }
 )
+
+
+def pad_arguments(args: Args, kwargs: Kwargs) -> dict[str, object]:
+    """The arguments of pad(input, pad, mode, value) by name, but for the tensor."""
+    return dict(zip(("pad", "mode", "value"), args[1:])) | {n: x for n, x in kwargs.items() if n != "input"}

@@ -26,6 +26,7 @@ from qkeel.capture.products import (
     is_weight,
     narrowed,
     operand,
+    pad_arguments,
 )
 from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import nodes_of, variable_of
@@ -300,6 +301,13 @@ def rearranged(
 ) -> Scores | None:
     """The tag of `name(x, …)`, a view or an index. Unless `whole`, which vectors the scores are made of is followed
     through views only: anything else would write a number for every score."""
+    more = (args[1:], kwargs)  # of masks
+    if name == "pad":
+        padding = pad_arguments(args, kwargs)
+        low = is_low(padding.get("value"))
+        more = (), {**padding, "value": float(low)}
+        if low and tag.hidden is None:
+            tag = tag.also_hidden(torch.zeros((), dtype=torch.bool, device=x.device), x)
     method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
     op: Callable[..., Tensor] = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
 
@@ -310,11 +318,9 @@ def rearranged(
             part = part.broadcast_to(x.shape)
             if name == "as_strided":
                 part = torch.empty_strided(x.shape, x.stride(), dtype=part.dtype, device=part.device).copy_(part)
-            return (
-                op(part.to(torch.uint8), *args[1:], **kwargs).bool()
-                if part.dtype == torch.bool
-                else op(part, *args[1:], **kwargs)
-            )
+            if part.dtype == torch.bool:
+                return op(part.to(torch.uint8), *more[0], **more[1]).bool()
+            return op(part, *args[1:], **kwargs)
 
     picked = name in _COPIES or (name == "getitem" and not _is_view(args))
 

@@ -429,6 +429,9 @@ def seen_call(
         how = _layout(found[1], parts, keys, frame, known, names)
         factors = [_factors(sides, how, keys, exact=names is None or (alone and len(parts) == 1)) for sides in parts]
     logits, capped, hidden = (p if p is None else how.apply(p) for p in found)
+    if any([f.pads for f in frame.line()]):  # noqa: C419
+        filler = _filler_rows(parts, how, keys)
+        hidden = filler if hidden is None or filler is None else hidden | filler
     assert logits is not None
     assert capped is not None
     q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
@@ -446,6 +449,18 @@ def seen_call(
         gathered=_is_gathered(parts, how),
         sink=None if tag.keys is None else _sink(x, keys, columns, how),
     )
+
+
+@torch.no_grad()
+def _filler_rows(parts: Sequence[Sides | None], how: HeadLayout, keys: int) -> Tensor | None:
+    """The rows [b 1 t 1] whose queries are zeros in all heads, which a module that pads with zeros has added; not if
+    the queries of all rows are zeros, as before the first step of some models. None where queries are unknown."""
+    sides = parts[0] if len(parts) == 1 else None
+    if sides is None or sides.query.index is None or sides.query.varies(keys):
+        return None
+    rows = how.apply(sides.query.index.narrow(keys, 0, 1))
+    zero = (sides.query.vectors() == 0).all(-1)[rows.clamp_min(0)].all(1, keepdim=True)
+    return zero & ~zero.all()
 
 
 def index_call(
