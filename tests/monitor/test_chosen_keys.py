@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.calls import ScoresCall, dense_rows
-from qkeel.functional.chosen_keys import chosen_distances, dense_comparison, index_choice, index_sizes, key_coverage
+from qkeel.functional.chosen_keys import (
+    chosen_distances,
+    dense_comparison,
+    index_choice,
+    index_divergence,
+    index_sizes,
+    key_coverage,
+)
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
@@ -75,15 +82,20 @@ def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
     assert "recall" in monitor.table()
     if isinstance(model.a, DSA):
         index, hidden = model.a.index_truth(), model.a.hidden["a"][:, 0].numpy()
-        margins, masses = [], []
+        margins, masses, divergences = [], [], []
+        q, k = model.a.double(model.a.q_proj, H).numpy(), model.a.double(model.a.k_proj, H).numpy()
         for b, t in np.ndindex(2, T):
             z, others = index[b, t][: t + 1], hidden[b, t][: t + 1]
             if others.any():
                 margins.append(z[~others].mean() - z[others].mean())
                 kept, every = (math.fsum(x for x in one if x > 0) for one in (z[~others], z))
                 masses.append(kept / every if every else 0.0)
+                logits = [(q[b, h, t] @ k[b, h, : t + 1].T) / math.sqrt(q.shape[-1]) for h in range(H)]
+                dense = np.mean([np.exp(x) / np.exp(x).sum() for x in logits], axis=0)
+                divergences.append(math.fsum(dense * np.log(dense / (np.exp(z) / np.exp(z).sum()))))
         assert heads["index_margin"][0, 0] == pytest.approx(np.mean(margins), rel=1e-4)
         assert heads["index_top_mass"][0, 0] == pytest.approx(np.mean(masses), rel=1e-4)
+        assert heads["index_kl"][0, 0] == pytest.approx(np.mean(divergences), rel=1e-4)
         same_sizes(heads, sizes(model.a, [*np.ndindex(2, T)]))
 
 
@@ -232,6 +244,10 @@ def test_worked_by_hand() -> None:
         "index_top_mass": pytest.approx(5 / 6),
     }
     assert index_choice(-z.exp(), chosen, allowed)["index_top_mass"].item() == 0  # no score is positive
+    same = index_divergence(z + 3.0, z.expand(1, 2, 1, 4), allowed)
+    assert same.item() == pytest.approx(0, abs=1e-6)
+    other = index_divergence(torch.zeros(1, 1, 1, 4), z, allowed)
+    assert other.item() == pytest.approx(sum(p * math.log(4 * p) for p in (0.1, 0.2, 0.3, 0.4)))
     one = index_sizes(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, -2.0]]), torch.tensor([-0.5]))
     assert [*one] == [
         *("index_query_norm", "index_key_norm", "index_weight_mean", "index_weight_max", "index_weight_negative")

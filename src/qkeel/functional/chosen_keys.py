@@ -94,6 +94,23 @@ def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs
     }
 
 
+def index_divergence(
+    scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], seen: Bool[Tensor, "b 1 r s"]
+) -> Float[Tensor, "b 1 r"]:
+    """Returns Σ_s p_s ln(p_s / q_s), q a softmax over an indexer's scores and p dense attention, its mean over heads.
+
+    Args:
+        scores: of the indexer.
+        z: attention logits of all pairs after the cap, in nats.
+        seen: the keys that both softmaxes are over.
+
+    Source: the loss that indexers are trained on while attention is still dense, DeepSeek-V3.2 (2025).
+    """
+    p = z.masked_fill(~seen, -torch.inf).softmax(-1).mean(1, keepdim=True)
+    logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
+    return -(torch.special.entr(p) + p * logs.masked_fill(~seen, 0.0)).sum(-1)
+
+
 def index_sizes(
     q: Float[Tensor, "... d"], k: Float[Tensor, "... d"], weights: Float[Tensor, ...] | None
 ) -> dict[str, Tensor]:

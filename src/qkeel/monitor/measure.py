@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.calls import (
+    HIDES,
     ScoresCall,
     Seen,
     call_logsumexp,
@@ -31,6 +32,7 @@ from qkeel.functional.chosen_keys import (
     chosen_distances,
     dense_comparison,
     index_choice,
+    index_divergence,
     index_sizes,
     key_coverage,
 )
@@ -257,7 +259,9 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
             self._count((site, "select_overlap"), (last & chosen).sum(-1) / (last | chosen).sum(-1).clamp_min(1), over)
         if index is not None and index.logits.shape[2:] == (t, t):
             scores, of = index.logits[:, :, rows].to(z.dtype), chosen.any(1, keepdim=True)
-            for name, x in index_choice(scores, of, allowed[:, :1]).items():
+            found = index_choice(scores, of, allowed[:, :1])
+            found["index_kl"] = index_divergence(scores, z, allowed.any(1, keepdim=True) & (scores > HIDES))
+            for name, x in found.items():
                 self._count((site, name), x, over.any(1, keepdim=True))
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:

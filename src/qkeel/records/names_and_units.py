@@ -185,6 +185,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
     "index_top_mass": HeadField("share", "positive scores of the keys that an indexer chose over those of all", "min"),
+    "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
     "index_query_norm": HeadField("1", "mean L2 norm of an indexer's queries, over its heads", "mean"),
     "index_query_norm_max": HeadField("1", "largest L2 norm of an indexer's query", "max"),
     "index_key_norm": HeadField("1", "mean L2 norm of the keys that an indexer scores", "mean"),
