@@ -69,6 +69,7 @@ def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
     with torch.no_grad():
         model.a.q_proj.weight.mul_(4)
     x = torch.randn(2, T, M)
+    heads: Mapping[str, np.ndarray] = {}
     with qkeel.watch(model, stats="all+chosen") as monitor:
         for _ in range(2):
             model(x)
@@ -127,14 +128,15 @@ def same_sizes(heads: Mapping[str, np.ndarray], truth: dict[str, float]) -> None
 @pytest.mark.parametrize("fused", [True, False])
 def test_sizes_in_an_indexer_are_those_of_the_tokens_that_count(fused: bool) -> None:
     torch.manual_seed(0)
-    model, x = Model(DSA(fused=fused)), torch.randn(2, T, M)
+    layer, x = DSA(fused=fused), torch.randn(2, T, M)
+    model = Model(layer)
     mask = torch.ones(2, T, dtype=torch.bool)
     mask[1, 7:] = False
     with qkeel.watch(model, stats="all+chosen", query_mask=mask) as monitor:
         for _ in range(2):
             model(x)
             assert monitor.sample is not None
-            same_sizes(monitor.sample.heads, sizes(model.a, [*map(tuple, mask.nonzero().tolist())]))
+            same_sizes(monitor.sample.heads, sizes(layer, [*map(tuple, mask.nonzero().tolist())]))
 
 
 def test_a_mask_of_zeros_and_ones_is_no_weight_of_an_indexers_heads() -> None:
@@ -153,11 +155,12 @@ def test_a_mask_of_zeros_and_ones_is_no_weight_of_an_indexers_heads() -> None:
             return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     torch.manual_seed(0)
-    model = Model(Masked(fused=False))
+    layer = Masked(fused=False)
+    model = Model(layer)
     with qkeel.watch(model, stats="all+chosen") as monitor:
         model(torch.randn(2, T, M))
     assert monitor.sample is not None
-    truth = sizes(model.a, [*np.ndindex(2, T)])
+    truth = sizes(layer, [*np.ndindex(2, T)])
     truth |= {name: truth[name] / 2 for name in ("index_weight_mean", "index_weight_max")}
     same_sizes(monitor.sample.heads, truth)
 

@@ -242,9 +242,7 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers
     assert sample.heads["index_max_logit"][1, 0] == pytest.approx(expected, rel=1e-5)
     assert np.isnan(sample.heads["index_max_logit"][[0, 2]]).all()
     ((q, keys, hidden),) = made
-    w = (
-        hidden @ scorer.weights_proj.weight.double().mT
-    )  # times two scales, one of a head's size and one of their number
+    w = hidden @ scorer.get_parameter("weights_proj.weight").double().mT  # before the scale 2 ** -0.5 of two heads
     assert sample.heads["index_query_norm"][1, 0] == pytest.approx(q.norm(dim=-1).mean().item(), rel=1e-5)
     assert sample.heads["index_key_norm_max"][1, 0] == pytest.approx(keys.norm(dim=-1).max().item(), rel=1e-5)
     assert sample.heads["index_weight_mean"][1, 0] == pytest.approx(w.mean().item() / 2**0.5, rel=1e-4)
@@ -281,7 +279,9 @@ def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(transformers: A
             for one in indexers:
                 getattr(one, name).register_forward_hook(lambda m, args, out, found=found: found.append(out.double()))
         model(ids)
-        heads = monitor.sample.heads
+        sample = monitor.sample
+    assert sample is not None
+    heads = sample.heads
     for layer, (q, k, w) in enumerate(zip(*parts.values(), strict=True)):  # a rotation keeps the length
         q, w = q.unflatten(-1, (2, 8)).norm(dim=-1), w / 2**0.5
         truth = {"query_norm": q.mean(), "query_norm_max": q.max(), "key_norm": k.norm(dim=-1).mean()}
