@@ -66,6 +66,11 @@ def late_growth(row: Row, name: str = "rms") -> float:
     return math.log(row[name][-1] / row[name][half])
 
 
+def growth(row: Row, name: str = "rms") -> float:
+    """The natural logarithm of a number's value at the end over that before training."""
+    return math.log(row[name][-1] / row[name][0])
+
+
 def end(row: Row, name: str = "rms") -> float:
     """The natural logarithm of a number's value at the end."""
     return math.log(row[name][-1])
@@ -78,7 +83,7 @@ def ratio(values: Sequence[float]) -> str:
 
 
 def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    return f"{x:,.0f}" if x >= 100 else f"{x:#.3g}"
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -90,16 +95,17 @@ def section(rows: Sequence[Row]) -> str:
         return [of(table[remedy, mix, lr, seed]) for seed in seeds]
 
     lines = [
-        "| remedy | LR | stream, end over middle: text | … mix | mix over text, late growth | stream at the end: mix "
-        "over text | channel ratio at the end: mix |",
-        "|---|---|---|---|---|---|---|",
+        "| remedy | LR | stream, end over middle: text | … mix | mix over text, late growth | end over start: mix "
+        "| stream at the end: mix over text | channel ratio at the end: mix |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for remedy in REMEDIES:
         for lr in LRS:
             text, mix = (over(remedy, one, lr, late_growth) for one in MIXES)
             ends = [over(remedy, one, lr, end) for one in MIXES]
             peaks = over(remedy, "mix", lr, lambda row: end(row, "channel_ratio"))
-            cells = (*(text, mix, [b - a for a, b in zip(text, mix)], [b - a for a, b in zip(*ends)], peaks),)
+            whole = over(remedy, "mix", lr, growth)
+            cells = (text, mix, [b - a for a, b in zip(text, mix)], whole, [b - a for a, b in zip(*ends)], peaks)
             lines.append(f"| {remedy} | {lr:g} | {' | '.join(map(ratio, cells))} |")
     return "\n".join(lines)
 

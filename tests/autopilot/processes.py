@@ -45,7 +45,7 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, example=next(batches())[:, :-1])
     one.train(0, 6, call=own)
     reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
-    assert ["spread over processes" in str(reason) for reason in reasons] == [True]
+    assert ["already spread this model over processes" in str(reason) for reason in reasons] == [True]
     assert [key[0] for key in one.pilot.actuator.handles] == ["qk_clip:threshold=20"]
     distributed.destroy_process_group()
 
@@ -72,7 +72,7 @@ def compiled(_folder: Path) -> None:
     top = pilot.monitor.history.top("max_logit")
     assert top is not None
     assert top[-1] < 60
-    assert [text for text, _ in said if "one more pass without gradients before each pass" in text] == [said[0][0]]
+    assert [text for text, _ in said if "one more forward pass without gradients" in text] == [said[0][0]]
     model, call = made()
     pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, example=next(batches())[:, :-1])
     Run(model, optimizer, pilot).train(0, 10, call=call)

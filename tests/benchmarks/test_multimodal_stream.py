@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
-from benchmarks.multimodal_stream import BEGIN, END, LRS, MIXES, REMEDIES, late_growth, section, train, with_section
+from benchmarks.multimodal_stream import (
+    BEGIN,
+    END,
+    LRS,
+    MIXES,
+    REMEDIES,
+    growth,
+    late_growth,
+    section,
+    train,
+    with_section,
+)
 
 
 def test_a_run_records_what_leaves_the_last_block_at_each_measured_step() -> None:
@@ -26,8 +37,10 @@ def test_late_growth_is_the_end_over_the_middle_and_the_page_has_the_mean_of_its
     assert late_growth(rows[0]) == pytest.approx(math.log(2.0))
     lines = section(rows).splitlines()
     assert len(lines) == 2 + len(REMEDIES) * len(LRS)
-    # text 4 / 2, mix 8 / 2, their ratio, the ends 8 / 4, the channel ratio
-    assert lines[2] == "| none | 0.01 | 2 (2 to 2) | 4 (4 to 4) | 2 (2 to 2) | 2 (2 to 2) | 5 (5 to 5) |"
+    # text 4 / 2, mix 8 / 2, their ratio, mix 8 / 1, the ends 8 / 4, the channel ratio
+    numbers = [f"{x}.00 ({x}.00 to {x}.00)" for x in (2, 4, 2, 8, 2, 5)]
+    assert lines[2] == f"| none | 0.01 | {' | '.join(numbers)} |"
+    assert late_growth(rows[0]) < growth(rows[0]) == pytest.approx(math.log(4.0))
 
 
 def test_the_section_of_a_page_is_replaced_and_the_rest_stays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -13,12 +14,19 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.calls import ScoresCall, dense_rows
-from qkeel.functional.chosen_keys import chosen_distances, dense_comparison
+from qkeel.functional.chosen_keys import (
+    chosen_distances,
+    dense_comparison,
+    index_choice,
+    index_divergence,
+    index_sizes,
+    key_coverage,
+)
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 NAMES = ("select_share", "select_distance", "select_distance_max", "select_local_share", "dense_recall", "dense_kl")
-NAMES += ("dense_kl_max", "dense_top_share", "dense_entropy")
+NAMES += ("dense_kl_max", "dense_top_share", "dense_entropy", "select_coverage")
 
 
 def expected(layer: Sparse) -> dict[str, np.ndarray]:
@@ -47,6 +55,10 @@ def expected(layer: Sparse) -> dict[str, np.ndarray]:
         }
         for name, value in values.items():
             found[name][h].append(value)
+    for b, h in np.ndindex(hidden.shape[:2]):
+        free = [t for t in range(T) if hidden[b, h, t, : t + 1].any()]
+        taken = {s for t in free for s in range(t + 1) if not hidden[b, h, t, s]}
+        found["select_coverage"][h].append(len(taken) / (max(free) + 1))
     return {n: np.array([(max if n.endswith("_max") else np.mean)(v) for v in x]) for n, x in found.items()}
 
 
@@ -57,6 +69,7 @@ def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
     with torch.no_grad():
         model.a.q_proj.weight.mul_(4)
     x = torch.randn(2, T, M)
+    heads: Mapping[str, np.ndarray] = {}
     with qkeel.watch(model, stats="all+chosen") as monitor:
         for _ in range(2):
             model(x)
@@ -68,14 +81,88 @@ def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
                 np.testing.assert_allclose(heads[name][0], values, rtol=2e-5, atol=2e-6, err_msg=name)
     assert (heads["dense_recall"] < 1).all()
     assert "recall" in monitor.table()
-    if kind != "blocks":
+    if isinstance(model.a, DSA):
         index, hidden = model.a.index_truth(), model.a.hidden["a"][:, 0].numpy()
-        margins = [
-            index[b, t][~hidden[b, t]].mean() - index[b, t][: t + 1][hidden[b, t][: t + 1]].mean()
-            for b, t in np.ndindex(2, T)
-            if hidden[b, t][: t + 1].any()
-        ]
+        margins, masses, divergences = [], [], []
+        q, k = model.a.double(model.a.q_proj, H).numpy(), model.a.double(model.a.k_proj, H).numpy()
+        for b, t in np.ndindex(2, T):
+            z, others = index[b, t][: t + 1], hidden[b, t][: t + 1]
+            if others.any():
+                margins.append(z[~others].mean() - z[others].mean())
+                kept, every = (math.fsum(x for x in one if x > 0) for one in (z[~others], z))
+                masses.append(kept / every if every else 0.0)
+                logits = [(q[b, h, t] @ k[b, h, : t + 1].T) / math.sqrt(q.shape[-1]) for h in range(H)]
+                dense = np.mean([np.exp(x) / np.exp(x).sum() for x in logits], axis=0)
+                divergences.append(math.fsum(dense * np.log(dense / (np.exp(z) / np.exp(z).sum()))))
         assert heads["index_margin"][0, 0] == pytest.approx(np.mean(margins), rel=1e-4)
+        assert heads["index_top_mass"][0, 0] == pytest.approx(np.mean(masses), rel=1e-4)
+        assert heads["index_kl"][0, 0] == pytest.approx(np.mean(divergences), rel=1e-4)
+        same_sizes(heads, sizes(model.a, [*np.ndindex(2, T)]))
+
+
+def sizes(layer: DSA, tokens: list[tuple[int, ...]]) -> dict[str, float]:
+    """The sizes of an indexer's queries, keys and weights, one token after the other, in float64."""
+    q, k, w = (layer.double(x, 1)[:, 0].numpy() for x in (layer.iq, layer.ik, layer.iw))
+    queries = [
+        math.sqrt(math.fsum(x * x for x in part)) for at in tokens for part in np.split(q[at], layer.index_heads)
+    ]
+    keys = [math.sqrt(math.fsum(x * x for x in k[at])) for at in tokens]
+    weights = [float(x) for at in tokens for x in w[at]]
+    return {
+        "index_query_norm": np.mean(queries).item(),
+        "index_query_norm_max": max(queries),
+        "index_key_norm": np.mean(keys).item(),
+        "index_key_norm_max": max(keys),
+        "index_weight_mean": np.mean(weights).item(),
+        "index_weight_max": max(map(abs, weights)),
+        "index_weight_negative": sum(x < 0 for x in weights) / len(weights),
+    }
+
+
+def same_sizes(heads: Mapping[str, np.ndarray], truth: dict[str, float]) -> None:
+    found = {name: heads[name][0, 0].item() for name in truth}
+    assert found == {name: pytest.approx(x, rel=2e-5, abs=2e-6) for name, x in truth.items()}
+    assert all(np.isnan(heads[name][0, 1:]).all() for name in truth)  # one indexer for all heads
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_sizes_in_an_indexer_are_those_of_the_tokens_that_count(fused: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = DSA(fused=fused), torch.randn(2, T, M)
+    model = Model(layer)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[1, 7:] = False
+    with qkeel.watch(model, stats="all+chosen", query_mask=mask) as monitor:
+        for _ in range(2):
+            model(x)
+            assert monitor.sample is not None
+            same_sizes(monitor.sample.heads, sizes(layer, [*map(tuple, mask.nonzero().tolist())]))
+
+
+def test_a_mask_of_zeros_and_ones_is_no_weight_of_an_indexers_heads() -> None:
+    class Masked(DSA):
+        """Its scores are multiplied by a mask, and by a constant, as well as by the weights of heads."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            seen = torch.ones(T, T, dtype=torch.bool).tril()
+            index = (self.iq(x).unflatten(-1, (self.index_heads, -1)).transpose(1, 2) @ self.ik(x).mT[:, None]).relu()
+            index = (index * seen.float() * torch.tensor(0.5) * self.iw(x).mT[..., None]).sum(1)
+            chosen = index.masked_fill(~seen, -torch.inf).topk(self.top, dim=-1).indices
+            reached = torch.zeros_like(index, dtype=torch.bool).scatter(-1, chosen, True) & seen
+            self.hidden["a"] = ~reached[:, None].expand(-1, H, -1, -1)
+            z = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~reached[:, None], -torch.inf)
+            return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    layer = Masked(fused=False)
+    model = Model(layer)
+    with qkeel.watch(model, stats="all+chosen") as monitor:
+        model(torch.randn(2, T, M))
+    assert monitor.sample is not None
+    truth = sizes(layer, [*np.ndindex(2, T)])
+    truth |= {name: truth[name] / 2 for name in ("index_weight_mean", "index_weight_max")}
+    same_sizes(monitor.sample.heads, truth)
 
 
 class Two(nn.Module):
@@ -151,3 +238,21 @@ def test_worked_by_hand() -> None:
         "select_distance_max": 0.75,
         "select_local_share": 0.5,
     }
+    some = torch.tensor([[[[True, False, False, False], [True, False, True, False]]]])
+    below = torch.tensor([[[[True, True, False, False], [True, True, True, False]]]])
+    assert key_coverage(some, below).item() == pytest.approx(2 / 3)
+    found = index_choice(torch.tensor([[[[2.0, -4.0, 1.0, 3.0]]]]), chosen, allowed)
+    assert {name: x.item() for name, x in found.items()} == {
+        "index_margin": (2 + 3) / 2 - (1 - 4) / 2,
+        "index_top_mass": pytest.approx(5 / 6),
+    }
+    assert index_choice(-z.exp(), chosen, allowed)["index_top_mass"].item() == 0  # no score is positive
+    same = index_divergence(z + 3.0, z.expand(1, 2, 1, 4), allowed)
+    assert same.item() == pytest.approx(0, abs=1e-6)
+    other = index_divergence(torch.zeros(1, 1, 1, 4), z, allowed)
+    assert other.item() == pytest.approx(sum(p * math.log(4 * p) for p in (0.1, 0.2, 0.3, 0.4)))
+    one = index_sizes(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, -2.0]]), torch.tensor([-0.5]))
+    assert [*one] == [
+        *("index_query_norm", "index_key_norm", "index_weight_mean", "index_weight_max", "index_weight_negative")
+    ]
+    assert [x.item() for x in one.values()] == [5, 2, -0.5, 0.5, 1]

@@ -150,7 +150,7 @@ def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | Part
 
 def reduced(members: list[Members], measured: list[Measurement | None]) -> Measurement:
     """What every process reads of the vectors that all of them send."""
-    sent = [of.pack(own) for of, own in zip(members, measured, strict=True)]
+    sent = [of.pack(own, {}) for of, own in zip(members, measured, strict=True)]
     largest, *sums = [torch.stack(each) for each in zip(*sent)]
     found = [of.unpack([largest.amax(0), *(x.sum(0) for x in sums)]) for of in members]
     return found[0]

@@ -17,6 +17,7 @@ from qkeel.functional.statistics import MERGES, LogitStats, merge
 from qkeel.monitor import Layout
 from qkeel.monitor.gather import Measurement, PartialValue
 from qkeel.monitor.processes import Extent, Members, RankInfo
+from qkeel.records import MONITOR_EXTREMES
 
 HEADS, KEYS, BINS = 3, 2, 24
 
@@ -90,8 +91,8 @@ def test_entropies_alone_take_16_bytes_for_each_head() -> None:
         single = {name: x.float() if x.is_floating_point() else x for name, x in s.tensors().items()}
         measured.append(Measurement(stats={"a": LogitStats(**single)}, numbers={}))  # type: ignore[arg-type]
     of_all = members(measured)
-    sent = of_all[0].pack(measured[0])
-    flags, count = 3 * 4 + 8, 8
+    sent = of_all[0].pack(measured[0], {})
+    flags, count = (3 + len(MONITOR_EXTREMES)) * 4 + 8, 8
     assert sum(x.numel() * x.itemsize for x in sent) == 16 * HEADS + flags + count
     found, expected = reduced(of_all, [*measured]).stats["a"], merge(measured[0].stats["a"], measured[1].stats["a"])
     for name, x in expected.tensors().items():

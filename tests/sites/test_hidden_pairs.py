@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import qkeel
 from qkeel import find_sites
 from qkeel.capture.calls import hides, is_low
 from qkeel.sites import Tap
@@ -155,3 +156,86 @@ def test_alibi_over_many_tokens_counts_every_pair(how: str) -> None:
         stats = next(iter(tap.read().values()))
     assert stats.n_pairs.tolist() == [300 * 300] * H
     assert stats.min_logit.min() < -100
+
+
+class Padded(nn.Module):
+    """Attention that fills its queries, keys and values up to a multiple of four tokens and cuts the output again."""
+
+    def __init__(self, *, local: bool = False) -> None:
+        super().__init__()
+        self.local = local
+        self.q, self.k, self.v = (nn.Linear(H * D, H * D, bias=False) for _ in range(3))
+        self.pads = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, (b, t) = -x.shape[1] % 4, x.shape[:2]
+        q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        real = torch.arange(t + n if self.pads else t) < t
+        if self.pads:
+            q, k, v = (F.pad(y, (0, 0, 0, n)) for y in (q, k, v))
+        if self.local:
+            q, k, v = (y.unflatten(2, (-1, 4)) for y in (q, k, v))
+            real = real.unflatten(0, (-1, 4))[:, None]
+        z = (q @ k.mT / D**0.5).masked_fill(~real, -torch.inf)
+        out = z.softmax(-1) @ v
+        out = out.flatten(2, 3) if self.local else out
+        return out[:, :, :t].transpose(1, 2).reshape(b, t, H * D)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_rows_that_a_module_adds_as_zeros_do_not_count(local: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Padded(local=local).double(), torch.randn(B, 10, H * D, dtype=torch.float64)
+    q, k = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (model.q, model.k))
+    near = torch.arange(10) // 4 == torch.arange(10)[:, None] // 4 if local else torch.ones(10, 10, dtype=torch.bool)
+    weights = (q @ k.mT / D**0.5).masked_fill(~near, -torch.inf).softmax(-1)
+    with qkeel.watch(model) as monitor:
+        for _ in range(2):  # the second pass is looked at in the module alone
+            model(x)
+            found = monitor.read()[""]
+            assert found.n_queries.tolist() == [B * 10] * H
+            torch.testing.assert_close(found.entropy, torch.special.entr(weights).sum(-1).mean((0, 2)))
+            torch.testing.assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
+
+
+def test_queries_that_are_zeros_count_where_nothing_is_filled_up_or_all_are_zeros() -> None:
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(B, 10, H * D)
+    with torch.no_grad():
+        model.q.weight.zero_()  # as some models begin
+    with qkeel.watch(model) as monitor:
+        model(x)
+        assert monitor.read()[""].n_queries.tolist() == [B * 12] * H
+    model = Padded()
+    model.pads = False
+    x[:, 7:] = 0
+    with qkeel.watch(model) as monitor:
+        model(x)
+        assert monitor.read()[""].n_queries.tolist() == [B * 10] * H
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_column_of_low_numbers_added_by_pad_is_no_key(masked: bool, by_name: bool) -> None:
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(H * D, H * D, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            z = q @ k.mT / D**0.5
+            z = z.masked_fill(~CAUSAL, LOWEST) if masked else z
+            z = F.pad(z, pad=(1, 0), value=-1e3) if by_name else F.pad(z, (1, 0), "constant", -1e3)
+            return (z.softmax(-1)[..., 1:] @ v).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, x = Column(), torch.randn(B, T, H * D)
+    with qkeel.watch(model) as monitor:
+        for _ in range(2):
+            model(x)
+            found = monitor.read()[""]
+            assert found.n_pairs.tolist() == [B * (T * (T + 1) // 2 if masked else T * T)] * H
+            assert (found.min_logit > -10).all()
+    assert monitor.active is False
+    assert monitor.history.steps.tolist() == [0, 1]

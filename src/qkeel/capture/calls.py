@@ -347,6 +347,15 @@ def flex_call(
 # --- ScoresCall: a hand-written attention as it was seen, and the statistics of what went into its softmax
 
 
+class IndexVectors(NamedTuple):
+    """What an indexer's scores were made of: queries and keys, whose vectors are the last dimension and which have the
+    scores' other dimensions, of size 1 where they are the same; and the factors of its heads."""
+
+    queries: Tensor
+    keys: Tensor
+    weights: tuple[Tensor, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoresCall:
     """Logits [b h t s] before the cap, `capped` ones as the softmax took them, and which pairs are hidden.
@@ -357,7 +366,8 @@ class ScoresCall:
     In a probe `products` are q and k of every product of the sum, and `lost` says what else is in it. `query_mask` [b
     t]: False leaves a query row out of the statistics; `classes` splits them. `gathered`: the keys were picked for each
     query, so a column belongs to no single key, and the first key of a row is unknown: sink_share is NaN. `sink` is the
-    logsumexp of the attached columns that are not keys, if there are any.
+    logsumexp of the attached columns that are not keys, if there are any. `index` tells of an
+    indexer's scores what they are made of.
     """
 
     spec: AttentionSpec
@@ -373,6 +383,7 @@ class ScoresCall:
     classes: TokenClasses | None = None
     gathered: bool = False
     sink: Float[Tensor, "b h t"] | None = None
+    index: Callable[[], IndexVectors | None] | None = None
 
     @property
     def headless(self) -> bool:

@@ -50,8 +50,8 @@ class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept on request only.
 
     `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
-    how often it has chosen keys, `since` and `until` the numbers of operators that had run when it began and when it
-    ended.
+    how often it has chosen keys, `pads` whether it has filled up a dimension of a tensor with zeros, `since` and
+    `until` the numbers of operators that had run when it began and when it ended.
     """
 
     name: str
@@ -63,6 +63,7 @@ class ModuleCall:
     since: int = 0
     until: int | None = None
     indexes: int = 0
+    pads: bool = False
 
     def line(self) -> list[ModuleCall]:
         """This frame and those that called it, innermost first."""

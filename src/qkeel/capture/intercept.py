@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
-from qkeel.capture.products import Lost, Scores
+from qkeel.capture.products import Lost, Scores, pad_arguments
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     SDPA,
@@ -112,6 +112,14 @@ def _turns(function: Function, args: Args) -> bool:
     return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
 
 
+def _adds_zeros(args: Args, kwargs: Kwargs) -> bool:
+    """True of pad(x, sizes, mode, value) if it adds zeros along a dimension other than the last."""
+    given = pad_arguments(args, kwargs)
+    sizes = given.get("pad")
+    others = isinstance(sizes, (tuple, list)) and any(sizes[2:])
+    return others and given.get("mode", "constant") == "constant" and not given.get("value")
+
+
 def _in_own(frame: ModuleCall) -> bool:
     """True inside one of qkeel's modules, whose statistics are of its observers: to follow them would be to wait."""
     return any(isinstance(f.module, SpecModule) for f in frame.line())
@@ -184,7 +192,7 @@ class CaptureMode(CallObserver):
         # Gets the calls of modules that choose keys; a probe keeps the first of each, with what they are made of.
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
-        self._chosen: dict[str, tuple[ModuleCall, ScoresCall, frozenset[tuple[int, int]], Scores | Lost]] = {}
+        self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._names = (names_of(model) if names is None else names) if probing else None
         self._by_name: Args = ()  # the arguments of the call of SDPA by its name that is under way
         self.handwritten = EagerAttentionTracer(
@@ -290,6 +298,8 @@ class CaptureMode(CallObserver):
         name = function_name(function)
         if name == "get" and not _turns(function, args):
             return False
+        if name == "pad" and _adds_zeros(args, kwargs):
+            self.stack.top.pads = True
         if in_vmap():
             if self._below is None:
                 self.hidden["what runs inside torch.func.vmap"] = None
@@ -332,21 +342,20 @@ class CaptureMode(CallObserver):
         known = self.index_layouts(frame.name)
         frame.indexes += 1
         try:
-            call = index_call(tag, x, frame, known=known, names=self._names)
+            call = index_call(tag, x, frame, self.handwritten.tags, known=known, names=self._names)
         except Exception as error:  # attention beside it is seen all the same
             caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
             return
         if self.index is not None:
             self.index(frame, call)
         else:
-            of = frozenset(products_of(tag)) if isinstance(tag, Scores) else tag.products
-            self._chosen.setdefault(frame.name, (frame, call, of, tag))  # the tag keeps what it is made of
+            self._chosen.setdefault(frame.name, (frame, call, tag))
 
     @property
     def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
         """The scores of a probe by which keys were chosen, except those that a softmax also took."""
         weighed = self.handwritten.lost.weighed
-        return [(frame, call) for frame, call, of, _ in self._chosen.values() if of.isdisjoint(weighed)]
+        return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
 
     @property
     def operations(self) -> Sequence[TorchOperator]:

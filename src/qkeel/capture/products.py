@@ -301,7 +301,8 @@ class Lost:
     `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
     something else. `others` are further possible numbers of queries: if all heads share their keys, a product does not
     distinguish heads from queries. `doubtful`: only one of these is left, so that a softmax over it is not known to be
-    attention. `frame` is where the product was made, `products` what it was made of.
+    attention. `frame` is where the product was made, `parts` are the products, and `factors` tensors by which their sum
+    was multiplied.
     """
 
     operation: str
@@ -309,7 +310,8 @@ class Lost:
     rows: int
     columns: int
     others: frozenset[int] = frozenset()
-    products: frozenset[tuple[int, int]] = frozenset()
+    parts: tuple[Product, ...] = ()
+    factors: tuple[Tensor, ...] = ()
     doubtful: bool = False
 
     def passes_to(self, out: Tensor) -> bool:
@@ -407,3 +409,8 @@ READS = frozenset(
         *("amax", "amin", "max", "mean", "min", "sum"),
     }
 )
+
+
+def pad_arguments(args: Args, kwargs: Kwargs) -> dict[str, object]:
+    """The arguments of pad(input, pad, mode, value) by name, but for the tensor."""
+    return dict(zip(("pad", "mode", "value"), args[1:])) | {n: x for n, x in kwargs.items() if n != "input"}

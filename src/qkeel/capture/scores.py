@@ -26,6 +26,7 @@ from qkeel.capture.products import (
     is_weight,
     narrowed,
     operand,
+    pad_arguments,
 )
 from qkeel.heads.site import UnrecognizedAttention
 from qkeel.heads.walk import nodes_of, variable_of
@@ -284,7 +285,7 @@ def _same_kind(tag: Scores, new: Scores) -> bool:
     return plain and not new.lost and new.scale == tag.scale and products_of(tag) <= products_of(new)
 
 
-def products_of(tag: Scores) -> set[tuple[int, int]]:
+def products_of(tag: Scores | Lost) -> set[tuple[int, int]]:
     """The factors of the products in scores, by identity."""
     return {(id(a), id(b)) for a, b in (part.operands for part in tag.parts)}
 
@@ -300,6 +301,13 @@ def rearranged(
 ) -> Scores | None:
     """The tag of `name(x, …)`, a view or an index. Unless `whole`, which vectors the scores are made of is followed
     through views only: anything else would write a number for every score."""
+    more = (args[1:], kwargs)  # of masks
+    if name == "pad":
+        padding = pad_arguments(args, kwargs)
+        low = is_low(padding.get("value"))
+        more = (), {**padding, "value": float(low)}
+        if low and tag.hidden is None:
+            tag = tag.also_hidden(torch.zeros((), dtype=torch.bool, device=x.device), x)
     method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
     op: Callable[..., Tensor] = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
 
@@ -310,11 +318,9 @@ def rearranged(
             part = part.broadcast_to(x.shape)
             if name == "as_strided":
                 part = torch.empty_strided(x.shape, x.stride(), dtype=part.dtype, device=part.device).copy_(part)
-            return (
-                op(part.to(torch.uint8), *args[1:], **kwargs).bool()
-                if part.dtype == torch.bool
-                else op(part, *args[1:], **kwargs)
-            )
+            if part.dtype == torch.bool:
+                return op(part.to(torch.uint8), *more[0], **more[1]).bool()
+            return op(part, *args[1:], **kwargs)
 
     picked = name in _COPIES or (name == "getitem" and not _is_view(args))
 
@@ -538,7 +544,7 @@ class LostScores:
         rows, columns = x.shape[-2:]
         if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
             columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all
-        first, others, products = name in _FIRST, _queries(tag, x), frozenset(products_of(tag))
+        first, others = name in _FIRST, _queries(tag, x)
         for part in (*tensors((out,)),)[: 1 if first else None]:
             lost = Lost(
                 operation=name,
@@ -546,7 +552,7 @@ class LostScores:
                 rows=rows,
                 columns=part.shape[-1] if first else columns,
                 others=others,
-                products=products,
+                parts=tag.parts,
             )
             self._put(part, lost)
 
@@ -567,7 +573,7 @@ class LostScores:
         attention."""
         weights = name in SOFTMAXES or name in ("exp", "exp2")
         if weights:
-            self.weighed |= tag.products
+            self.weighed |= products_of(tag)
         if weights and not tag.doubtful:
             words = _WORDS.get(tag.operation, tag.operation)
             self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores could not be followed beyond {words}")

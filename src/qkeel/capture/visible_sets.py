@@ -101,8 +101,9 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     spans = _spans(call, kept)
     if s != t and origin != "other":
         # Of a few queries with a window, as where a sequence is cut into pieces, all may see the keys in the middle.
+        # In the last piece the window may end with the sequence.
         whole = _spans(call, seen)
-        if whole.all and whole.slide and whole.steady:
+        if whole.all and whole.slide and whole.follows:
             return VisibleSets(visible="window", blocks=False, queries=t)
         if not spans.steady:
             return VisibleSets(visible="compressed", blocks=False, queries=t)
@@ -127,6 +128,7 @@ class _Spans:
         slide: somewhere the beginning advances by one key from one row to the next.
         several: the sets begin at several keys.
         steady: the end advances by one key with each row.
+        follows: it does so until it is at the last key that any row sees.
         first: the first key [n t] of each row.
     """
 
@@ -134,6 +136,7 @@ class _Spans:
     slide: bool
     several: bool
     steady: bool
+    follows: bool
     first: Tensor
 
 
@@ -148,9 +151,12 @@ def _spans(call: Seen, kept: Tensor) -> _Spans:
     ahead = last - torch.arange(t, device=last.device)
     high = ahead.masked_fill(~some, -s - t).amax(-1)
     steady = ((high == ahead.masked_fill(~some, s + t).amin(-1)) | ~some.any(-1)).all()
+    before, after, top = last[..., :-1], last[..., 1:], last.masked_fill(~some, -1).amax(-1, keepdim=True)
+    apart = ~(some[..., 1:] & some[..., :-1])
+    follows = ((after == before + 1) | ((after == before) & (after == top)) | apart).all()
     several = (first.masked_fill(~some, -1).amax(-1) > first.masked_fill(~some, s).amin(-1)) & some.any(-1)
-    found = torch.stack([spans, slides, several.any(), steady]).tolist()
-    return _Spans(all=found[0], slide=found[1], several=found[2], steady=found[3], first=first)
+    found = torch.stack([spans, slides, several.any(), steady, follows]).tolist()
+    return _Spans(all=found[0], slide=found[1], several=found[2], steady=found[3], follows=found[4], first=first)
 
 
 def _keys(call: Seen) -> int:

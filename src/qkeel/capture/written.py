@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, head_counts, layout
+from qkeel.capture.calls import HIDES, HeadLayout, IndexVectors, ScoresCall, fewest_keys, head_counts, layout
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import (
     ELEMENTWISE,
@@ -133,6 +133,9 @@ class EagerAttentionTracer:
             if name in PRODUCTS:
                 self.lost.product(name, (args, kwargs), out)
             else:
+                if name in ("mul", "multiply", "imul"):
+                    others = [a for a in (*args, *kwargs.values()) if a is not place and isinstance(a, Tensor)]
+                    tag = dataclasses.replace(tag, factors=(*tag.factors, *others))
                 self.lost.go_on(name, frame, tag, out)
         elif isinstance(tag, Scores) and place is not None:
             self._scores(name, frame, tag, place, (args, kwargs), out)
@@ -426,6 +429,9 @@ def seen_call(
         how = _layout(found[1], parts, keys, frame, known, names)
         factors = [_factors(sides, how, keys, exact=names is None or (alone and len(parts) == 1)) for sides in parts]
     logits, capped, hidden = (p if p is None else how.apply(p) for p in found)
+    if any([f.pads for f in frame.line()]):  # noqa: C419
+        filler = _filler_rows(parts, how, keys)
+        hidden = filler if hidden is None or filler is None else hidden | filler
     assert logits is not None
     assert capped is not None
     q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
@@ -445,14 +451,32 @@ def seen_call(
     )
 
 
+@torch.no_grad()
+def _filler_rows(parts: Sequence[Sides | None], how: HeadLayout, keys: int) -> Tensor | None:
+    """The rows [b 1 t 1] whose queries are zeros in all heads, which a module that pads with zeros has added; not if
+    the queries of all rows are zeros, as before the first step of some models. None where queries are unknown."""
+    sides = parts[0] if len(parts) == 1 else None
+    if sides is None or sides.query.index is None or sides.query.varies(keys):
+        return None
+    rows = how.apply(sides.query.index.narrow(keys, 0, 1))
+    zero = (sides.query.vectors() == 0).all(-1)[rows.clamp_min(0)].all(1, keepdim=True)
+    return zero & ~zero.all()
+
+
 def index_call(
-    tag: Scores | Lost, x: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
+    tag: Scores | Lost,
+    x: Tensor,
+    frame: ModuleCall,
+    tags: Tags,
+    *,
+    known: HeadLayout | None,
+    names: dict[int, str] | None,
 ) -> ScoresCall:
     """Returns the scores x by which keys are chosen as a call: what a softmax over them would take, without values.
 
     A pair is hidden if a mask with its score would hide it, or if it is always chosen (+inf).
     """
-    tag = tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
+    of, tag = tag, tag if isinstance(tag, Scores) else Scores(parts=(), frame=tag.frame)
     keys, x = x.ndim - 1, x.detach()
     parts = [_sides(part, x, keys, (0, x.shape[keys])) for part in tag.parts]
     with torch.set_grad_enabled(names is not None):
@@ -462,8 +486,33 @@ def index_call(
     hidden = hidden if tag.hidden is None else hidden | tag.hidden
     logits = how.apply(x)
     return ScoresCall(
-        spec=AttentionSpec(), logits=logits, capped=logits, hidden=how.apply(hidden), q=None, k=None, layout=how
+        spec=AttentionSpec(),
+        logits=logits,
+        capped=logits,
+        hidden=how.apply(hidden),
+        q=None,
+        k=None,
+        layout=how,
+        index=lambda: _index_vectors(of, tags),
     )
+
+
+def _index_vectors(tag: Scores | Lost, tags: Tags) -> IndexVectors | None:
+    """What an indexer's scores Σ_j w_j f(q_j·k) are made of, where w multiplies f(q·k) number by number or in a product
+    that is summed over j; None if the product of q and k is unknown."""
+    summed = []
+    for a, b in [part.operands for part in tag.parts]:
+        for x, other in ((a, b), (b, a)):
+            if isinstance(inner := tags.get(x), Lost):
+                tag, summed = inner, [other]
+    # A factor that changes along keys is a mask.
+    factors = [x for x in tag.factors if x.numel() == 1 or x.shape[-1] == 1] if isinstance(tag, Lost) else []
+    sides = tag.parts[0].sides if len(tag.parts) == 1 else None
+    if sides is None or sides[0].varies(-1) == sides[1].varies(-1):  # the last dimension is that of the keys
+        return None
+    query, key = sides if sides[1].varies(-1) else sides[::-1]
+    q, k = (side.picked(narrowed(side.index)).detach() for side in (query, key) if side.index is not None)
+    return IndexVectors(q, k, tuple([w.detach() for w in (*factors, *summed)]))
 
 
 @torch.no_grad()

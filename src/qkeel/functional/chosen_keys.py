@@ -65,3 +65,65 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
         "dense_top_share": chosen.gather(-1, top)[..., 0].to(z.dtype),
         "dense_entropy": -(logs.exp() * logs.masked_fill(~allowed, 0.0)).sum(-1),
     }
+
+
+def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
+    """Returns the share of the keys of any row that some row chose: low where all rows choose the same keys.
+
+    Source: as in llm-internal-medicine's dsa_metrics, over the rows that are given.
+    """
+    return chosen.any(-2).sum(-1) / allowed.any(-2).sum(-1).clamp_min(1)
+
+
+def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
+    """Returns how an indexer's scores tell chosen keys from others, by the recorded names of the numbers [b h r].
+
+    index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
+    keys' positive scores over that of all keys, 0 where none is positive.
+
+    Source: the same numbers as in llm-internal-medicine's dsa_metrics.
+    """
+
+    def mean(over: Pairs) -> PerRow:
+        return scores.masked_fill(~over, 0.0).sum(-1) / over.sum(-1).clamp_min(1)
+
+    kept, every = (scores.masked_fill(~over, 0.0).clamp_min(0).sum(-1) for over in (chosen, allowed))
+    return {
+        "index_margin": mean(chosen) - mean(allowed & ~chosen),
+        "index_top_mass": kept / every.clamp_min(torch.finfo(every.dtype).tiny),
+    }
+
+
+def index_divergence(
+    scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], seen: Bool[Tensor, "b 1 r s"]
+) -> Float[Tensor, "b 1 r"]:
+    """Returns Σ_s p_s ln(p_s / q_s), q a softmax over an indexer's scores and p dense attention, its mean over heads.
+
+    Args:
+        scores: of the indexer.
+        z: attention logits of all pairs after the cap, in nats.
+        seen: the keys that both softmaxes are over.
+
+    Source: the loss that indexers are trained on while attention is still dense, DeepSeek-V3.2 (2025).
+    """
+    p = z.masked_fill(~seen, -torch.inf).softmax(-1).mean(1, keepdim=True)
+    logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
+    return -(torch.special.entr(p) + p * logs.masked_fill(~seen, 0.0)).sum(-1)
+
+
+def index_sizes(
+    q: Float[Tensor, "... d"], k: Float[Tensor, "... d"], weights: Float[Tensor, ...] | None
+) -> dict[str, Tensor]:
+    """Returns the sizes of an indexer's queries, keys and weights of heads, by the recorded names of the numbers.
+
+    A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norm of each vector.
+    index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k
+    then speaks against a key.
+
+    Source: the same tensors as in llm-internal-medicine's dsa_metrics, which takes root mean squares of numbers.
+    """
+    found = {"index_query_norm": q.norm(dim=-1), "index_key_norm": k.norm(dim=-1)}
+    if weights is not None:
+        found["index_weight_mean"], found["index_weight_max"] = weights, weights.abs()
+        found["index_weight_negative"] = (weights < 0).to(weights.dtype)
+    return found

@@ -183,7 +183,7 @@ ALIKE = "alike"  # of numbers that all processes with the same weights know
 class Measurement:
     """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model.
 
-    `monitor` is this process's report on its own monitor, by records.MONITOR_FIELDS; it is not sent. `arrays` are the
+    `monitor` is what is known of the monitor itself, by records.MONITOR_FIELDS and MONITOR_EXTREMES. `arrays` are the
     statistics with one number per head of each block of sites, as arrays of NumPy; they are made with a measurement
     that has arrived, where one view of all numbers takes the place of some twenty.
     """

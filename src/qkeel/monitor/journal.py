@@ -432,7 +432,8 @@ class PendingResults:
             if len(waiting) > _UNREAD:
                 waiting[:] = [merged(waiting)]
             if measured.stats:
-                self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=one.monitor))
+                monitor = {**one.monitor, **measured.monitor}
+                self._journal.add(one.step, one.phase, dataclasses.replace(measured, monitor=monitor))
 
     def _say_unknown(self, measured: Measurement) -> None:
         """Warns once about sites whose heads are split over processes, for which a number is not measured."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.capture.calls import (
+    HIDES,
     ScoresCall,
     Seen,
     call_logsumexp,
@@ -26,7 +27,15 @@ from qkeel.capture.example import Arguments, tensors
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution, unknown
 from qkeel.functional.bounds import LogitChange
-from qkeel.functional.chosen_keys import Pairs, chosen_distances, dense_comparison
+from qkeel.functional.chosen_keys import (
+    Pairs,
+    chosen_distances,
+    dense_comparison,
+    index_choice,
+    index_divergence,
+    index_sizes,
+    key_coverage,
+)
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, merge, row_moments, sink_gate
 from qkeel.handle import Handle
@@ -189,9 +198,10 @@ class IndexSums(Revertible[str, LogitStats]):
 @final
 class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
     """Collects, by site, what sparse attention chooses in a step, on up to 32 query rows of each call that have a
-    choice: select_*, dense_*, index_margin [h]."""
+    choice: select_*, dense_*, index_margin, index_top_mass [h]; and the sizes in its indexer, of all tokens."""
 
     ROWS = 32
+    _MAXIMA = frozenset({"dense_kl", "index_query_norm", "index_key_norm"})  # of which the largest is kept too
 
     def __init__(self, tokens: PassTokens) -> None:
         super().__init__()
@@ -205,9 +215,19 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
         self._last = None
         self._index.clear()
 
+    @torch.no_grad()
     def scored(self, layer: str, call: ScoresCall) -> None:
         """Takes the scores by which a layer's indexer chooses keys."""
-        self._index[layer] = call
+        self._index[layer] = call = self._tokens.on(call)  # type: ignore[assignment]
+        vectors = None if call.index is None else call.index()
+        if vectors is None:
+            return
+        q, k, *weights = (x.to(widest(x.device)) for x in (vectors.queries, vectors.keys, *vectors.weights))
+        w = functools.reduce(torch.mul, weights) if weights else None
+        for name, x in index_sizes(q, k, w).items():
+            over = _keys_scored(call, x) if name == "index_key_norm" else _of_tokens(call, x)
+            if over is not None:
+                self._count((layer, name), x.reshape(1, 1, -1), over.expand(x.shape).reshape(1, 1, -1))
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
@@ -232,13 +252,17 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
         over = counted & (reached > 0) & (reached < allowed.sum(-1))
         for name, x in {**chosen_distances(chosen, allowed, positions), **dense_comparison(z, chosen, allowed)}.items():
             self._count((site, name), x, over)
+        reachable, taken = allowed & over[..., None], chosen & over[..., None]
+        self._count((site, "select_coverage"), key_coverage(taken, reachable)[..., None], over.any(-1, keepdim=True))
         last, self._last = self._last, chosen
         if last is not None and last.shape == chosen.shape:
             self._count((site, "select_overlap"), (last & chosen).sum(-1) / (last | chosen).sum(-1).clamp_min(1), over)
         if index is not None and index.logits.shape[2:] == (t, t):
             scores, of = index.logits[:, :, rows].to(z.dtype), chosen.any(1, keepdim=True)
-            sides = [scores.masked_fill(~x, 0.0).sum(-1) / x.sum(-1).clamp_min(1) for x in (of, allowed[:, :1] & ~of)]
-            self._count((site, "index_margin"), sides[0] - sides[1], over.any(1, keepdim=True))
+            found = index_choice(scores, of, allowed[:, :1])
+            found["index_kl"] = index_divergence(scores, z, allowed.any(1, keepdim=True) & (scores > HIDES))
+            for name, x in found.items():
+                self._count((site, name), x, over.any(1, keepdim=True))
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         total, n = x.to(widest(x.device)).masked_fill(~over, 0.0), over.expand(x.shape).sum((0, 2))
@@ -248,8 +272,8 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
         if known is not None:
             new, n = torch.maximum(new, known[0]) if largest else new + known[0], n + known[1]
         self._found[of] = new, n
-        if of[1] == "dense_kl":
-            self._count((of[0], "dense_kl_max"), x, over)
+        if of[1] in self._MAXIMA:
+            self._count((of[0], f"{of[1]}_max"), x, over)
 
     def read(self) -> SiteNumbers:
         """The numbers since the last read, once."""
@@ -258,8 +282,32 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
             weight, largest = n.to(x.dtype), name.endswith("_max")
             value = x if largest else x / weight.clamp_min(1)
             how: Reduction = "max" if largest else "mean"
-            found[site, name] = PartialValue(value=value, weight=weight, how=how, own=name != "index_margin")
+            found[site, name] = PartialValue(value=value, weight=weight, how=how, own=not name.startswith("index_"))
         return SiteNumbers((), found)
+
+
+def _of_tokens(call: ScoresCall, x: Tensor) -> Tensor | None:
+    """Which numbers of an indexer's queries or weights are of tokens that count; None if that does not show in x."""
+    mask, rows = call.query_mask, call.query_shape
+    if mask is None:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    at = [i for i, n in enumerate(x.shape) if i and n == rows[1]]
+    if x.shape[0] != rows[0] or len(at) != 1:
+        return None
+    return mask.view([n if i in (0, *at) else 1 for i, n in enumerate(x.shape)])
+
+
+def _keys_scored(call: ScoresCall, x: Tensor) -> Tensor | None:
+    """Which of an indexer's keys, the last dimension of x, may be chosen by a query that counts; None if that does not
+    show in x."""
+    seen = torch.ones_like(call.logits, dtype=torch.bool) if call.hidden is None else ~call.hidden
+    if call.query_mask is not None:
+        seen = seen & call.query_mask[:, None, :, None]
+    keys = seen.expand(call.logits.shape).any((1, 2))
+    if x.shape[-1] != keys.shape[1] or x.shape[0] not in (1, len(keys)):
+        return None
+    keys = keys if len(keys) == x.shape[0] else keys.any(0, keepdim=True)
+    return keys.view([len(keys), *[1] * (x.ndim - 2), -1])
 
 
 @final

@@ -127,14 +127,12 @@ class StepEnd:
         if self._models.has("eval") or self._taken["eval"]:
             self._close("eval", self._steps.done, None, alone=True)
 
-    def _itself(self, phase: Phase, stats: Stats) -> dict[str, float]:
+    def _itself(self, phase: Phase, stats: Stats, seconds: float) -> dict[str, float]:
         """Returns the monitor's report on itself since the previous measured step, by records.MONITOR_FIELDS."""
         found = self._models.coverage(phase, stats)
-        calls, seconds = found["calls"], self._guard.seconds
         found["calls"] -= self._calls[phase]
         found["errors"] += self._dropped()
         found["milliseconds"] = 1000 * (seconds - self._seconds)
-        self._calls[phase], self._seconds = calls, seconds
         return found
 
     def _train_step(self, rate: float | Tensor) -> None:
@@ -155,15 +153,14 @@ class StepEnd:
         numbers = self._models.take(None if rate is None else _rate_tensor(rate)) if phase == "train" else {}
         if not alone:
             self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no exchange
-        transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
+        seconds = self._guard.seconds
+        own = self._itself(phase, stats, seconds)
+        measured = Measurement(stats=stats, numbers=numbers) if stats else None
+        transfer = self._group.send(measured, own, alone=alone)
         if transfer is not None:
-            self._arrivals.add(
-                step,
-                phase,
-                transfer,
-                unread=self._group.placed(fresh) if taken else None,
-                monitor=self._itself(phase, stats),
-            )
+            self._calls[phase], self._seconds = self._calls[phase] + own["calls"], seconds
+            unread = self._group.placed(fresh) if taken else None
+            self._arrivals.add(step, phase, transfer, unread=unread, monitor=own)
             if phase == "train":
                 self._steps.measured(step)
         self._arrivals.settle(wait=False)

@@ -36,13 +36,15 @@ from qkeel.monitor.gather import (
 )
 from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import running_stage
+from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
 from qkeel.sites.find import within
 
 # The processes of a run, and the layers and heads of their model.
 
 V = TypeVar("V")
 
-_STOPPED, _WELL, _UNFIT, _FLAGS = range(4)  # entries at the front of the maxima, and how many
+_STOPPED, _WELL, _UNFIT, _OWN = range(4)  # entries at the front of the maxima, and where those about monitors begin
+_FLAGS = _OWN + len(MONITOR_EXTREMES)
 
 UNLIKE = (
     "the processes of this run do not see the same attention, so nothing can be merged. Stages of a pipeline that are "
@@ -474,10 +476,13 @@ class Members:
             self._rows[names] = queries, of_keys
         return self._rows[names]
 
-    def pack(self, measured: Measurement | None, *, stopped: bool = False) -> list[Tensor]:
+    def pack(
+        self, measured: Measurement | None, monitor: Mapping[str, float], *, stopped: bool = False
+    ) -> list[Tensor]:
         """Returns this process's vectors: the one to be reduced to maxima, and those to be reduced to sums.
 
-        None says that this process has no numbers in this step; `stopped`, that it measures no more.
+        None says that this process has no numbers in this step; `stopped`, that it measures no more. `monitor` are its
+        numbers about its own monitor, by records.MONITOR_FIELDS; {} where they are unknown.
         """
         device = dist.collective_device()
         single = torch.float64 if self.extent.double else torch.float32
@@ -488,6 +493,10 @@ class Members:
         vectors = [torch.full((n,), x, dtype=t, device=device) for n, x, t in zip(self._ends, neutral, dtypes)]
         largest, sums, exact = vectors
         largest[_STOPPED] = float(stopped)
+        if monitor:
+            own = torch.tensor([[-monitor[name], monitor[name]] for name in MONITOR_FIELDS], dtype=largest.dtype)
+            own = own.pin_memory() if device.type == "cuda" else own  # so that nothing waits for the copy
+            largest[_OWN:_FLAGS].copy_(own.flatten(), non_blocking=True)
         if measured is not None:
             largest[_WELL], exact[0] = 1.0, 1.0
             largest[_UNFIT] = self._pack_statistics(SiteStats.of(measured.stats).blocks, vectors)
@@ -581,7 +590,9 @@ class Members:
             )
             return Measurement(stats={}, numbers={})
         numbers, by_class = self._unpack_numbers(reduced)
-        return Measurement(stats=self._unpack_statistics(reduced, numbers, by_class), numbers=numbers)
+        own = [x if i % 2 else 0.0 - x for i, x in enumerate(largest[_OWN:_FLAGS].tolist())]
+        monitor = {name: x for name, x in zip(MONITOR_EXTREMES, own) if math.isfinite(x)}
+        return Measurement(stats=self._unpack_statistics(reduced, numbers, by_class), numbers=numbers, monitor=monitor)
 
     def _unpack_statistics(
         self, vectors: Sequence[Tensor], numbers: dict[NumberKey, Tensor], by_class: Mapping[str, ClassStats]
@@ -937,11 +948,12 @@ class ProcessGroup:
         elif words is None:
             self.stay_alone("not every process of this run watches the model")
 
-    def send(self, measured: Measurement | None, *, alone: bool) -> Transfer | None:
+    def send(self, measured: Measurement | None, monitor: Mapping[str, float], *, alone: bool) -> Transfer | None:
         """Starts the exchange of a step.
 
         Args:
             measured: the numbers of this process; None if it has none.
+            monitor: what it says of its own monitor, by records.MONITOR_FIELDS.
             alone: only this process records the step.
 
         Returns:
@@ -964,7 +976,7 @@ class ProcessGroup:
                 "this process no longer measures what it measured at first (perhaps some layers run only in some "
                 "steps), so the numbers of the processes of this run can't be merged"
             )
-        return self._exchange(measured, members)
+        return self._exchange(measured, members, monitor)
 
     def placed(self, stats: Stats) -> Stats:
         """Returns statistics of this process alone, by the names and heads of the whole model once these are known."""
@@ -983,13 +995,15 @@ class ProcessGroup:
             for at in (self._round(), f"{self._name} pass {self._passes}"):
                 post_message(at, _OFF)
         else:
-            self._exchange(None, self.members, stopped=True)
+            self._exchange(None, self.members, {}, stopped=True)
 
-    def _exchange(self, measured: Measurement | None, members: Members, *, stopped: bool = False) -> Transfer:
+    def _exchange(
+        self, measured: Measurement | None, members: Members, monitor: Mapping[str, float], *, stopped: bool = False
+    ) -> Transfer:
         device = dist.collective_device()
         if self._under_way is not None and float(self._under_way.vectors[0][_UNFIT]) == 1:
             members.widen()  # as every other process has done by now
-        largest, *sums = members.pack(measured, stopped=stopped)
+        largest, *sums = members.pack(measured, monitor, stopped=stopped)
         self.exchanges += 1  # from here on the others do not wait for another one of this step
         reduced = self._step_exchange.reduce(self._name, largest, sums)
         own = members.alike(measured)

@@ -27,6 +27,7 @@ from qkeel.records import (
     HEAD_FIELDS,
     LAYER_FIELDS,
     LINEAR,
+    MONITOR_FIELDS,
     VALUE_FIELDS,
     fold_heads,
     layer_fields,
@@ -219,12 +220,18 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
 
 
 def monitor_line(sample: Sample) -> str:
-    """A line with the monitor's numbers about itself; "" if there are none.
+    """A line with the monitor's numbers about itself, and where they differ over processes, their smallest and largest;
+    "" if there are none.
 
-    >>> monitor_line(Sample(step=0, monitor={"sites": 2, "calls": 4, "missed": 0, "milliseconds": 1.25}))
-    'monitor: 2 sites, 4 calls, 0 missed, 1.25 milliseconds'
+    >>> itself = {"sites": 2, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
+    >>> monitor_line(Sample(step=0, monitor=itself))
+    'monitor: 2 sites, 4 calls (0 to 4 over processes), 1.25 milliseconds'
     """
-    said = [f"{_number(float(value))} {name}" for name, value in sample.monitor.items()]
+    said = []
+    for name in [name for name in MONITOR_FIELDS if name in sample.monitor]:
+        own, *ends = (sample.monitor.get(f"{name}{end}", sample.monitor[name]) for end in ("", "_min", "_max"))
+        over = "" if ends[0] == ends[1] else f" ({' to '.join(map(_number, ends))} over processes)"
+        said.append(f"{_number(float(own))} {name}{over}")
     return f"monitor: {', '.join(said)}" if said else ""
 
 

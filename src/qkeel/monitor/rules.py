@@ -539,10 +539,12 @@ class Over(Rule):
     field: str
     threshold: float
     cause: str = "a number is over its threshold"
-    remedy: str = "qkeel.records.explain_field(name) says what the number is"
+    remedy: str = ""  # "" for the command that says what the number is
 
     def __post_init__(self) -> None:
         explain_field(self.field)  # there is such a number
+        if not self.remedy:
+            object.__setattr__(self, "remedy", f"qkeel explain {self.field}")
 
     @property
     def name(self) -> str:

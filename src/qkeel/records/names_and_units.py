@@ -184,6 +184,15 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
+    "index_top_mass": HeadField("share", "positive scores of the keys that an indexer chose over those of all", "min"),
+    "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
+    "index_query_norm": HeadField("1", "mean L2 norm of an indexer's queries, over its heads", "mean"),
+    "index_query_norm_max": HeadField("1", "largest L2 norm of an indexer's query", "max"),
+    "index_key_norm": HeadField("1", "mean L2 norm of the keys that an indexer scores", "mean"),
+    "index_key_norm_max": HeadField("1", "largest L2 norm of a key that an indexer scores", "max"),
+    "index_weight_mean": HeadField("1", "mean weight of an indexer's heads in its scores", "mean"),
+    "index_weight_max": HeadField("1", "largest magnitude of a weight of an indexer's heads", "max"),
+    "index_weight_negative": HeadField("share", "share of the weights of an indexer's heads that are negative", "max"),
     "select_share": HeadField(
         "share", "keys that a query of a sparse layer reaches over those it may choose from", "mean", column="chosen"
     ),
@@ -199,6 +208,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "select_overlap": HeadField(
         "share", "keys chosen by this layer and by the sparse layer before it, over those chosen by either", "mean"
     ),
+    "select_coverage": HeadField("share", "share of the keys that at least one sampled query has chosen", "min"),
     "dense_recall": HeadField(
         "share", "weight that dense attention would give to the chosen keys: mean over rows", "min", column="recall"
     ),
@@ -382,6 +392,13 @@ MONITOR_FIELDS: dict[str, Field] = {
     "milliseconds": Field("ms", "host time that this process spent in the monitor since the last measured step"),
 }
 
+# The same of all processes that measure as one, the smallest and the largest: one process that sees nothing is noticed.
+MONITOR_EXTREMES: dict[str, Field] = {
+    f"{name}_{end}": Field(field.unit, f"{word} over processes: {field.meaning}")
+    for name, field in MONITOR_FIELDS.items()
+    for end, word in (("min", "smallest"), ("max", "largest"))
+}
+
 # Numbers that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries
 # of one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
@@ -513,7 +530,7 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
-    monitor = {f"monitor_{own}": field for own, field in MONITOR_FIELDS.items()}
+    monitor = {f"monitor_{own}": field for own, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()}
     table: dict[str, Field] = {
         **monitor,
         **EXTRAPOLATION_COLUMNS,

@@ -21,6 +21,7 @@ from qkeel.records import (
     HEAD_FIELDS,
     LAYER_FIELDS,
     LINEAR,
+    MONITOR_EXTREMES,
     MONITOR_FIELDS,
     VALUE_FIELDS,
     Field,
@@ -939,6 +940,7 @@ def _definitions(runs: Sequence[Watched]) -> Markup:
     found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
     found |= {n: f"{field.meaning} [{field.unit}]" for n, field in LAYER_FIELDS.items() if field.of in recorded}
     values = dict.fromkeys(name.partition("/")[0] for run in runs for record in run.records[-1:] for name in record)
-    more = {**VALUE_FIELDS, **BLOCK_FIELDS, **{f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}}
+    monitor = {f"monitor_{name}": field for name, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()}
+    more = {**VALUE_FIELDS, **BLOCK_FIELDS, **monitor}
     found |= {n: f"{field.meaning} [{field.unit}]" for n, field in more.items() if n in values}
     return h.facts(found, code=True)

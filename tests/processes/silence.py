@@ -1,0 +1,57 @@
+"""Processes of which one attends more, or not at all, in some steps: python -m tests.processes.silence RANK FOLDER."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from tests.processes.ending import end
+from tests.processes.watching import Collectives
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import qkeel
+
+PASSES = {0: (2, 2, 2), 1: (3, 0, 2)}  # by process, how often its attention is called in each step
+
+
+class Model(nn.Module):
+    """Two attentions, which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = qkeel.nn.Attention(8, 2), qkeel.nn.Attention(8, 2)
+
+    def forward(self, x: Tensor, attends: bool) -> Tensor:
+        return self.second(self.first(x)) if attends else x
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # that a pass made no attention call is said once
+    dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=rank)
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    sinks = folder / "run" if rank == 0 else ()
+    with qkeel.watch(model, optimizer, stats="max", rules=(), sinks=sinks) as monitor:
+        for n in PASSES[rank]:
+            for _ in range(max(1, n)):
+                x = torch.randn(1, 4, 8, requires_grad=True)
+                model(x, n > 0).sum().backward()
+            with Collectives() as counted:
+                optimizer.step()
+            assert monitor.sample is not None
+            own = monitor.sample
+            found.append({"own": dict(own.monitor), "keys": own.summaries(), "collectives": counted.n})
+            found[-1]["line"] = next(x for x in monitor.table().splitlines() if x.startswith("monitor: "))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    end()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
