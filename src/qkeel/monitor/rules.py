@@ -216,8 +216,8 @@ def first(values: np.ndarray) -> int:
 
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
-    counted in learning rates summed over steps; "" where the last record is the first that has it."""
+    """The growth of a value in words: of what, from where, and its growth each time the training length doubles,
+    which is counted in learning rates summed over steps; "" where the last record is the first that has it."""
     start = first(values)
     if start == len(values) - 1:
         return ""
@@ -225,7 +225,7 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
     if found is None:
         return was
-    return f"{was}, and each doubling of the training multiplies it by {2**found.exponent:.2g}"
+    return f"{was}, and it grows by a factor of {2**found.exponent:.2g} each time the training length doubles"
 
 
 # Alarm rules on logits and entropy.
