@@ -71,7 +71,7 @@ PAGES = (
     Picture(
         "watch",
         "A training script under watch",
-        "What happened in words, each alarm with the line of code that helps, and the largest logit of each layer.",
+        "What went wrong and what to do, each alarm, and the largest logit of each layer.",
         (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",

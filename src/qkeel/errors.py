@@ -89,7 +89,7 @@ def needed(what: str, pip: str) -> Iterator[None]:
         home = _importer(error)
         if home and not there and error.name:
             pip = error.name
-            why = f"is there and broken: {home} imports {pip}, which is not installed: pip install"
+            why = f"is installed but broken: {home} imports {pip}, which is not installed: pip install"
         raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
 
 

@@ -117,7 +117,7 @@ def mode_refusal(name: str, mode: str) -> str:
         found, expected = _ran(name, make(), run), _ran(name, make(), plain)
         off = max(float((a - b).abs().max()) for a, b in zip(found, expected))
         if off > ROUNDING * max(1.0, max(float(x.abs().max()) for x in expected)):
-            raise Differs(f"{name} does not give the numbers of eager execution")
+            raise Differs(f"{name} differs from eager execution")
     except QkeelError as error:
         return str(error)
     return ""

@@ -198,7 +198,7 @@ Check = Callable[[ConfigMapping, SiteRecipe], str]
 
 
 def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
-    """Returns one sentence per contradiction, with the attentions it concerns; empty without a config."""
+    """Returns one sentence per contradiction, with the attention layers it concerns; empty without a config."""
     where: dict[str, list[str]] = {}
     for recipe in recipes:
         part = _config(model, recipe.name)

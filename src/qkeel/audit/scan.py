@@ -257,7 +257,7 @@ def _log(value: float) -> float:
 
 _CHUNK = 1 << 19  # numbers read at once: small enough for a core's cache
 _SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # eigenvalue threads
-_PENDING = 2 * _SOLVERS  # attentions queued for eigenvalues; bounds memory
+_PENDING = 2 * _SOLVERS  # attention layers queued for eigenvalues; bounds memory
 _KEEP = 1 << 26  # bytes of a large tensor that stay mapped in memory
 
 ScanProgress = Callable[[int, int], None]
@@ -484,9 +484,10 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
 
     Example:
         >>> print(table(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=())))
-        m: 0.000 GB, 0 tensors, 0 attentions
+        m: 0.000 GB, 0 tensors, 0 attention layers
     """
-    parts = [f"{scan.path}: {scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors, {len(scan.sites)} attentions"]
+    size = f"{scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors"
+    parts = [f"{scan.path}: {size}, {len(scan.sites)} attention layers"]
     if scan.sites:
         rows = [row for site in scan.sites for row in _rows(site, every_head)]
         parts.append(text_table([("layer", "head", *_COLUMNS.values()), *rows]))

@@ -474,7 +474,7 @@ class _Step:
             calm = self._calm(i, action)
             own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
             if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
-                why = f"under half of the threshold for {self._patience(action, i)} records, and so to the end"
+                why = f"under half of the threshold for {self._patience(action, i)} records, and forecast to stay there"
                 found.append(self.off(spec, site, action, tuple(own) if heads else (), why))
         return found
 

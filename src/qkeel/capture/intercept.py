@@ -313,7 +313,7 @@ class CaptureMode(CallObserver):
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
-        """The attentions of this pass that were seen but not understood."""
+        """The attention layers of this pass that were seen but not understood."""
         return [*self.handwritten.lost.missed, *self.unread]
 
     @contextmanager

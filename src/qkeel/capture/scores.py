@@ -478,7 +478,7 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
 
 
 def may_be_outer(args: Args) -> bool:
-    """False for most arguments that are no outer product, by a quick test."""
+    """False for most arguments that are not an outer product, by a quick test."""
     a, b = args if len(args) == 2 else (None, None)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return len(args) != 2  # by name
@@ -515,7 +515,7 @@ _WORDS: Mapping[str, str] = {
     "einsum": "an einsum with a weight",
     "matmul": "a product with a weight",
     "topk": "a choice of the largest",
-    "scatter": "a choice of some, written into a new tensor",
+    "scatter": "a selection of some, written into a new tensor",
     "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
     "setitem": "writing into a tensor piece by piece",
 }

@@ -26,7 +26,8 @@ _ROWS = 1 << 22  # pairs that are looked at together
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
-    """Names a layer by the source of its keys if that is another one, else by its visible sets, else by its latents.
+    """Names a layer by the source of its keys if that is not the source of its queries, else by its visible sets, else
+    by its latents.
 
     >>> layer_type("sparse", "latent"), layer_type("full", "latent"), layer_type("window", "other")
     ('sparse', 'latent', 'cross')

@@ -313,7 +313,7 @@ class ModelFinder(Handle):
             act(optimizer)
         except Exception as error:
             self.remove()
-            caution(f"qkeel looks for no more models to watch: {type(error).__name__}: {error}. The script runs on")
+            caution(f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script runs on")
 
 
 class _Watch:

@@ -257,7 +257,7 @@ class AttentionSite:
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only an CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
+    `below`: only a CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of written-out scores; `layout.guess` says why they are a guess, if they are. `head_dim` counts
@@ -385,7 +385,7 @@ class Sites(list[AttentionSite]):
     """The attention sites of a model.
 
     Attributes:
-        missed: attentions that were seen but not understood.
+        missed: attention layers that were seen but not understood.
         indexers: modules whose scores choose keys for one of the sites: a top-k takes them, no softmax, and no remedy
             acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
         linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
@@ -406,10 +406,10 @@ class Sites(list[AttentionSite]):
 
     @property
     def share(self) -> str:
-        """Says how many of the attentions that were seen are understood.
+        """Says how many of the attention layers that were seen are understood.
 
         >>> Sites([], [UnrecognizedAttention(module="attn", operation="relu", reason="…")]).share
-        '0 of 1 attentions'
+        '0 of 1 attention layers'
         """
         return share(len(self), len(self.missed))
 
@@ -449,9 +449,10 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
 
 
 def share(known: int, missed: int) -> str:
-    """Returns in words how many attentions of a model are understood.
+    """Returns in words how many attention layers of a model are understood.
 
     >>> share(4, 2), share(4, 0)
-    ('4 of 6 attentions', '4 attentions')
+    ('4 of 6 attention layers', '4 attention layers')
     """
-    return f"{known} of {known + missed} attentions" if missed else f"{known} attention{'s' if known != 1 else ''}"
+    plural = "s" if missed or known != 1 else ""
+    return (f"{known} of {known + missed}" if missed else f"{known}") + f" attention layer{plural}"

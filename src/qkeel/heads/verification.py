@@ -148,7 +148,7 @@ class _Experiment:
         self._logits = RepeatedLogits([call.captured.call for call in self._calls])
         self.seen = self._logits()
         if any(z.shape[1] != site.n_heads for z in self.seen):
-            yield f"the recorded pass showed {self.seen[0].shape[1]} heads in the place of {site.n_heads}"
+            yield f"the recorded pass showed {self.seen[0].shape[1]} heads instead of {site.n_heads}"
             return
         if not any(bool(z.isfinite().any()) for z in self.seen):
             yield "every key is hidden from its queries in this example"
@@ -169,7 +169,7 @@ class _Experiment:
         again = now = self._narrow({})
         self._base = self._logits(again)
         if any(self._heads_that_change(self.seen, self._base)):
-            yield "the operators between its weights and its logits gave other logits when they were repeated"
+            yield "the operators between its weights and its logits gave different logits when they were repeated"
             return
         if any(self.weights.empty):
             now = self._narrow(self.weights.base())
@@ -243,7 +243,7 @@ class _Experiment:
                     continue
                 yield (
                     f"multiplying the {factor.words} rows of {_heads(factor.heads)} by {4.0**factor.power:g} and by "
-                    f"{16.0**factor.power:g} {grew}: these logits are no plain product of queries and keys"
+                    f"{16.0**factor.power:g} {grew}: these logits are not a plain product of queries and keys"
                 )
                 return
 
@@ -304,14 +304,12 @@ class _Experiment:
         """What is set to zero together: in words, the rows, and the dimension along which what remains may be added."""
         site = self._site
         if site.normed:  # what a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing
-            return (
-                ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None),
-            )
+            return (("", "its logits still change when all known rows are zero", site.query + site.key, None),)
         sides = ("query", site.query, 2), ("key", site.key, 3)
         return [
             (
                 f" from {side} to {side}",
-                f"with the {side} rows that are known at zero its logits still change",
+                f"its logits still change when the known {side} rows are zero",
                 own,
                 dim,
             )
@@ -638,10 +636,10 @@ class Pattern:
     Attributes:
         site, call: the site and its call.
         parameters: its weights and biases by name.
-        level: how far out the module's call is, 0 for that which the attention was seen in.
+        level: how far out the module's call is, 0 for the one in which the attention was seen.
         since, count: the operators.
         started: how many of them had run when each module's call inside began, innermost first.
-        given: the places of what the experiment's operators read and do not make, besides its weights: the operator and
+        given: the tensors that the experiment's operators read but do not compute, except its weights: the operator and
             which of its tensors.
         first: the memory of weights and of the input, which nothing may read before.
         visible: which logits are not hidden.

@@ -237,7 +237,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
-        """Starts watching; a resumed training continues the step count."""
+        """Starts watching; a resumed run continues the step count."""
         self.close(complete=False)  # a previous training may have ended with an error
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]

@@ -37,7 +37,7 @@ DECAY_GAINS = (
 )
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
-LOOK = "print(qkeel.explain_model(model))  # says which norm each attention really applies"
+LOOK = "print(qkeel.explain_model(model))  # says which norm each attention layer really applies"
 
 
 @final
@@ -309,7 +309,7 @@ class _Columns:
         self._last: tuple[tuple[str, ...], np.ndarray] = (), np.empty(0, dtype=np.intp)
 
     def at(self, names: tuple[str, ...]) -> np.ndarray:
-        """Returns the places of these columns, which are made when a name first comes."""
+        """Returns the places of these columns, which are added when a name first appears."""
         if self._last[0] != names:
             new = [name for name in names if name not in self.places]
             if new:
@@ -320,7 +320,7 @@ class _Columns:
         return self._last[1]
 
     def resize(self, room: int) -> None:
-        """Gives room for so many records."""
+        """Reserves room for this many records."""
         array = np.empty((room, *self.array.shape[1:]), self.array.dtype)
         n = min(room, len(self.array))
         array[:n], array[n:] = self.array[:n], np.nan

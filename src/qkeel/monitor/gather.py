@@ -61,7 +61,7 @@ class SentRow:
         sites: their names.
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
-        weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
+        weight: of how many tokens or other data each is the mean; None for what all processes know.
         how: how the values of several processes are combined, see PartialValue.
     """
 

@@ -92,7 +92,7 @@ V = TypeVar("V")
 
 
 class Revertible(Generic[K, V]):
-    """Values collected over the passes of a step, of which those of a failed pass are taken back."""
+    """Values collected over the passes of a step, of which those of a failed pass are dropped."""
 
     def __init__(self) -> None:
         self._found: dict[K, V] = {}
@@ -161,7 +161,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
 
 @final
 class IndexSums(Revertible[str, LogitStats]):
-    """Collects, by layer, what an indexer's scores of a step are, as if a softmax took them: index_max_logit,
+    """Collects, by layer, statistics of an indexer's scores in a step, as if a softmax took them: index_max_logit,
     index_mean_logit, index_entropy [h]."""
 
     def __init__(self, tokens: PassTokens) -> None:
@@ -426,7 +426,7 @@ class WatchedSites:
     """Finds the sites of a model by one more forward pass, or says why it cannot.
 
     `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
-    those whose weights can be read. `all.missed` are attentions that were seen but not understood.
+    those whose weights can be read. `all.missed` are attention layers that were seen but not understood.
     """
 
     def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
@@ -724,7 +724,7 @@ class StepNumbers(Visitor):
 
 @final
 class Means(Revertible["_Of", tuple[Tensor, int]]):
-    """Means on their device, each over so many values, and the means of all.
+    """Means on their device, each over a number of values, and the means of all.
 
     A mean is one number, or a row with one number for each of some sites.
     """
@@ -734,7 +734,7 @@ class Means(Revertible["_Of", tuple[Tensor, int]]):
         self._hows: dict[_Of, Reduction] = {}
 
     def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
-        """One more mean, over n values; of a site, or of several, as one tensor. how: several make one."""
+        """Adds a mean over n values, of one site or of several as one tensor. how: how several means are combined."""
         known, before = self._found.get(of, (mean, 0))
         if how != "mean":
             self._hows[of] = how

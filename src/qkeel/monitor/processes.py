@@ -477,7 +477,7 @@ class Members:
     def pack(self, measured: Measurement | None, *, stopped: bool = False) -> list[Tensor]:
         """Returns this process's vectors: the one to be reduced to maxima, and those to be reduced to sums.
 
-        None says that this process has no numbers in this step; `stopped`, that it measures no more.
+        None says that this process has no numbers in this step; `stopped`, that it has stopped measuring.
         """
         device = dist.collective_device()
         single = torch.float64 if self.extent.double else torch.float32

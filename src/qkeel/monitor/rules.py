@@ -216,8 +216,8 @@ def first(values: np.ndarray) -> int:
 
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """The growth of a value in words: of what, from where, and its growth each time the training length doubles,
-    which is counted in learning rates summed over steps; "" where the last record is the first that has it."""
+    """The growth of a value in words: its first value, and the factor by which it grows each time the training length
+    doubles, counted in learning rates summed over steps; "" where the last record is the first that has it."""
     start = first(values)
     if start == len(values) - 1:
         return ""

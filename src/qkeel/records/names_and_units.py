@@ -360,7 +360,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "mlp_share": BlockField(
         "1",
-        "root mean square of what all else in the block adds over that of the stream that enters the block",
+        "root mean square of what everything else in the block adds over that of the stream that enters the block",
         place="mlp",
         formula="share",
         over="mean",
@@ -372,10 +372,10 @@ BLOCK_FIELDS: dict[str, BlockField] = {
 # Self-monitoring in each measured step, so that a monitor that sees nothing is noticed. Trackers get these numbers as
 # monitor/NAME, metrics.jsonl and steps.csv as monitor_NAME.
 MONITOR_FIELDS: dict[str, Field] = {
-    "sites": Field("attentions", "sites found in the model, or described by hand"),
+    "sites": Field("attention layers", "sites found in the model, or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field("attentions", "attentions that the search for sites saw but did not recognise"),
-    "silent": Field("attentions", "sites without a call in the step"),
+    "missed": Field("attention layers", "attention layers that the search for sites saw but did not recognise"),
+    "silent": Field("attention layers", "sites without a call in the step"),
     "errors": Field(
         "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"
     ),
@@ -401,12 +401,12 @@ TASK_FIELDS: dict[str, Field] = {
 
 # The type of a layer, by what was seen of it. Numbers are comparable within a type: their keys are of one kind.
 LAYER_TYPES: dict[str, str] = {
-    "full": "queries reach all keys, or all up to their own; of packed sequences those of their own sequence",
-    "window": "queries reach a span of keys that moves on with them, and perhaps keys that all of them reach",
+    "full": "queries reach all keys, or all up to their own; in packed sequences, those of their own sequence",
+    "window": "queries reach a span of keys that moves with them, and perhaps keys that all of them reach",
     "sparse": "queries reach keys with hidden ones between them, or keys that were gathered for each query",
     "compressed": "some keys stand for several tokens each",
     "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
-    "cross": "keys come of another source than queries",
+    "cross": "keys come from a different source than queries",
     "linear": "positions are mixed without logits, as by linear attention and state-space layers; nothing is measured",
 }
 LINEAR = "linear"  # the one type whose layers have no logits, so no numbers and no thresholds

@@ -92,7 +92,7 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
 
 
 def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, Sites | None]:
-    """Takes the sites that were found earlier for each model, or those of a whole of which each model is a part.
+    """Takes the sites that were found earlier for each model, or those of a larger model of which each model is a part.
 
     Raises: InvalidTypeError if they are not sites for each, RefusedError if they are those of other models.
     """
@@ -247,7 +247,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
     and every attention it computes is a site, in the order of the calls. An experiment on its operators then confirms
     the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same. `missed` of the
-    list are attentions that were seen but not understood. The model, its buffers and caches, gradients and random
+    list are attention layers that were seen but not understood. The model, its buffers and caches, gradients and random
     streams are left as they were.
 
     Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. If the
