@@ -307,7 +307,7 @@ def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
 _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 
 
-# Assembling the recipe of each attention.
+# Assembling the recipe of each attention layer.
 
 
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:

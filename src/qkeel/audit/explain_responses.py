@@ -285,7 +285,7 @@ class NormRecipe:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRecipe:
-    """The observed behaviour of one attention. `scale` is the factor on q·k per head; empty if unknown."""
+    """The observed behaviour of one attention layer. `scale` is the factor on q·k per head; empty if unknown."""
 
     name: str  #: name of its module in the model
     n_heads: int  #: query heads

@@ -21,7 +21,7 @@ from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 from qkeel.metrics import text_table
 from qkeel.safetensors_io import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 
-# Per-head numbers of one attention from d×d Gram matrices of its weights, and the logits that they allow.
+# Per-head numbers of one attention layer from d×d Gram matrices of its weights, and the logits that they allow.
 
 Load = Callable[[str], Tensor | None]
 
@@ -29,7 +29,8 @@ Load = Callable[[str], Tensor | None]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """One attention of a checkpoint, with one number per query head (a key head's number is repeated for its queries).
+    """One attention layer of a checkpoint, with one number per query head (a key head's number is repeated for its
+    queries).
 
     query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part).
     interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can exceed it at any position, given the norm before the
@@ -282,7 +283,7 @@ class Scan:
 
     path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes
-    sites: tuple[SiteReport, ...]  #: every attention that was read
+    sites: tuple[SiteReport, ...]  #: every attention layer that was read
     unknown: tuple[Unknown, ...]  #: what looks like attention but could not be read
     tensors: tuple[TensorReport, ...]  #: every tensor
 

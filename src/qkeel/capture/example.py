@@ -72,7 +72,7 @@ class ModuleCall:
         return frames
 
     def shared_with(self, other: ModuleCall) -> ModuleCall:
-        """The innermost frame around both, such as that of an attention whose softmax is a separate module."""
+        """The innermost frame around both, such as that of attention whose softmax is a separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
 

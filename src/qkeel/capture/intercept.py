@@ -487,5 +487,5 @@ class CaptureMode(CallObserver):
         return any(self._elsewhere(frame) for frame in frames)
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
-        """True if this is the inside of an attention that is reported otherwise."""
+        """True if this is inside attention that is reported otherwise."""
         return _in_own(frame) or any(f.name in self._described for f in frame.line())

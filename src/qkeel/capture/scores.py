@@ -580,7 +580,7 @@ class LostScores:
                 self._put(part, tag)
 
     def miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
-        """Records an attention that is not understood."""
+        """Records attention that is not understood."""
         self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 
     def _put(self, out: Tensor, tag: Lost) -> None:

@@ -2,7 +2,7 @@
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
 other one ends it. The output of any other operation is tagged as lost, and a softmax over it is reported as a missed
-attention. The softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the
+attention. The softmax that receives a tagged tensor is attention; its output is tagged as weights, so that the
 product with the values does not count as scores. A softmax that is written out, as exponentials over their sum, is
 treated the same way.
 

@@ -1,4 +1,4 @@
-"""AttentionSite: one attention in a model, its geometry, and the slice of each weight that makes head h."""
+"""AttentionSite: one attention layer in a model, its geometry, and the slice of each weight that makes head h."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class NormGain:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionSite:
-    """One attention of a model.
+    """One attention layer of a model.
 
     `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
@@ -366,7 +366,7 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecognizedAttention:
-    """An attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
+    """Attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
 
     `module` is the name of the module in which it happens, `operation` what its logits could not be followed through,
     `reason` a clause that says why.
@@ -414,7 +414,8 @@ class Sites(list[AttentionSite]):
         return share(len(self), len(self.missed))
 
     def _repr_html_(self) -> str:
-        """One row per site, and a line for each attention that was not understood and each layer without logits."""
+        """One row per site, and a line for each attention layer that was not understood and each layer without
+        logits."""
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}

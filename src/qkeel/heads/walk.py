@@ -36,7 +36,7 @@ from qkeel.patching.modes import (
 #
 # A pass is recorded as it runs, operator by operator, and nothing is looked at then. What an operator read and wrote
 # is worked out when somebody asks, and an index by memory leads from a tensor to the operators that touch it. So
-# whoever follows one attention's weights looks at the operators of that attention, however deep the model is.
+# whoever follows one layer's weights looks at the operators of that attention, however deep the model is.
 
 _LOG = logging.getLogger(__name__)
 

@@ -404,7 +404,7 @@ def _share(hit: Tensor) -> float:
 
 @contextlib.contextmanager
 def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
-    """Applies a post-hoc method to every attention of the model, and restores the model afterwards.
+    """Applies a post-hoc method to every attention layer of the model, and restores the model afterwards.
 
     Raises:
         RefusedError: the attention cannot be changed this way.

@@ -33,7 +33,7 @@ _FEW = 12  # of more modules one branch fewer: the sums that are tried grow by t
 _TOKENS = 64  # that sums are compared on
 _EXACT = 1e-3  # a sum may differ from the output by this share of what the block adds
 _UNSURE = 0.3  # where rounding is a larger share of what a block adds, its branches cannot be told apart
-_TRIES = 8  # passes that are looked at until every attention has its branch: one that adds 0 at first is seen later
+_TRIES = 8  # passes that are looked at until every attention layer has its branch: one may add 0 at first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def branches_of(
     Args:
         shown: one pass of the block.
         sites: by attention the name of its module within the block.
-        known: the branches of blocks like this one, which are tried first; those that hold every attention are taken.
+        known: the branches of blocks like this one, which are tried first; those that hold every attention layer are
+            taken.
     """
     assert shown.out is not None
     added = (shown.out - shown.given).flatten()
@@ -157,7 +158,7 @@ def _with_sites(branches: Sequence[StreamBranch], sites: Mapping[str, str], show
 
 
 def _covers(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> bool:
-    """Whether every attention is in one of the branches."""
+    """Whether every attention layer is in one of the branches."""
     return {site for branch in _with_sites(branches, sites, shown) for site in branch.sites}.issuperset(sites)
 
 

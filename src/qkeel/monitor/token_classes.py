@@ -431,7 +431,7 @@ class PassTokens:
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
             self._misfit = (
                 f"no attention is split by class: expected the classes of [batch tokens] = [{b} {s}], those of the "
-                f"keys of an attention of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
+                f"keys of an attention call of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
                 "that gives the classes of the whole sequence"
             )
             return call

@@ -41,7 +41,7 @@ def watch(
     sites: object = None,
     layout: Layout | None = None,
 ) -> Monitor:
-    """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
+    """Watch the attention of a model, per layer and head, without changing one bit of what it computes.
 
     >>> from qkeel.nn import Attention
     >>> with watch(Attention(d_model=8, n_heads=2)) as monitor:

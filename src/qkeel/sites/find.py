@@ -242,13 +242,13 @@ _OWN = (Attention, MLA, GAU)
 
 
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
-    """Returns every attention of the model; a module used twice in a forward pass is one site.
+    """Returns every attention layer of the model; a module used twice in a forward pass is one site.
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
-    and every attention it computes is a site, in the order of the calls. An experiment on its operators then confirms
-    the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same. `missed` of the
-    list are attention layers that were seen but not understood. The model, its buffers and caches, gradients and random
-    streams are left as they were.
+    and every attention call that it computes is a site, in the order of the calls. An experiment on its operators then
+    confirms the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same.
+    `missed` of the list are attention layers that were seen but not understood. The model, its buffers and caches,
+    gradients and random streams are left as they were.
 
     Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. If the
     model is larger, or its heads are to be split, which hides its weights, find the sites before that; then give
