@@ -160,7 +160,8 @@ def reasons() -> list[str]:
         for mode in MODES:
             text = mode_refusal(name, mode)
             if text:
-                found.setdefault(text.replace(name, "it"), []).append(f"`{name}` in {mode}")
+                plain = text.removeprefix(f"{name} at ").replace(name, "it")
+                found.setdefault(plain, []).append(f"`{name}` in {mode}")
     return [f"- {', '.join(names)}: {text}" for text, names in found.items()]
 
 

@@ -302,7 +302,7 @@ def scan(
     Args:
         path: a .safetensors file, a folder of shards with model.safetensors.index.json, or a Hugging Face folder.
         flags: head counts that complete or override those of config.json.
-        on_progress: called with the bytes done and the bytes in all.
+        on_progress: called with the number of bytes done and the total number.
         heads: False for the table of tensors alone; a checkpoint without known attention is then accepted.
 
     Raises:

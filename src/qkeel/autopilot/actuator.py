@@ -60,7 +60,8 @@ class PolicyRunner:
 
         Raises:
             InvalidTypeError: the policy returned something other than decisions.
-            InvalidValueError: a decision is for another step or an unknown, unverified or smaller site.
+            InvalidValueError: a decision is for another step, for an unknown or unverified site, or for heads that the
+                site lacks.
         """
         self.seen += 1
         # Effects are computed before the policy decides, from the state that it will see.

@@ -310,7 +310,7 @@ class Ladder(Policy):
 
     name: ClassVar[str] = "ladder"
     line: ClassVar[str] = (
-        "the cheapest action that holds the logits of the heads that need it, released with hysteresis"
+        "the cheapest action that limits the logits of the heads that need it, released with hysteresis"
     )
 
     def __post_init__(self) -> None:

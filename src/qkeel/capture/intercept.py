@@ -138,9 +138,9 @@ class CaptureMode(CallObserver):
         rows: have functional_attention report what its kernel finds of each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: the dimensions of scores at known sites, by name.
-        guard: calls everything in here and `report` while the model runs.
-        only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
-            there, None for all. None to look at the whole pass.
+        guard: calls every method here, and `report`, while the model runs.
+        only_in: the modules in which attention is looked for, by name, with the functions of torch that are of interest
+            there; None for all functions. None to look at the whole pass.
         names: the names of the model's parameters by identity, where the caller has them.
     """
 

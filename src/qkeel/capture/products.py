@@ -269,8 +269,8 @@ class RowTop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShiftedOne:
-    """Tag of exp(−m), where m is the largest score of each row: the one of softmax plus one, beside exponentials of
-    scores less m."""
+    """Tag of exp(−m), where m is the largest score of each row: the constant of softmax plus one, beside exponentials
+    of scores less m."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

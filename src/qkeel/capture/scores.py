@@ -136,9 +136,9 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """True if what is added to scores depends on the same activations as they do, as far as the graph shows.
 
-    A bias or a mask does not. If the module's input has no graph, a tensor does that was made by the parameters of the
-    factors, or that holds different numbers for each sequence. If the scores were added to in place, so that `x` is
-    `out`, only the graph decides.
+    A bias or a mask does not. If the module's input has no graph, a tensor depends on it if the parameters of the
+    factors made it, or if it holds different numbers for each sequence. If the scores were added to in place, so that
+    `x` is `out`, only the graph decides.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -298,7 +298,7 @@ _COPIES = frozenset({"as_strided", "flip", "gather", "index_select", "pad", "rep
 def rearranged(
     name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor, *, whole: bool
 ) -> Scores | None:
-    """The tag of `name(x, …)`, a view or an index. Unless `whole`, which vectors the scores are made of is followed
+    """The tag of `name(x, …)`, a view or an index. Unless `whole`, the vectors that the scores are made of are followed
     through views only: anything else would write a number for every score."""
     method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
     op: Callable[..., Tensor] = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)

@@ -502,7 +502,7 @@ class CountedRows(NamedTuple):
         bound: True for rows that do not count or see only one key; None if there are none.
         single: True for rows whose weights have nothing to choose from, neither a second key nor a sink; None if there
             are none.
-        scales: ln of the number of keys and sinks of a row, at least ln 2, and ones.
+        scales: the logarithm of the number of keys and sinks of each row, at least ln 2, and a tensor of ones.
         counts: the number of values behind the mean of each of ROW_FIELDS, at least 1. free: n_free, at least 1.
         n_queries: the number of rows that count. n_free: of those that see two keys or more. n_pairs: of visible pairs.
     """

@@ -116,8 +116,8 @@ class Verification:
 
     @torch.no_grad()
     def same_numbers(self, copies: Sequence[Copy]) -> list[bool]:
-        """Of each site that `another` returned, whether the experiment on it would give the result of the confirmed
-        one: whatever is zero, hidden or an index there is so here too."""
+        """For each site that `another` returned, whether the experiment on it would give the same result as on the
+        confirmed one: whatever is zero, hidden or an index there is so here too."""
         by_pattern: dict[int, list[Copy]] = {}
         for copy in copies:
             by_pattern.setdefault(id(copy.pattern), []).append(copy)
@@ -641,9 +641,9 @@ class Pattern:
         started: how many of them had run when each module's call inside began, innermost first.
         given: the tensors that the experiment's operators read but do not compute, except its weights: the operator and
             which of its tensors.
-        first: the memory of weights and of the input, which nothing may read before.
+        first: the memory of weights and of the input, which no earlier operator may read.
         visible: which logits are not hidden.
-        empty: the heads without a number in each weight.
+        empty: for each weight, the heads whose numbers are all zero.
     """
 
     site: AttentionSite

@@ -407,7 +407,7 @@ class _Now:
         self._contents[memory(x)] = self._contents.get(memory(x), x.untyped_storage()).clone()
 
     def put(self, places: Sequence[Place], after: object) -> None:
-        """Puts one tensor at the place of another, or each of several."""
+        """Puts one tensor in the place of another, or several in the places of others."""
         for old, new in zip(places, tensors(after), strict=True):
             self._values[old] = new
 

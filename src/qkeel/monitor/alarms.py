@@ -255,7 +255,7 @@ def _replaced(text: str, lines: dict[str, str]) -> str:
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
-    """Returns the line that holds the logits of a model whose attention is `sites`.
+    """Returns the line that limits the logits of a model whose attention is `sites`.
 
     Per-head rates and a clip if the weights of every head are known and no norm follows them; the clip alone if weights
     are in half precision, which round small steps away; the rates alone if weights are frozen, as below an adapter.
@@ -355,7 +355,7 @@ class Recording:
         self._room = 4
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
-        """Add a record, of a later step than the last.
+        """Adds a record of a step after the last one.
 
         values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
         [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. A name may come and go: NaN where it

@@ -1,4 +1,4 @@
-"""How the numbers of a step travel between processes: partial values and their gather."""
+"""How the numbers of a step travel between processes: partial values, and how they are gathered."""
 
 from __future__ import annotations
 

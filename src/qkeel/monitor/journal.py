@@ -100,7 +100,7 @@ class Recorder:
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
-        """Says to the sinks which layers are of another type than they were described with."""
+        """Says to the sinks which layers have a type that differs from their description."""
         types = self._types()
         changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
         self._local |= types
@@ -143,7 +143,7 @@ class Recorder:
         return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
 
     def load(self, state: State) -> None:
-        """Takes up these records and alarms before the first numbers are added."""
+        """Continues from these records and alarms; call it before the first numbers are added."""
         self._carried = state
 
     def _take_up(self) -> None:

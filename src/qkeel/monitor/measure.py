@@ -211,8 +211,8 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
-        """Adds the rows of one more call of a sparse site. A call is left out where keys were gathered, or its queries
-        and keys are unknown or of different numbers."""
+        """Adds the rows of one more call of a sparse site. A call is left out where keys were gathered, or where its
+        queries and keys are unknown or differ in number."""
         call = self._tokens.on(call)
         (_, t), index = call.query_shape, self._index.pop(site, None)
         step = -(-t // self.ROWS)

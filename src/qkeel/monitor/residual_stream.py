@@ -70,7 +70,7 @@ def branches_of(
 
     Args:
         shown: one pass of the block.
-        sites: by attention the name of its module within the block.
+        sites: the name of the module of each attention layer within the block.
         known: the branches of blocks like this one, which are tried first; those that hold every attention layer are
             taken.
     """

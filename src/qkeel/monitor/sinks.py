@@ -108,7 +108,7 @@ class RunDirectorySink(Sink):
         self._summary: dict[str, float] = {}
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Make the directory; config.json comes last, so that a directory with one is whole."""
+        """Makes the directory; config.json comes last, so that a directory with one is complete."""
         self.path = path = fresh_directory(self.asked)
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)

@@ -298,8 +298,8 @@ VALUE_FIELDS: dict[str, Field] = {
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
 }
 
-# The residual stream, on request: "NAME/LAYER", where a layer is an attention layer of the block, or the block itself
-# where it has none. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a pass.
+# The residual stream, on request: "NAME/LAYER", where LAYER is attention in the block, or the block itself where it has
+# none. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a pass.
 BLOCK_FIELDS: dict[str, BlockField] = {
     "block_input_rms": BlockField(
         "1", "root mean square of the hidden states that enter a block", place="input", formula="rms", over="root_mean"

@@ -29,7 +29,7 @@ from qkeel.records.files import (
 )
 from qkeel.records.names_and_units import LINEAR
 
-TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
+TYPES_EVENT = "layer types"  # of events that correct the types in the run's description
 
 
 def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:

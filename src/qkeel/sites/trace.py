@@ -403,7 +403,7 @@ def _is_plain(layout: HeadLayout | None) -> bool:
 
 
 def check_devices(model: nn.Module, *example: object) -> None:
-    """Refuse an example on another device than the model before running it.
+    """Refuses an example that is not on the device of the model, before running it.
 
     Raises:
         InvalidValueError: with both devices.
