@@ -171,7 +171,7 @@ class AlarmWarning(QkeelWarning):
 def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
     """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`.
 
-    The warning names the line of the user's program that led here, none of qkeel or torch.
+    The warning names the line of the user's program that led here, not one in qkeel or torch.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS:

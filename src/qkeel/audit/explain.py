@@ -87,7 +87,7 @@ class QueryOrKey:
         return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
 
     def norm(self) -> NormRecipe:
-        """Returns the norm that acts, or without one the factor."""
+        """Returns the norm that acts, or the factor if there is none."""
         a = self.answers
         how = response(a)
         if how == "linear":

@@ -233,10 +233,10 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     batch. It yields none if it is unclear what a batch is, or if the example has at most two short rows of tokens:
     examining all of it takes less time than examining a part and then running a pass over all.
 
-    Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
-    the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but ends
-    the process elsewhere. There, integers must have one shape [b t], as tokens have, and a sequence is cut only if they
-    are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
+    Dimension 0 of every tensor is the batch, of the same size or 1. The next dimension of the first tensor that has one
+    is the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but
+    ends the process elsewhere. There, integers must have one shape [b t], as tokens have, and a sequence is cut only if
+    they are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
     if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):

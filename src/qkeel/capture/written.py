@@ -412,7 +412,7 @@ def seen_call(
         frame: the module's call that made it.
         known: the layout of the scores, if it is known.
         names: parameters by identity in a probe, else None.
-        alone: that nothing else will be added to x.
+        alone: whether nothing else will be added to x.
     """
     uncapped = x if tag.uncapped is None else tag.uncapped
     if uncapped.shape != x.shape and uncapped.numel() == x.numel():

@@ -159,7 +159,7 @@ class QKProduct:
     (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
 
     Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
-    shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
+    shared by all heads, even while B is still zero. With both projections adapted there are four terms. A merged
     adapter is part of W_base and not a separate path. DoRA divides by a norm of the weights that it keeps out of the
     graph, so `normed` does not show it.
     """
@@ -386,8 +386,8 @@ class Sites(list[AttentionSite]):
 
     Attributes:
         missed: attention layers that were seen but not understood.
-        indexers: modules whose scores choose keys for one of the sites: a top-k takes them, no softmax, and no remedy
-            acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
+        indexers: modules whose scores choose keys for one of the sites: a top-k uses them and not a softmax, and no
+            remedy acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
         linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
             attention and state-space layers: nothing is measured of them, and no remedy acts on them.
     """

@@ -197,7 +197,7 @@ class _Experiment:
     def _heads(
         self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], after: Sequence[Tensor], now: Lookup
     ) -> Iterator[str]:
-        """Rows that move the logits of other heads than theirs, or none."""
+        """Rows that move the logits of heads other than theirs, or of none."""
         each = zip(patterns, self._heads_that_change_in_each(after), strict=True)
         for (chosen, expected, several), moved in each:
             if moved != expected and not (sum(moved) == 0 and several and self._idle(chosen, now)):

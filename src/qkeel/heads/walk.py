@@ -242,8 +242,8 @@ class Record:
         Args:
             wanted: the memory.
             until: how many operators had run when it was read.
-            unread: what of an operator's input is not followed further.
-            given: memory whose numbers are there from the operator of this number on: what made them is left out.
+            unread: which inputs of an operator are not followed further.
+            given: memory whose numbers exist from the operator of this number on; what made them is left out.
             since: the number of the first operator that is looked at.
         """
         given = given or {}
@@ -348,7 +348,7 @@ class Repetition:
 
     @torch.enable_grad()
     def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Runs them with gradients, from the given numbers to the tensors found."""
+        """Runs the operators with gradients, from the given numbers to the tensors found."""
         return self._repeated(values, contents)
 
     def _repeated(self, values: Values, contents: Contents | None) -> Lookup:

@@ -169,8 +169,8 @@ class VanishingGradient(Rule):
     row.
 
     Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of the intended step, below that by ever less, so
-    the head hardly trains while the rest does. A single time may be chance, or a first step through a projection that
-    starts at zero.
+    the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a projection
+    that starts at zero.
     """
 
     severity: Severity = Severity.NOTICE

@@ -304,7 +304,7 @@ class HeadRows:
         return group
 
     def measured(self, name: str) -> bool:
-        """Returns whether the number of some head was measured."""
+        """Returns whether the number was measured for any head."""
         return name in self._known
 
     def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -386,7 +386,7 @@ class LogitChanges:
             self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
 
     def after(self) -> dict[tuple[str, str], Tensor]:
-        """Called after the step; returns by how much the logits have changed, per site and head."""
+        """Called after the step; returns how much the logits have changed, per site and head."""
         old, new = self._calls, self._tap.calls(*self._probe)
         self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
         found = {}
@@ -706,7 +706,7 @@ class StepNumbers(Visitor):
             self._read = read if gradients else read.only(lambda name: "grad" not in name)
 
     def after_step(self) -> None:
-        """Reads by how much the step has changed the logits of the probe batch, and the weights."""
+        """Reads how much the step has changed the logits of the probe batch and the weights."""
         if self._spectra is not None:
             self._read |= self._spectra.after()
         if self._changes is not None:

@@ -199,7 +199,7 @@ class Extent:
 
     @classmethod
     def union(cls, extents: Sequence[Self]) -> Self:
-        """Returns what holds the statistics of all processes; everything, where none has measured any."""
+        """Returns the extent that holds the statistics of all processes; everything if none has measured any."""
         if not extents:
             return cls()
         fields = {name for one in extents for name in one.fields}
@@ -279,8 +279,8 @@ class _Rows:
 class Members:
     """The processes of one model: its layers and heads over all of them, and the vectors that they exchange.
 
-    Layers of stages have their own names where these differ, and else "stages.1.NAME". A process that had nothing to
-    send when they met is taken to be like the others of its stage.
+    Layers of stages have their own names where these differ, and otherwise "stages.1.NAME". A process that had nothing
+    to send when they met is taken to be like the others of its stage.
 
     A process sends maxima, and sums in the dtype of the statistics and in float64; every number has one place in
     them, whichever process measured it, so they are as long for a thousand processes as for two.

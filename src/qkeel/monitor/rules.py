@@ -337,7 +337,7 @@ def _soon(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook(Rule):
-    """At the end of the planned schedule the largest logit will be over `threshold`, if it continues as it does.
+    """At the end of the planned schedule the largest logit will be over `threshold` if it continues like this.
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have

@@ -127,7 +127,7 @@ class HiddenNorms:
     """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
 
     A block is the innermost element that holds a site of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict.
-    The final hidden state is what the first module after the last block gives in the same shape (a final norm), else
+    The final hidden state is what the first module after the last block returns in the same shape (a final norm), else
     the last block's output.
     """
 
@@ -259,8 +259,8 @@ class Classes:
     Args:
         given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or,
             where it has none, of its first integer tensor [b t], every id in one class; the name of an argument of the
-            forward that holds classes, or is true at class 1; a function of the forward's arguments that gives them, or
-            None for a pass that is not to be split; the tensor itself, [b t] or [t].
+            forward that holds classes, or is true for class 1; a function of the forward's arguments that gives them,
+            or None for a pass that is not to be split; the tensor itself, [b t] or [t].
         names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
         forward: the names of the forward's positional arguments.
 

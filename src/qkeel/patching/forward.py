@@ -191,7 +191,7 @@ def put_in_place(new: InstanceForward) -> Handle:
 
 
 def take_out(old: InstanceForward) -> None:
-    """Removes a replacement, also from below others."""
+    """Removes a replacement, even from below others."""
     module = old.module
     outer = next((f for f in forwards_of(module) if f.before is old), None)
     if outer is not None:

@@ -50,7 +50,7 @@ class BlockField(Field):
     """A number of each block of a watched model, of the stream of hidden states that its branches add to.
 
     place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
-    passes and processes make one. fold: what stands for several blocks. column, per_layer: see HeadField.
+    passes and processes make one. fold: how several blocks are summarised. column, per_layer: see HeadField.
     """
 
     place: Literal["input", "output", "attention", "mlp"]

@@ -173,8 +173,8 @@ class AdamPass:
 
 
 def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
-    """Returns why a step of these weights is not taken over by a compiled pass, as far as optimizer and weights tell;
-    "" if nothing prevents it.
+    """Returns why a step of these weights is not taken over by a compiled pass, as far as the optimizer and the weights
+    show; "" if nothing prevents it.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> refusal(torch.optim.AdamW([weight]), [weight])

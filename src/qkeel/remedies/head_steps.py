@@ -340,7 +340,7 @@ class HeadSteps:
 
     @torch.no_grad()
     def sizes(self) -> Tensor:
-        """Returns the measure of all heads [h] now, equal to the bit to that in a step."""
+        """Returns the measure of all heads [h] now, bit for bit equal to that in a step."""
         if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
             dist.gather_messages("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})

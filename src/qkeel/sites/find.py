@@ -387,7 +387,8 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def with_values(model: nn.Module) -> nn.Module:
-    """A copy on the CPU: what is on the meta device is drawn at random, each tensor once, and no random stream moves.
+    """A copy on the CPU: what is on the meta device is drawn at random, each tensor once, and no random stream
+    advances.
 
     Matrices keep the size of what they multiply; gains and other vectors, and buffers, are near 1. Whole numbers are
     0, and truth values true, so that a mask among them hides nothing.

@@ -91,7 +91,7 @@ _NORMALIZED = {
     _OWN_SUM: "scores, divided by their sum,",
 }
 _TRIES = 4  # sums that are examined for one candidate, from its first to its last
-_SETTLED = 2  # calls of one computation that are examined before further ones are taken to be no attention either
+_SETTLED = 2  # calls of one computation that are examined before further ones are assumed not to be attention either
 _NEAR, _PAIRS = 3, 4  # positions changed on either side of the middle one, and pairs of them that are compared
 _SMALL = 1e-6  # a change below this share of the largest change is rounding
 _SAME = 1e-5  # two values that differ by less than this share are one value

@@ -57,7 +57,7 @@ class Measured:
 
 
 def is_long(study: StudyData) -> bool:
-    """Whether runs of the study were tested at other lengths than in training."""
+    """Whether runs of the study were tested at lengths that differ from that of training."""
     return any(run.long for run in study.runs)
 
 
