@@ -153,7 +153,7 @@ UNKNOWN = r"(it is not known which (rows of which weights make its heads: |weigh
 DOUBTFUL: dict[str, tuple[Scores, str]] = {
     "positions gated outside the graph": (
         gated_positions,
-        "the weights of its heads are not confirmed: its logits still change when the known key rows are zero "
+        "the weights of its heads are not confirmed: with the known key rows set to zero, its logits still change "
         "from key to key .*; give an example",
     ),
     "talking heads": (talking, UNKNOWN + r"its heads are mixed by a weight \(conv2d\) before the softmax"),
@@ -358,4 +358,4 @@ def test_learned_keys_that_are_normed_are_told() -> None:
         learned = F.normalize(parts.table[:H, :2], dim=-1).expand(len(k), -1, -1, -1)
         return q @ torch.cat((learned, k[:, :, 2:]), 2).mT
 
-    assert "its logits still change when the known key rows are zero" in site_of(Parts(memory)).unverified
+    assert "with the known key rows set to zero, its logits still change" in site_of(Parts(memory)).unverified

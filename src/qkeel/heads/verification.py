@@ -304,12 +304,12 @@ class _Experiment:
         """What is set to zero together: in words, the rows, and the dimension along which what remains may be added."""
         site = self._site
         if site.normed:  # what a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing
-            return (("", "its logits still change when all known rows are zero", site.query + site.key, None),)
+            return (("", "with all known rows set to zero, its logits still change", site.query + site.key, None),)
         sides = ("query", site.query, 2), ("key", site.key, 3)
         return [
             (
                 f" from {side} to {side}",
-                f"its logits still change when the known {side} rows are zero",
+                f"with the known {side} rows set to zero, its logits still change",
                 own,
                 dim,
             )

@@ -102,7 +102,7 @@ def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, S
 
 
 def within(model: str, name: str) -> str:
-    """The name that a site of a named model has among those of all.
+    """The name of a site of a named model among the sites of all models.
 
     >>> within("", "layers.0"), within("decoder", "layers.0"), within("decoder", ""), within("decoder", "#1")
     ('layers.0', 'decoder.layers.0', 'decoder', 'decoder#1')
