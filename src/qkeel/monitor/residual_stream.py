@@ -213,7 +213,7 @@ class ResidualStream:
 
     @property
     def complete(self) -> bool:
-        """Returns whether no further pass will be examined. Of passes in which all processes take part, only one is,
+        """Returns whether no further pass will be examined. If all processes take part in a pass, only one is examined,
         since they may not agree on more."""
         return self._tries >= self._most or (self._seen and not self._unsure)
 

@@ -337,7 +337,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "block_output_massive_share": BlockField(
         "share",
-        "share of the channels of what leaves a block whose peak is over 100 times the median peak",
+        "of the channels that leave a block, the share whose peak is over 100 times the median peak",
         place="output",
         formula="massive_share",
         over="mean",
