@@ -71,7 +71,7 @@ class SampleQueue(Sink):
             self._samples.append(sample)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Does nothing: the monitor warns itself."""
+        """Does nothing: the monitor issues its own warnings."""
 
     def close(self, complete: bool) -> None:
         """Does nothing."""

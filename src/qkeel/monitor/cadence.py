@@ -82,7 +82,7 @@ class Adaptive(Cadence):
     without one (dropout, a GPU) scale·max|q|·max|k|, and for hand-written attention the maximum itself. A change is a
     factor of more than 1 + `change` since the first step after the last measurement. Compiled models are not read
     between measurements, and several processes must decide alike: there it is every `most` steps, and every `least` of
-        the first `start`, in which logits change most.
+    the first `start`, in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
     [0, 2, 4, 6, 9]

@@ -587,7 +587,7 @@ class WeightNorms:
     qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's path)ᵀ (product on
         the key's path), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
         if q or k is not a plain matrix product of the input: with a convolution over positions, or with additional
-            learned keys.
+        learned keys.
     query_grad_rms, key_grad_rms [h]: root mean square of the gradient of those rows, as the optimizer gets it.
     grad_over_eps [h]: the smaller of both over the optimizer's eps; near or under 1 Adam's step shrinks (Wortsman et
         al. 2023, arXiv 2309.14322, section 3.4).
