@@ -76,7 +76,7 @@ PAGES = (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
-        rows=(0, 1560),
+        rows=(0, 1710),
     ),
     Picture(
         "autopilot",
@@ -86,7 +86,7 @@ PAGES = (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
         ),
-        rows=(0, 2460),
+        rows=(0, 2530),
     ),
     Picture(
         "study",
