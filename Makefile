@@ -127,7 +127,7 @@ notebooks: $(VENV)/.dev  ## run the notebooks of the docs and write their output
 	$(BIN)/python docs/run_notebooks.py
 
 gallery: $(VENV)/.dev  ## the pictures of docs/gallery.md, light and dark; needs chromium and some minutes
-	$(PIP) -e '.[plot]'
+	$(PIP) -e '.[plot,docs]'
 	$(BIN)/python docs/make_gallery.py
 
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run

@@ -144,7 +144,7 @@ LENGTHS: tuple[Claim, ...] = (
         at_length("baseline", "none@512", LONG),
     ),
     Claim(
-        "A learned gain spoils what CosA keeps",
+        "A learned gain lowers the accuracy that CosA keeps",
         SU,
         "lengths",
         kept("cosa"),

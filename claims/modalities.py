@@ -133,7 +133,8 @@ MODALITIES: tuple[Claim, ...] = (
         mixed("val_loss", 0.1, remedy=LAYER),
     ),
     Claim(
-        "QK-norm alone lets the hidden states of the last block grow; norms after the branches hold them (LR 0.1)",
+        "QK-norm alone lets the hidden states of the last block grow; norms after the branches keep them in range (LR "
+        "0.1)",
         CHAMELEON,
         "mixed",
         mixed(HIDDEN, 0.1, remedy=LAYER),
@@ -199,7 +200,7 @@ MODALITIES: tuple[Claim, ...] = (
         0.0,
     ),
     Claim(
-        "QK-norm spares fp16 skipped steps (LR 0.3)",
+        "With QK-norm, fp16 training skips fewer steps (LR 0.3)",
         OURS,
         "fp16",
         Cell({"remedy": "none", "lr": 0.3}, "skipped_steps"),

@@ -51,7 +51,7 @@ TRAINING: tuple[Claim, ...] = (
         Cell({"remedy": "none", "lr": 0.1}, "init_loss"),
     ),
     Claim(
-        "QK-norm holds the logits under 100 at LR 0.1",
+        "QK-norm keeps the logits under 100 at LR 0.1",
         DEHGHANI,
         "micro",
         100.0,
@@ -89,7 +89,7 @@ TRAINING: tuple[Claim, ...] = (
         equal=True,
     ),
     Claim(
-        "Softcapping holds the logits that enter the cap under 100 (LR 0.1)",
+        "Softcapping keeps the logits that enter the cap under 100 (LR 0.1)",
         OURS,
         "micro",
         100.0,
@@ -97,7 +97,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "QK-Clip holds logits at its threshold of 30 (LR 0.1)",
+        "QK-Clip keeps logits at its threshold of 30 (LR 0.1)",
         KIMI,
         "micro",
         30.0,
@@ -105,7 +105,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "σReparam holds the logits under 100 at LR 0.1",
+        "σReparam keeps the logits under 100 at LR 0.1",
         ZHAI,
         "micro",
         100.0,
@@ -234,7 +234,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "LALR holds the change of the logits by a step (LR 0.1)",
+        "LALR limits the change of the logits in a step (LR 0.1)",
         ANSON,
         "micro",
         change("none", 0.1),
@@ -242,7 +242,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "QK-norm holds the change of the logits by a step too (LR 0.1)",
+        "QK-norm limits the change of the logits in a step too (LR 0.1)",
         ANSON,
         "micro",
         change("none", 0.1),
@@ -250,7 +250,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "LALR holds that change better than a fixed smaller rate (LR 0.3)",
+        "LALR limits that change better than a fixed smaller rate (LR 0.3)",
         ANSON,
         "micro",
         change(FIXED, 0.3),

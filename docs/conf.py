@@ -23,6 +23,7 @@ html_math_renderer = "mathml"  # browsers draw it themselves; MathJax would come
 html_theme = "furo"
 html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB
+html_domain_indices = False  # of all modules only one would be listed
 html_static_path = ["_static"]
 html_search_scorer = str(Path(__file__).parent / "_static" / "search_order.js")
 html_css_files = ["site.css"]
@@ -52,7 +53,7 @@ napoleon_attr_annotations = False  # shapes in annotations are markup to Sphinx
 def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
     """Called with each page after the theme: in the sidebar, groups are closed but the reader's own."""
     context["furo_navigation_tree"] = made_pages.pruned(context.get("furo_navigation_tree", ""))
-    context["body"] = made_pages.breakable(context.get("body", ""))
+    context["body"] = made_pages.stackable(made_pages.breakable(context.get("body", "")))
 
 
 def untyped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

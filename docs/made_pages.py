@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Mapping
@@ -93,6 +94,22 @@ def breakable(body: str) -> str:
     body = re.sub(r"<table.*?</table>", in_table, body, flags=re.S)
     body = re.sub(r'<span class="pre">--', '<span class="pre option">--', body)
     return re.sub(r'<div class="highlight-sh .*?</div>', whole, body, flags=re.S)
+
+
+def stackable(body: str) -> str:
+    """A page's text. A table of three columns or more with sentences in it gets the class "stacked", and each of its
+    cells the name of its column, which site.css shows before the cell where a phone has no room for columns."""
+
+    def named(table: re.Match[str]) -> str:
+        names = [re.sub("<.*?>", "", name) for name in re.findall(r"<th.*?</th>", table[0], flags=re.S)]
+        cells = [re.sub("<.*?>", "", cell) for cell in re.findall(r"<td.*?</td>", table[0], flags=re.S)]
+        if len(names) < 3 or not any(len(cell.split()) > 12 for cell in cells):
+            return table[0]
+        columns = itertools.cycle(names)
+        text = re.sub(r"<td", lambda _: f'<td data-column="{next(columns)}"', table[0])
+        return text.replace('class="docutils', 'class="docutils stacked', 1)
+
+    return re.sub(r"<table class=\"docutils.*?</table>", named, body, flags=re.S)
 
 
 def field_tables() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
 
-Needs chromium, Pillow and matplotlib. With a folder as argument the runs
+Needs chromium, Pillow, matplotlib and what builds the docs. With a folder as argument the runs
 are kept there, and what is newer there than the code is not run again;
 names of pictures behind it make those only. A command that fails, or whose
 watcher says that it failed, ends the program, and then no picture and no
@@ -71,12 +71,12 @@ PAGES = (
     Picture(
         "watch",
         "A training script under watch",
-        "What happened in words, each alarm with the line of code that helps, and the largest logit of each layer.",
+        "What went wrong and what to do, each alarm, and the largest logit of each layer.",
         (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
-        rows=(0, 1560),
+        rows=(0, 1710),
     ),
     Picture(
         "autopilot",
@@ -86,7 +86,7 @@ PAGES = (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
         ),
-        rows=(0, 2460),
+        rows=(0, 2530),
     ),
     Picture(
         "study",
@@ -118,6 +118,13 @@ PAGES = (
         rows=(0, 1040),
     ),
 )
+# What a reader sees first, before scrolling; the page is that of a picture above, or the docs' own.
+SCREEN = (0, 800)
+FIRST = {
+    "watch": "The first screen of a run that goes wrong: what is wrong, what that means, and what to do.",
+    "demo": "The first screen of the demo: counts, and the comparison that it decides.",
+    "home": "The first screen of these pages.",
+}
 PLOT = Picture(
     "plot",
     "A figure of your own",
@@ -265,13 +272,25 @@ def write_description(study: Path) -> None:
     readme.write_text(text, encoding="utf-8")
 
 
-def section(made: Picture, language: str) -> str:
-    """The part of the page about one picture."""
-    shown = "\n\n".join(
-        f"```{{image}} images/gallery/{made.name}-{scheme}.png\n:alt: {made.shows}\n:class: only-{scheme}\n```"
+def build_site(folder: Path) -> Path:
+    """Builds the docs; returns their first page."""
+    site = folder / "site"
+    subprocess.run([sys.executable, "-m", "sphinx", "-q", str(ROOT / "docs"), str(site)], check=True)
+    return site / "index.html"
+
+
+def shown(name: str, alt: str) -> str:
+    """One picture in each scheme."""
+    return "\n\n".join(
+        f"```{{image}} images/gallery/{name}-{scheme}.png\n:alt: {alt}\n:class: only-{scheme}\n```"
         for scheme in SCHEMES
     )
-    return f"## {made.title}\n\n{made.shows}\n\n```{language}\n" + "\n".join(made.commands) + f"\n```\n\n{shown}\n"
+
+
+def section(made: Picture, language: str) -> str:
+    """The part of the page about one picture."""
+    commands = "\n".join(made.commands)
+    return f"## {made.title}\n\n{made.shows}\n\n```{language}\n{commands}\n```\n\n{shown(made.name, made.shows)}\n"
 
 
 def page() -> str:
@@ -280,8 +299,10 @@ def page() -> str:
         "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this page. "
         "Pictures are light or dark, like the page around them.\n\n"
     )
+    screens = [f"{shows}\n\n{shown(f'{name}-first', shows)}\n" for name, shows in FIRST.items()]
     end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"
-    return head + "\n".join([*(section(made, "sh") for made in PAGES), section(PLOT, "text")]) + end
+    parts = ["## First screens\n", *screens, *(section(made, "sh") for made in PAGES), section(PLOT, "text")]
+    return head + "\n".join(parts) + end
 
 
 def main() -> None:
@@ -300,8 +321,12 @@ def main() -> None:
                     shutil.rmtree(old, ignore_errors=True)
                 for command in made.commands:
                     run(command, folder)
+        if "home" in wanted or not wanted:
+            places["home"] = build_site(folder)
         for made in pages:
             photograph(places[made.name], made.name, made.rows)
+        for name in FIRST.keys() & places.keys():
+            photograph(places[name], f"{name}-first", SCREEN)
         if "demo" in places:
             plot("drift", draw_drift, folder, dpi=200)
             write_description(folder / "demo")

@@ -89,7 +89,7 @@ def needed(what: str, pip: str) -> Iterator[None]:
         home = _importer(error)
         if home and not there and error.name:
             pip = error.name
-            why = f"is there and broken: {home} imports {pip}, which is not installed: pip install"
+            why = f"is installed but broken: {home} imports {pip}, which is not installed: pip install"
         raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
 
 
@@ -171,7 +171,7 @@ class AlarmWarning(QkeelWarning):
 def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
     """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`.
 
-    The warning names the line of the user's program that led here, none of qkeel or torch.
+    The warning names the line of the user's program that led here, not one in qkeel or torch.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS:

@@ -235,7 +235,7 @@ def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *g
 
 
 def read_fields(cls: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """Makes the dataclass `cls` of nested plain values; `where` names the table in errors."""
+    """Makes the dataclass `cls` from nested plain values; `where` names the table in errors."""
     if not isinstance(values, Mapping):
         raise InvalidTypeError(f"expected a table of {where or 'settings'}, got {values!r}")
     kinds, arguments = annotations(cls), {}

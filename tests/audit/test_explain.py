@@ -194,7 +194,7 @@ def test_other_arguments_and_failures_are_told() -> None:
 def test_the_report_groups_layers_that_work_alike() -> None:
     found = explain("gemma3")
     text = str(found)
-    assert text.startswith("Gemma3ForCausalLM: 2 attentions\nmodel.layers.0.self_attn\n  heads ")
+    assert text.startswith("Gemma3ForCausalLM: 2 attention layers\nmodel.layers.0.self_attn\n  heads ")
     assert "base 1e+06" in text
     same = dataclasses.replace(
         found, sites=(found.sites[0], dataclasses.replace(found.sites[0], name="model.layers.1.self_attn"))

@@ -34,7 +34,7 @@ KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
 SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("docs/what-we-found.md", "reproduced"): [
         ("ends {mean:.3f} nats ahead of no remedy", "QK-norm trains better at a high learning rate (LR 0.1)"),
-        ("QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1"),
+        ("QK-norm limits the logits", "QK-norm keeps the logits under 100 at LR 0.1"),
         ("It allows 3 times the rate or more", 'QK-norm allows 3 times the rate or more ("up to 3× in some cases")'),
         (
             "Mixing text and images makes logits grow at a high rate",
@@ -60,8 +60,8 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
             "… and the loss diverges, to that of initialisation or worse (LR 0.1, within 150 steps)",
         ),
         (
-            "A softcap does not hold the logits that enter it",
-            "Softcapping holds the logits that enter the cap under 100 (LR 0.1)",
+            "A softcap does not limit the logits that enter it",
+            "Softcapping keeps the logits that enter the cap under 100 (LR 0.1)",
         ),
     ],
     ("docs/remedies.md", "contradicted"): [
@@ -110,7 +110,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
             "mean, but by seed they range too widely to decide",
             "Without a remedy fp16 overflows: steps are skipped (LR 0.3)",
         ),
-        ("that QK-norm spares them is not shown", "QK-norm spares fp16 skipped steps (LR 0.3)"),
+        ("that QK-norm spares them is not shown", "With QK-norm, fp16 training skips fewer steps (LR 0.3)"),
         (
             "nor with {n} seeds against float32",
             "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",

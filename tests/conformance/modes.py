@@ -117,7 +117,7 @@ def mode_refusal(name: str, mode: str) -> str:
         found, expected = _ran(name, make(), run), _ran(name, make(), plain)
         off = max(float((a - b).abs().max()) for a, b in zip(found, expected))
         if off > ROUNDING * max(1.0, max(float(x.abs().max()) for x in expected)):
-            raise Differs(f"{name} does not give the numbers of eager execution")
+            raise Differs(f"{name} differs from eager execution")
     except QkeelError as error:
         return str(error)
     return ""
@@ -160,7 +160,8 @@ def reasons() -> list[str]:
         for mode in MODES:
             text = mode_refusal(name, mode)
             if text:
-                found.setdefault(text.replace(name, "it"), []).append(f"`{name}` in {mode}")
+                plain = text.removeprefix(f"{name} at ").replace(name, "it")
+                found.setdefault(plain, []).append(f"`{name}` in {mode}")
     return [f"- {', '.join(names)}: {text}" for text, names in found.items()]
 
 

@@ -246,7 +246,7 @@ def test_a_float32_mask_is_never_rounded_to_bfloat16(impl: str) -> None:
         reasons = {
             "windowed": "for ReRope",
             "native": "switched off",
-            "decode": "boolean masks only",
+            "decode": "only boolean masks",
             "flex": "on a GPU only",
         }
         why = reasons.get(impl, "would round the")

@@ -134,7 +134,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),
     (r"(\d+) other packages", lambda: found("internals/foreign.md", r"targets of (\d+) packages")),
     (
-        r"(\d+) of (\d+) attentions identified correctly, the other (\d+)",
+        r"(\d+) of (\d+) attention layers identified correctly, the other (\d+)",
         lambda: (
             *found("internals/foreign.md", r"attentions: (\d+) right"),
             *found("internals/foreign.md", r"Their (\d+) attentions"),

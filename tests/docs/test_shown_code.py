@@ -59,7 +59,7 @@ OTHERS = {
     ),
     *("OMP_NUM_THREADS", "OMP_NUM_THREADS=1", "TORCH_LOGS", "batch", "eps", "model(x)", "model.forward(x)", "__main__"),
 }
-MESSAGES = {"1 of 2 attentions of GPT are watched. Not understood: …": "are watched. Not understood: "}
+MESSAGES = {"1 of 2 attention layers of GPT are watched. Not understood: …": "are watched. Not understood: "}
 DOTTED = re.compile(r"[a-z_]+(\.\w+)+(\(\))?")
 KEYWORD = re.compile(r"(\w+)=(.*)")
 FLAGS = re.compile(r"--[a-z][a-z-]*")

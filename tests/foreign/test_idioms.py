@@ -139,5 +139,5 @@ def test_a_report_names_the_module_and_what_made_the_weights() -> None:
     s = idioms.idiom(Plan(scoring="additive"))
     (missed,) = idioms.qkeel.find_sites(s.model, *s.example[0]).missed
     assert missed.module == "odd"
-    assert re.search("values of several positions are weighed by a softmax", missed.reason)
+    assert re.search("values of several positions are weighted by a softmax", missed.reason)
     assert dataclasses.replace(missed).operation == "softmax"

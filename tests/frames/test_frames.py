@@ -156,7 +156,7 @@ def test_what_is_shown_is_short() -> None:
             assert "<th>max_logit</th>" in monitor.history._repr_html_()
 
     _, _, monitor = train(lambda m, o: qkeel.watch(m, o, rules=[]), during=show)
-    assert shown[0] == "<Monitor of Small: 2 attentions, 2 records, 0 alarms>"
+    assert shown[0] == "<Monitor of Small: 2 attention layers, 2 records, 0 alarms>"
     assert shown[1].startswith("<History of 2 records, steps 0 to 1: 2 layers, ")
     assert shown[2].startswith("<Sample of train step 1: 2 layers, ")
     assert shown[3] == "<AttentionSite 'blocks.0': 2 heads of 4, weights known>"

@@ -158,7 +158,7 @@ def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
         "blocks.1.attention",
         "head 2",
         f"step {alarm.step}",
-        "each doubling of the training",
+        "each time the training length doubles",
         'qkeel.apply("',
     ):
         assert part in line

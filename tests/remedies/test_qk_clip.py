@@ -453,7 +453,7 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monkeypatch.setattr(qk_clip, "find_maxima", boom)
     with qkeel.apply("qk_clip:threshold=1", model, optimizer):
-        said = "qk_clip failed while it read logits and clips no more: ValueError: boom"
+        said = "qk_clip failed while reading logits and has stopped clipping: ValueError: boom"
         with pytest.warns(QkeelWarning, match=said):
             model(inputs())
         optimizer.step()

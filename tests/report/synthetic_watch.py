@@ -103,7 +103,7 @@ def alarms(one: Sample, names: tuple[str, ...]) -> list[Alarm]:
     """Two alarms with places, trends and remedies."""
     place = {"step": one.step, "layer": names[len(names) // 3], "head": 5}
     hold = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
-    trend = "it was 3.85 at step 0 and grows as (sum of learning rates)^0.55"
+    trend = "it was 3.85 at step 0, and it grows by a factor of 1.5 each time the training length doubles"
     kimi = "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip"
     notice = Alarm(
         rule="ceiling 100", severity=Severity.NOTICE, value=104.0, meaning="max logit 104 is over 100", trend=trend,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from test_report_page import alone, sound
 import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
+from qkeel.monitor.rules import NonFinite
 from qkeel.report.watch_page import (
     MOST_CELLS,
     MOST_LINES,
@@ -67,7 +70,7 @@ def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_gro
         "Healthy: the largest attention logit in 2,000 steps is 14.2 in attn, head 0. Logits above 100 count as large."
     )
     assert found.text == text
-    grows = "The largest logit grows: each doubling of the training multiplies it by 1.2."
+    grows = "The largest logit grows by a factor of 1.2 each time the number of steps doubles."
     assert findings(read_watched([run]))[0].text == grows
 
 
@@ -84,14 +87,15 @@ def test_an_alarm_leads_the_page_with_a_red_light_a_plain_sentence_and_one_fix_t
     run = make_watch(tmp_path / "run")
     found = verdict(read_watched([run])[0])
     assert found.light == "bad"
-    assert found.text.startswith("Attention logits have grown too large since step 200. The largest is ")
-    assert found.text.endswith("Above 1,000 training suffers.")
+    assert found.text.startswith("Attention logits have grown too large since step 200. The largest is now ")
+    assert "Above 1,000, the softmax gives nearly all the weight to one key" in found.why
     html = page(run, tmp_path)
     header = html[html.index("<header") : html.index("</header>")]
     line = "qkeel.apply(&quot;lalr:tau=0.1+qk_clip:threshold=100&quot;, model, optimizer)"
     assert header.count(line) == 1
     assert header.count('class="copy"') == 1
     assert ">Copy fix</button>" in header
+    assert "<strong>What to do:</strong> add this line to the script, after the optimizer is made:" in header
     assert 'class="lead signal signal-bad"' in header
 
 
@@ -121,11 +125,7 @@ def test_a_run_that_a_command_watched_is_fixed_by_that_command(tmp_path: Path):
     [
         ([1.0, 7.0], "good", "Healthy: the largest attention logit in 1 step is 7"),
         ([1.0, 168.0], "large", "Attention logits are large: 168 at most in 1 step"),
-        (
-            [1.0, 1340.0],
-            "bad",
-            "Attention logits are too large: 1,340 at most in 1 step. Above 1,000 training suffers.",
-        ),
+        ([1.0, 1340.0], "bad", "Attention logits are too large: 1,340 at most in 1 step."),
         ([np.nan, np.nan], "none", "No attention logit was measured in 1 step."),
     ],
 )
@@ -137,9 +137,9 @@ def test_the_light_has_the_colour_of_the_sentence(logits: list[float], light: st
 @pytest.mark.parametrize(
     ("norm", "cosine", "cause"),
     [
-        ([1, 10], [0.5, 0.5], "It grew mostly by the norms."),
-        ([1, 1], [0.1, 0.9], "It grew mostly by the angle."),
-        ([1, 3], [0.3, 0.9], "It grew by both."),
+        ([1, 10], [0.5, 0.5], "Queries and keys became longer, which explains most of it."),
+        ([1, 1], [0.1, 0.9], "Queries and keys became better aligned, which explains most of it."),
+        ([1, 3], [0.3, 0.9], "Queries and keys became longer and better aligned."),
     ],
 )
 def test_growth_by_norm_is_told_from_growth_by_angle(
@@ -148,9 +148,9 @@ def test_growth_by_norm_is_told_from_growth_by_angle(
     logits = [n * c * 10 for n, c in zip(norm, cosine)]
     fields = {"query_norm": norm, "key_norm": [1.0, 1.0], "cos_max": cosine}
     run = exact(tmp_path / "r", [0, 10], max_logit=logits, **fields)
-    text = next(finding.text for finding in findings(read_watched([run])) if "fold" in finding.text)
+    text = next(finding.text for finding in findings(read_watched([run])) if "cosine" in finding.text)
     assert cause in text
-    assert text.startswith("Since step 0 the logit of attn head 0 grew")
+    assert text.startswith("Since step 0 the logit of attn head 0 grew by a factor of ")
 
 
 def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path):
@@ -273,3 +273,23 @@ def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path):
     code = "sys.modules['torch'] = None\nimport qkeel.report\nqkeel.report.write(sys.argv[1], sys.argv[2])"
     alone(code, str(run), str(tmp_path / "r.html"))
     assert (tmp_path / "r.html").exists()
+
+
+def test_a_run_whose_logits_became_nan_says_so_first(tmp_path: Path):
+    run = read_watched([make_watch(tmp_path / "run")])[0]
+    broken = {**run.alarms[-1], "rule": NonFinite().name, "step": 210}
+    found = verdict(dataclasses.replace(run, alarms=[*run.alarms, broken]))
+    assert found.text.endswith(" At step 210 logits became NaN or infinite.")
+    assert "NaN" not in verdict(run).text
+
+
+def test_a_logit_under_the_end_of_the_axis_is_labelled_with_its_own_value(tmp_path: Path):
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("no Chromium")
+    run = exact(tmp_path / "r", list(range(10)), max_logit=[*np.linspace(0.9, 0.2, 9), 0.0288])
+    place = qkeel.report.write(run, tmp_path / "report.html")
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom")
+    shown = subprocess.run([browser, *flags, place.as_uri()], capture_output=True, text=True, check=True).stdout
+    chart = shown[shown.index('id="chart-growth"') :].partition("</svg>")[0]
+    assert ">0.0288<" in chart

@@ -174,7 +174,7 @@ def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_sai
     model = Two()
     for block in model.blocks:
         block.forward = apart.__get__(block)  # type: ignore[method-assign]
-    with pytest.warns(QkeelWarning, match="keeps what gradient checkpointing would not"):
+    with pytest.warns(QkeelWarning, match="keeps tensors that gradient checkpointing would drop"):
         assert known(model, batch()) == plain
 
 

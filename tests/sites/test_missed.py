@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[Between, str, str]] = {
     "relu": (lambda odd, z: F.relu(z), "relu", "relu"),
     "batch norm": (lambda odd, z: F.batch_norm(z, None, None, training=True), "batch_norm", "batch_norm"),
     "power": (lambda odd, z: z.pow(2) * z.sign(), "pow", "pow"),
-    "chosen and scattered": (largest, "scatter", "a choice of some, written into a new tensor"),
+    "chosen and scattered": (largest, "scatter", "a selection of some, written into a new tensor"),
     "the largest alone": (lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)), "topk", "a choice of the largest"),
     "written in pieces": (pieces, "setitem", "writing into a tensor piece by piece"),
 }
@@ -95,7 +95,7 @@ def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
     _, operation, words = WAYS[name]
     assert (missed.module, missed.operation) == ("odd", operation)
     assert missed.reason == f"its scores could not be followed beyond {words}"
-    assert sites.share == "1 of 2 attentions"
+    assert sites.share == "1 of 2 attention layers"
     assert sites._repr_html_().count("<tr>") == 2  # the names of the columns, and the site
     assert "<p>not understood: odd: its scores could not" in sites._repr_html_()
 
@@ -111,7 +111,7 @@ MIXTURES: dict[str, Between] = {
 def test_heads_that_a_weight_mixes_are_watched_and_have_no_weights_of_their_own(name: str) -> None:
     m = Model(MIXTURES[name])
     sites = find_sites(m, x())
-    assert ([site.name for site in sites], sites.missed, sites.share) == (["odd", "plain"], (), "2 attentions")
+    assert ([site.name for site in sites], sites.missed, sites.share) == (["odd", "plain"], (), "2 attention layers")
     why = f"its heads are mixed by a weight ({name}) before the softmax"
     assert (sites[0].terms, sites[0].why, sites[0].verified) == ((), why, False)
     taken: list[Tensor] = []
@@ -165,7 +165,7 @@ def test_sigmoid_attention_is_missed() -> None:
             q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
             return (torch.sigmoid(q @ k.mT) @ v).transpose(1, 2).flatten(2)
 
-    with pytest.raises(RefusedError, match=r"Seen but not understood: .* weighed by the sigmoid of scores"):
+    with pytest.raises(RefusedError, match=r"Seen but not understood: .* weighted by the sigmoid of scores"):
         find_sites(Sigmoid(lambda _, z: z), x())
 
 
@@ -200,7 +200,7 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> Non
     m = model()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     for remedy in ("lalr", "softcap:cap=5", "qk_norm"):
-        with pytest.raises(RefusedError, match=rf"{remedy[:4]}.*1 of 2 attentions .*odd: its scores .*partial=True"):
+        with pytest.raises(RefusedError, match=rf"{remedy[:4]}.*1 of 2 attention .*odd: its scores .*partial=True"):
             apply(remedy, m, optimizer, example=x())
         apply(remedy, m, optimizer, example=x(), partial=True).remove()
     apply("z_loss", m, optimizer, example=x()).remove()  # has nothing to do with attention
@@ -214,15 +214,15 @@ def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_pat
         for _ in range(3):
             m(x()).sum().backward()
             optimizer.step()
-        line = "1 of 2 attentions watched; not understood: odd: its scores could not be followed beyond relu"
+        line = "1 of 2 attention layers watched; not understood: odd: its scores could not be followed beyond relu"
         assert monitor.table().splitlines()[-1] == line
         assert f"<p>{line}</p>" in monitor._repr_html_()
         assert [missed.module for missed in monitor.missed] == ["odd"]
     (message,) = [str(warning.message) for warning in said]
-    assert message.startswith("1 of 2 attentions of Model are watched. Not understood: odd: its scores")
+    assert message.startswith("1 of 2 attention layers of Model are watched. Not understood: odd: its scores")
     assert RunDirectory(tmp_path / "run").config()["missed"][0]["module"] == "odd"
-    (text,) = [f.text for f in findings(read_watched([tmp_path / "run"])) if "attentions were watched" in f.text]
-    assert text.startswith("1 of 2 attentions were watched. Not understood: odd: its scores")
+    (text,) = [f.text for f in findings(read_watched([tmp_path / "run"])) if "attention layers were watched" in f.text]
+    assert text.startswith("1 of 2 attention layers were watched. Not understood: odd: its scores")
 
 
 def test_what_find_sites_sees_in_a_script_the_tap_the_monitor_and_the_clip_see_too() -> None:
@@ -320,7 +320,7 @@ def test_an_input_whose_rows_share_memory_can_be_examined() -> None:
 
     (missed,) = find_sites(Pair(), x()).missed
     assert missed.module == "one"
-    assert missed.reason.startswith("values of several positions are weighed by a softmax")
+    assert missed.reason.startswith("values of several positions are weighted by a softmax")
 
 
 @torch.library.custom_op("qkeel_tests::only_inside", mutates_args=())

@@ -153,7 +153,7 @@ UNKNOWN = r"(it is not known which (rows of which weights make its heads: |weigh
 DOUBTFUL: dict[str, tuple[Scores, str]] = {
     "positions gated outside the graph": (
         gated_positions,
-        "the weights of its heads are not confirmed: with the key rows that are known at zero its logits still change "
+        "the weights of its heads are not confirmed: with the known key rows set to zero, its logits still change "
         "from key to key .*; give an example",
     ),
     "talking heads": (talking, UNKNOWN + r"its heads are mixed by a weight \(conv2d\) before the softmax"),
@@ -233,7 +233,7 @@ def test_planted_faults_are_seen() -> None:
     assert "rows of v.weight" in planted(model, terms=(term, more))
     half = dataclasses.replace(q, index=q.index[:, : D // 2])
     assert "a part of them comes from other weights" in planted(model, terms=(QKProduct(query=(half,), key=(k,)),))
-    assert "heads in the place of 2" in planted(model, n_heads=2)
+    assert "heads instead of 2" in planted(model, n_heads=2)
     assert "did not show it again" in planted(model, name="elsewhere")
 
 
@@ -358,4 +358,4 @@ def test_learned_keys_that_are_normed_are_told() -> None:
         learned = F.normalize(parts.table[:H, :2], dim=-1).expand(len(k), -1, -1, -1)
         return q @ torch.cat((learned, k[:, :, 2:]), 2).mT
 
-    assert "with the key rows that are known at zero" in site_of(Parts(memory)).unverified
+    assert "with the known key rows set to zero, its logits still change" in site_of(Parts(memory)).unverified

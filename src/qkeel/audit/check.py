@@ -96,7 +96,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         rows.append((label, _text(top), str(head), _text(mean)))
     status, sentence = judged(largest, where, entropy=entropy, lowest=lowest, broken=broken, threshold=threshold)
     if sites.missed:
-        sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attentions are not understood"
+        sentence += f"; {len(sites.missed)} of {len(found) + len(sites.missed)} attention layers are not understood"
     columns = ("layer", "max logit", "head", "entropy")
     return Health(
         status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)

@@ -87,7 +87,7 @@ class QueryOrKey:
         return scaled(1.0, salt)(random_vector(part.parameter, size), like)[0][part.index.cpu()]
 
     def norm(self) -> NormRecipe:
-        """Returns the norm that acts, or without one the factor."""
+        """Returns the norm that acts, or the factor if there is none."""
         a = self.answers
         how = response(a)
         if how == "linear":
@@ -198,7 +198,7 @@ Check = Callable[[ConfigMapping, SiteRecipe], str]
 
 
 def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
-    """Returns one sentence per contradiction, with the attentions it concerns; empty without a config."""
+    """Returns one sentence per contradiction, with the attention layers it concerns; empty without a config."""
     where: dict[str, list[str]] = {}
     for recipe in recipes:
         part = _config(model, recipe.name)
@@ -307,7 +307,7 @@ def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
 _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 
 
-# Assembling the recipe of each attention.
+# Assembling the recipe of each attention layer.
 
 
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:

@@ -285,7 +285,7 @@ class NormRecipe:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRecipe:
-    """The observed behaviour of one attention. `scale` is the factor on q·k per head; empty if unknown."""
+    """The observed behaviour of one attention layer. `scale` is the factor on q·k per head; empty if unknown."""
 
     name: str  #: name of its module in the model
     n_heads: int  #: query heads
@@ -360,7 +360,7 @@ def scale_text(scale: Sequence[float], head_dim: int) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The recipes of all attentions of a model, and contradictions to the model's config."""
+    """The recipes of all attention layers of a model, and contradictions to the model's config."""
 
     model: str  #: name of the model's class
     sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
@@ -368,7 +368,7 @@ class Explanation:
     linear: tuple[str, ...] = ()  #: names of the layers without logits, see records.LAYER_TYPES
 
     def __str__(self) -> str:
-        parts = [f"{self.model}: {len(self.sites)} attentions"]
+        parts = [f"{self.model}: {len(self.sites)} attention layers"]
         for names, recipe in self.grouped():
             parts.append(f"{names}\n" + "\n".join(f"  {line}" for line in recipe.lines()))
         parts += [f"{compress(self.linear)}\n  type      {LINEAR}: {LAYER_TYPES[LINEAR]}"] if self.linear else []

@@ -21,7 +21,7 @@ from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 from qkeel.metrics import text_table
 from qkeel.safetensors_io import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 
-# Per-head numbers of one attention from d×d Gram matrices of its weights, and the logits that they allow.
+# Per-head numbers of one attention layer from d×d Gram matrices of its weights, and the logits that they allow.
 
 Load = Callable[[str], Tensor | None]
 
@@ -29,7 +29,8 @@ Load = Callable[[str], Tensor | None]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """One attention of a checkpoint, with one number per query head (a key head's number is repeated for its queries).
+    """One attention layer of a checkpoint, with one number per query head (a key head's number is repeated for its
+    queries).
 
     query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part).
     interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can exceed it at any position, given the norm before the
@@ -257,7 +258,7 @@ def _log(value: float) -> float:
 
 _CHUNK = 1 << 19  # numbers read at once: small enough for a core's cache
 _SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # eigenvalue threads
-_PENDING = 2 * _SOLVERS  # attentions queued for eigenvalues; bounds memory
+_PENDING = 2 * _SOLVERS  # attention layers queued for eigenvalues; bounds memory
 _KEEP = 1 << 26  # bytes of a large tensor that stay mapped in memory
 
 ScanProgress = Callable[[int, int], None]
@@ -282,7 +283,7 @@ class Scan:
 
     path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes
-    sites: tuple[SiteReport, ...]  #: every attention that was read
+    sites: tuple[SiteReport, ...]  #: every attention layer that was read
     unknown: tuple[Unknown, ...]  #: what looks like attention but could not be read
     tensors: tuple[TensorReport, ...]  #: every tensor
 
@@ -301,7 +302,7 @@ def scan(
     Args:
         path: a .safetensors file, a folder of shards with model.safetensors.index.json, or a Hugging Face folder.
         flags: head counts that complete or override those of config.json.
-        on_progress: called with the bytes done and the bytes in all.
+        on_progress: called with the number of bytes done and the total number.
         heads: False for the table of tensors alone; a checkpoint without known attention is then accepted.
 
     Raises:
@@ -484,9 +485,10 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
 
     Example:
         >>> print(table(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=())))
-        m: 0.000 GB, 0 tensors, 0 attentions
+        m: 0.000 GB, 0 tensors, 0 attention layers
     """
-    parts = [f"{scan.path}: {scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors, {len(scan.sites)} attentions"]
+    size = f"{scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors"
+    parts = [f"{scan.path}: {size}, {len(scan.sites)} attention layers"]
     if scan.sites:
         rows = [row for site in scan.sites for row in _rows(site, every_head)]
         parts.append(text_table([("layer", "head", *_COLUMNS.values()), *rows]))

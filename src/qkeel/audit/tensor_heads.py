@@ -241,7 +241,8 @@ class Slice:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlan:
-    """The weights of one attention in a checkpoint. Only MLA, whose logit is a sum of two products, has rope parts."""
+    """The weights of one attention layer in a checkpoint. Only MLA, whose logit is a sum of two products, has rope
+    parts."""
 
     name: str
     layout: str
@@ -277,7 +278,8 @@ PlansOrUnknown = list[SitePlan | Unknown]
 
 
 def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> PlansOrUnknown:
-    """Returns every attention of a checkpoint in the order of its tensors, and the candidates that can't be read."""
+    """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that can't be
+    read."""
     found: PlansOrUnknown = []
     for name, tensor in tensors.items():
         module, dot, leaf = _split(name)

@@ -60,7 +60,8 @@ class PolicyRunner:
 
         Raises:
             InvalidTypeError: the policy returned something other than decisions.
-            InvalidValueError: a decision is for another step or an unknown, unverified or smaller site.
+            InvalidValueError: a decision is for another step, for an unknown or unverified site, or for heads that the
+                site lacks.
         """
         self.seen += 1
         # Effects are computed before the policy decides, from the state that it will see.
@@ -274,7 +275,8 @@ class RemedyManager:
         return next((i for i, ids in enumerate(held) if ids & own), 0)
 
     def try_all(self) -> Refusals:
-        """Returns what sites refuse, by applying each remedy and removing it again; the model keeps its bits."""
+        """Returns what sites refuse, by applying each remedy and removing it again; the model stays bit for bit the
+        same."""
         found: Refusals = []
         verified = [site for site in self.sites if site.verified]
         for action, spec in ((Action.CLIP, "qk_clip"), (Action.RATES, "lalr")):

@@ -334,7 +334,7 @@ def autopilot(
     query_mask: MaskSource | None = None,
     example: object = None,
 ) -> Autopilot:
-    """Watches a training run and limits the logits of the heads that need it by the cheapest remedy that is enough.
+    """Watches a training run and limits the logits of the heads that need it with the cheapest remedy that suffices.
 
     Until its first action, training is bit for bit the same as without it. Every process of a run must call it.
 

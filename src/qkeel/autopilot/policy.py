@@ -310,7 +310,7 @@ class Ladder(Policy):
 
     name: ClassVar[str] = "ladder"
     line: ClassVar[str] = (
-        "the cheapest action that holds the logits of the heads that need it, released with hysteresis"
+        "the cheapest action that limits the logits of the heads that need it, released with hysteresis"
     )
 
     def __post_init__(self) -> None:
@@ -474,7 +474,7 @@ class _Step:
             calm = self._calm(i, action)
             own = [h for h in heads or range(self.records.sites[i].n_heads) if calm[h]]
             if own and (action is Action.CLIP or len(own) == self.records.sites[i].n_heads):
-                why = f"under half of the threshold for {self._patience(action, i)} records, and so to the end"
+                why = f"under half of the threshold for {self._patience(action, i)} records, and forecast to stay there"
                 found.append(self.off(spec, site, action, tuple(own) if heads else (), why))
         return found
 

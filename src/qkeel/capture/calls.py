@@ -612,7 +612,7 @@ class ScoreBlock(NamedTuple):
 
     @property
     def layout(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-        """What two blocks have in common if their heads belong to the same sites."""
+        """A key that two blocks share if their heads belong to the same sites."""
         return self.names, self.heads, self.kv_heads
 
     def split(self) -> Iterator[tuple[str, LogitStats]]:
@@ -640,7 +640,7 @@ class SiteStats(Mapping[str, LogitStats]):
 
     @classmethod
     def of(cls, sites: Mapping[str, LogitStats]) -> SiteStats:
-        """Makes SiteStats of statistics by site."""
+        """Makes SiteStats from statistics by site."""
         if type(sites) is SiteStats:
             return sites
         return cls(ScoreBlock((n,), (len(s.max_logit),), (len(s.key_norm),), s) for n, s in sites.items())
@@ -659,7 +659,7 @@ class SiteStats(Mapping[str, LogitStats]):
         return len(self.names)
 
     def field(self, name: str) -> dict[str, Tensor]:
-        """One field of each site, of query heads."""
+        """One field of each site, per query head."""
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             x = block.joint.tensors()[name]

@@ -49,9 +49,9 @@ from qkeel.spec.call import make_call
 class ModuleCall:
     """One running call of a module. `inputs` are its tensor arguments, kept on request only.
 
-    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far, `indexes`
-    how often it has chosen keys, `pads` whether it has filled up a dimension of a tensor with zeros, `since` and
-    `until` the numbers of operators that had run when it began and when it ended.
+    `batch` is the first size of its first tensor argument, `calls` how many attention calls it has made so far,
+    `indexes` how often it has chosen keys, `pads` whether it has filled up a dimension of a tensor with zeros, `since`
+    and `until` the numbers of operators that had run when it began and when it ended.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ModuleCall:
         return frames
 
     def shared_with(self, other: ModuleCall) -> ModuleCall:
-        """The innermost frame around both, such as that of an attention whose softmax is a separate module."""
+        """The innermost frame around both, such as that of attention whose softmax is a separate module."""
         mine = {id(f) for f in self.line()}
         return next((f for f in other.line() if id(f) in mine), self)
 
@@ -231,13 +231,13 @@ class ShortExample:
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     """Shorter examples, the shortest first: one row if that may suffice, else two, which distinguish heads from the
-    batch. It yields none if it is unclear what a batch is, and of an example that has at most two short rows of tokens:
-    to look at all of it takes less time than to look at a part and then make a pass over all.
+    batch. It yields none if it is unclear what a batch is, or if the example has at most two short rows of tokens:
+    examining all of it takes less time than examining a part and then running a pass over all.
 
-    Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
-    the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but ends
-    the process elsewhere. There, integers must have one shape [b t], as tokens have, and a sequence is cut only if they
-    are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
+    Dimension 0 of every tensor is the batch, of the same size or 1. The next dimension of the first tensor that has one
+    is the sequence, unless the tensor has that size twice. An index beyond the end raises an exception on the CPU but
+    ends the process elsewhere. There, integers must have one shape [b t], as tokens have, and a sequence is cut only if
+    they are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
     if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):

@@ -3,9 +3,8 @@
 The CaptureMode is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
 active: torch turns it off under any function mode. The results then are those of
 `torch.backends.mha.set_fastpath_enabled(False)`, which differ from the fast path's by rounding; training never takes
-the fast path. Visibility was preferred here to the last bit in evaluation: the fast path is one opaque operator that
-would have to be taken apart. A Tap observes such models in an extra pass, so that the model's own passes keep the fast
-path.
+the fast path. Seeing the attention matters more here than the last bits in evaluation: the fast path is one opaque
+operator. A Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
 """
 
 from __future__ import annotations
@@ -143,12 +142,12 @@ class CaptureMode(CallObserver):
         dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
             callback per operator.
         record: with `dispatch`, keep every operator of the pass in `operations`, those by which calls are read too.
-        rows: have functional_attention report what its kernel finds of each row.
+        rows: have functional_attention report what its kernel finds for each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: the dimensions of scores at known sites, by name.
-        guard: calls everything in here and `report` while the model runs.
-        only_in: by name the modules in which attention is looked for, and which functions of torch are of interest
-            there, None for all. None to look at the whole pass.
+        guard: calls every method here, and `report`, while the model runs.
+        only_in: the modules in which attention is looked for, by name, with the functions of torch that are of interest
+            there; None for all functions. None to look at the whole pass.
         names: the names of the model's parameters by identity, where the caller has them.
     """
 
@@ -323,7 +322,7 @@ class CaptureMode(CallObserver):
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
-        """The attentions of this pass that were seen but not understood."""
+        """The attention layers of this pass that were seen but not understood."""
         return [*self.handwritten.lost.missed, *self.unread]
 
     @contextmanager
@@ -496,5 +495,5 @@ class CaptureMode(CallObserver):
         return any(self._elsewhere(frame) for frame in frames)
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
-        """True if this is the inside of an attention that is reported otherwise."""
+        """True if this is inside attention that is reported otherwise."""
         return _in_own(frame) or any(f.name in self._described for f in frame.line())

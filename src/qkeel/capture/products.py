@@ -269,8 +269,8 @@ class RowTop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShiftedOne:
-    """Tag of exp(−m), where m is the largest score of each row: the one of softmax plus one, beside exponentials of
-    scores less m."""
+    """Tag of exp(−m), where m is the largest score of each row: the constant of softmax plus one, beside exponentials
+    of scores less m."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -296,7 +296,7 @@ class RowSum:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lost:
-    """Tag of the result of an operation on scores that is not understood; a softmax over it is still an attention.
+    """Tag of the result of an operation on scores that is not understood; a softmax over it is still attention.
 
     `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
     something else. `others` are further possible numbers of queries: if all heads share their keys, a product does not

@@ -54,8 +54,8 @@ FLASH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 )
-# What these call in turn, where it is a Python function (before flash-attn 2.7). Code that joins several attentions by
-# their logsumexps calls it itself, as MoBA does; what it returns is in no order that its signature shows.
+# What these call in turn, where it is a Python function (before flash-attn 2.7). Code that joins several attention
+# calls by their logsumexps calls it itself, as MoBA does; what it returns is in no order that its signature shows.
 FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
 LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
 _ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them

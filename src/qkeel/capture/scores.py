@@ -137,9 +137,9 @@ def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """True if what is added to scores depends on the same activations as they do, as far as the graph shows.
 
-    A bias or a mask does not. If the module's input has no graph, a tensor does that was made by the parameters of the
-    factors, or that holds different numbers for each sequence. If the scores were added to in place, so that `x` is
-    `out`, only the graph decides.
+    A bias or a mask does not. If the module's input has no graph, a tensor depends on it if the parameters of the
+    factors made it, or if it holds different numbers for each sequence. If the scores were added to in place, so that
+    `x` is `out`, only the graph decides.
     """
     node = x.grad_fn if isinstance(x, torch.Tensor) else None
     if x is out:
@@ -299,7 +299,7 @@ _COPIES = frozenset({"as_strided", "flip", "gather", "index_select", "pad", "rep
 def rearranged(
     name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor, *, whole: bool
 ) -> Scores | None:
-    """The tag of `name(x, …)`, a view or an index. Unless `whole`, which vectors the scores are made of is followed
+    """The tag of `name(x, …)`, a view or an index. Unless `whole`, the vectors that the scores are made of are followed
     through views only: anything else would write a number for every score."""
     more = (args[1:], kwargs)  # of masks
     if name == "pad":
@@ -484,7 +484,7 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
 
 
 def may_be_outer(args: Args) -> bool:
-    """False for most arguments that are no outer product, by a quick test."""
+    """False for most arguments that are not an outer product, by a quick test."""
     a, b = args if len(args) == 2 else (None, None)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return len(args) != 2  # by name
@@ -521,7 +521,7 @@ _WORDS: Mapping[str, str] = {
     "einsum": "an einsum with a weight",
     "matmul": "a product with a weight",
     "topk": "a choice of the largest",
-    "scatter": "a choice of some, written into a new tensor",
+    "scatter": "a selection of some, written into a new tensor",
     "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
     "setitem": "writing into a tensor piece by piece",
 }
@@ -586,7 +586,7 @@ class LostScores:
                 self._put(part, tag)
 
     def miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
-        """Records an attention that is not understood."""
+        """Records attention that is not understood."""
         self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
 
     def _put(self, out: Tensor, tag: Lost) -> None:

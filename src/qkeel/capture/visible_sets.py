@@ -26,7 +26,8 @@ _ROWS = 1 << 22  # pairs that are looked at together
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
-    """Names a layer by the source of its keys if that is another one, else by its visible sets, else by its latents.
+    """Names a layer by the source of its keys if that is not the source of its queries, else by its visible sets, else
+    by its latents.
 
     >>> layer_type("sparse", "latent"), layer_type("full", "latent"), layer_type("window", "other")
     ('sparse', 'latent', 'cross')
@@ -83,7 +84,7 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
       be neighbours).
     - *sparse*: some row has no span; or keys were gathered for each query, or queries for each block of keys.
     - *compressed*: there are fewer keys than queries, or more and the last visible key does not advance by one with
-      each query. Keys from another source than the queries are never compressed.
+      each query. Keys from a source other than that of the queries are never compressed.
 
     The function waits for the device once or twice, and stores nothing per pair.
     """

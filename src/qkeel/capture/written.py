@@ -2,9 +2,9 @@
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
 other one ends it. The output of any other operation is tagged as lost, and a softmax over it is reported as a missed
-attention. The softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the
+attention. The softmax that receives a tagged tensor is attention; its output is tagged as weights, so that the
 product with the values does not count as scores. A softmax that is written out, as exponentials over their sum, is
-treated alike.
+treated the same way.
 
 Statistics come from what the softmax received and from the masks met on the path, never from q·k·scale computed again:
 a scale or a bias may be anywhere.
@@ -363,7 +363,7 @@ def _elementwise(name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -
     if name in ("abs", "absolute"):
         # What a mask hid would come out as the largest of all, and a cap or a shift before it is not undone.
         changed = (tag.hidden, tag.uncapped, tag.before_tanh, tag.unshifted, tag.keys)
-        why = "its softmax takes the absolute values of them"
+        why = "its softmax takes their absolute values"
         return None if any(x is not None for x in changed) else dataclasses.replace(tag, lost=(*tag.lost, why))
     if name in ("max", "min"):
         return tag if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
@@ -415,7 +415,7 @@ def seen_call(
         frame: the module's call that made it.
         known: the layout of the scores, if it is known.
         names: parameters by identity in a probe, else None.
-        alone: that nothing else will be added to x.
+        alone: whether nothing else will be added to x.
     """
     uncapped = x if tag.uncapped is None else tag.uncapped
     if uncapped.shape != x.shape and uncapped.numel() == x.numel():

@@ -125,7 +125,7 @@ def overview() -> str:
         [
             "Usage: qkeel COMMAND [OPTIONS]",
             "",
-            "Keeps attention logits on an even keel. qkeel COMMAND --help says more of a command.",
+            "Keeps attention logits on an even keel. qkeel COMMAND --help explains one command.",
             *parts,
             "",
             "Examples:",

@@ -284,7 +284,7 @@ class HowFlags:
     """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most 4; on a
     cluster, as many as it has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
-    """Where the runs are executed: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
+    """Where the runs are executed: local, ray, dask or slurm, with options, like slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
     the number of runs."""

@@ -145,7 +145,7 @@ class MessageSink(Sink):
             self.writer(str(event["text"]))
 
     def close(self, complete: bool) -> None:
-        """Nothing now: `summary()` may come later."""
+        """Does nothing, because `summary()` may still be called."""
 
     def summary(self) -> None:
         """The numbers measured last, layer by layer, and how many alarms there were."""
@@ -313,7 +313,7 @@ class ModelFinder(Handle):
             act(optimizer)
         except Exception as error:
             self.remove()
-            caution(f"qkeel looks for no more models to watch: {type(error).__name__}: {error}. The script runs on")
+            caution(f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script runs on")
 
 
 class _Watch:
@@ -541,7 +541,7 @@ class WatchSession:
             refused(error)
 
     def _place(self, model: str) -> Path:
-        """The plan's directory; with the class name appended for models of another class than the first."""
+        """The plan's directory; with the class name appended for models whose class differs from that of the first."""
         first = next((run.model for run in self._runs if run.used), model)
         out = self.plan.out
         return out if first == model else out.with_name(f"{out.name}-{model}")

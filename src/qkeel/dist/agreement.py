@@ -63,9 +63,9 @@ def try_gather_messages(name: str, message: str, patience: float | None) -> list
     """Stores a message and returns the messages of all ranks in order, or None; the answer is the same on every rank.
 
     Args:
-        name: of the matter, new for each time that the ranks meet.
+        name: what the message is about, different each time that the ranks meet.
         message: of this rank.
-        patience: seconds to wait for all; None allows what the process group waits in a collective, with a warning
+        patience: seconds to wait for all; None waits as long as the process group does in a collective, with a warning
             after 8 seconds. None is returned when this time is over.
     """
     if not on():

@@ -217,7 +217,7 @@ class Layout:
         """Returns the role that a model's weights show; `attentions` are its modules with heads.
 
         Raises:
-            RefusedError: the weights of its attentions are split over more than one axis.
+            RefusedError: the weights of its attention layers are split over more than one axis.
         """
         heads: Axes = {}
         for module in attentions:

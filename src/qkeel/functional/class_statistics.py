@@ -41,8 +41,8 @@ class Merge:
 def rule(
     how: MergeRule, neutral: float = 0.0, count: str = "", of: Callable[[Any], Tensor] | None = None
 ) -> dict[str, object]:
-    """Returns dataclass field metadata with a `Merge` rule and, if `of` is given, the field's formula: the number of
-    each query row, of which the rule makes that of a head."""
+    """Returns dataclass field metadata with a `Merge` rule and, if `of` is given, the field's formula: the number for
+    each query row, which the rule reduces to one for a head."""
     return {"merge": Merge(how, neutral, count), **({} if of is None else {"of": of})}
 
 

@@ -195,7 +195,7 @@ class StreamValues:
 
     @functools.cached_property
     def median(self) -> Tensor:
-        """The median of the peaks, of an even number the mean of the two in the middle."""
+        """The median of the peaks; for an even number of them, the mean of the two in the middle."""
         ordered, m = self.peaks.sort().values, self.peaks.shape[0]
         return (ordered[(m - 1) // 2] + ordered[m // 2]) / 2
 

@@ -492,17 +492,17 @@ _AT = {name: i for i, name in enumerate(ROW_FIELDS)}
 
 
 class CountedRows(NamedTuple):
-    """Which of the rows [b t] of a call count, per head, and over how many numbers the means are.
+    """Which of the rows [b t] of a call count, per head, and how many numbers the means are over.
 
     The n rows of all sequences are one dimension; h is 1 where the heads are alike.
 
     Attributes:
-        n_keys: the number of keys that each row sees, 0 of rows that do not count.
+        n_keys: the number of keys that each row sees, 0 for rows that do not count.
         blank: True for rows that do not count; None if all do.
         bound: True for rows that do not count or see only one key; None if there are none.
         single: True for rows whose weights have nothing to choose from, neither a second key nor a sink; None if there
             are none.
-        scales: ln of the number of keys and sinks of a row, at least ln 2, and ones.
+        scales: the logarithm of the number of keys and sinks of each row, at least ln 2, and a tensor of ones.
         counts: the number of values behind the mean of each of ROW_FIELDS, at least 1. free: n_free, at least 1.
         n_queries: the number of rows that count. n_free: of those that see two keys or more. n_pairs: of visible pairs.
     """
@@ -550,7 +550,7 @@ def whole_rows(
 ) -> CountedRows:
     """Returns the rows of a call without mask and sink: each sees all keys, or with `causal` those up to its own.
 
-    They depend on nothing but these numbers, so a training computes them once."""
+    They depend on nothing but these numbers, so a training run computes them once."""
     seen = torch.arange(1, queries + 1, device=device) if causal else torch.full((queries,), keys, device=device)
     rows = CountedRows.of(seen.expand(batch, 1, -1), None, 0, kind)
     some_see_one = causal or keys < 2

@@ -1,1 +1,2 @@
-"""Finds and verifies the weights that make each head of an attention, and the norms between them and the logits."""
+"""Finds and verifies the weights that make each head of an attention layer, and the norms between them and the
+logits."""

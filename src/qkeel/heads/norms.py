@@ -29,7 +29,7 @@ _LIMIT = 400
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphNorm:
-    """A norm in the graph; `outer` is the last node of it: its own, its gain's or its bias's."""
+    """A norm in the graph; `outer` is its last node: that of the norm, of its gain or of its bias."""
 
     kind: Kind
     size: int

@@ -66,7 +66,7 @@ class Side:
 
     @property
     def normed(self) -> bool:
-        """True if a norm stands between the projections and x."""
+        """True if a norm lies between the projections and x."""
         return any(p.normed for p in self.found.nearest)
 
 

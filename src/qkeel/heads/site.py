@@ -1,4 +1,4 @@
-"""AttentionSite: one attention in a model, its geometry, and the slice of each weight that makes head h."""
+"""AttentionSite: one attention layer in a model, its geometry, and the slice of each weight that makes head h."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class QKProduct:
     (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
 
     Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
-    shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
+    shared by all heads, even while B is still zero. With both projections adapted there are four terms. A merged
     adapter is part of W_base and not a separate path. DoRA divides by a norm of the weights that it keeps out of the
     graph, so `normed` does not show it.
     """
@@ -251,13 +251,13 @@ class NormGain:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionSite:
-    """One attention of a model.
+    """One attention layer of a model.
 
     `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only an CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
+    `below`: only a CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of written-out scores; `layout.guess` says why they are a guess, if they are. `head_dim` counts
@@ -366,7 +366,7 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecognizedAttention:
-    """An attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
+    """Attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
 
     `module` is the name of the module in which it happens, `operation` what its logits could not be followed through,
     `reason` a clause that says why.
@@ -385,9 +385,9 @@ class Sites(list[AttentionSite]):
     """The attention sites of a model.
 
     Attributes:
-        missed: attentions that were seen but not understood.
-        indexers: modules whose scores choose keys for one of the sites: a top-k takes them, no softmax, and no remedy
-            acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
+        missed: attention layers that were seen but not understood.
+        indexers: modules whose scores choose keys for one of the sites: a top-k uses them and not a softmax, and no
+            remedy acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
         linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
             attention and state-space layers: nothing is measured of them, and no remedy acts on them.
     """
@@ -406,15 +406,16 @@ class Sites(list[AttentionSite]):
 
     @property
     def share(self) -> str:
-        """Says how many of the attentions that were seen are understood.
+        """Says how many of the attention layers that were seen are understood.
 
         >>> Sites([], [UnrecognizedAttention(module="attn", operation="relu", reason="…")]).share
-        '0 of 1 attentions'
+        '0 of 1 attention layers'
         """
         return share(len(self), len(self.missed))
 
     def _repr_html_(self) -> str:
-        """One row per site, and a line for each attention that was not understood and each layer without logits."""
+        """One row per site, and a line for each attention layer that was not understood and each layer without
+        logits."""
         rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
         names = ("site", "heads", "key heads", "head_dim", "weights")
         columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
@@ -449,9 +450,10 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
 
 
 def share(known: int, missed: int) -> str:
-    """Returns in words how many attentions of a model are understood.
+    """Returns in words how many attention layers of a model are understood.
 
     >>> share(4, 2), share(4, 0)
-    ('4 of 6 attentions', '4 attentions')
+    ('4 of 6 attention layers', '4 attention layers')
     """
-    return f"{known} of {known + missed} attentions" if missed else f"{known} attention{'s' if known != 1 else ''}"
+    plural = "s" if missed or known != 1 else ""
+    return (f"{known} of {known + missed}" if missed else f"{known}") + f" attention layer{plural}"

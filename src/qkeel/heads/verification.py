@@ -117,8 +117,8 @@ class Verification:
 
     @torch.no_grad()
     def same_numbers(self, copies: Sequence[Copy]) -> list[bool]:
-        """Of each site that `another` returned, whether the experiment on it would give the result of the confirmed
-        one: whatever is zero, hidden or an index there is so here too."""
+        """For each site that `another` returned, whether the experiment on it would give the same result as on the
+        confirmed one: whatever is zero, hidden or an index there is so here too."""
         by_pattern: dict[int, list[Copy]] = {}
         for copy in copies:
             by_pattern.setdefault(id(copy.pattern), []).append(copy)
@@ -149,7 +149,7 @@ class _Experiment:
         self._logits = RepeatedLogits([call.captured.call for call in self._calls])
         self.seen = self._logits()
         if any(z.shape[1] != site.n_heads for z in self.seen):
-            yield f"the recorded pass showed {self.seen[0].shape[1]} heads in the place of {site.n_heads}"
+            yield f"the recorded pass showed {self.seen[0].shape[1]} heads instead of {site.n_heads}"
             return
         if not any(bool(z.isfinite().any()) for z in self.seen):
             yield "every key is hidden from its queries in this example"
@@ -170,7 +170,7 @@ class _Experiment:
         again = now = self._narrow({})
         self._base = self._logits(again)
         if any(self._heads_that_change(self.seen, self._base)):
-            yield "the operators between its weights and its logits gave other logits when they were repeated"
+            yield "the operators between its weights and its logits gave different logits when they were repeated"
             return
         if any(self.weights.empty):
             now = self._narrow(self.weights.base())
@@ -198,7 +198,7 @@ class _Experiment:
     def _heads(
         self, patterns: Sequence[tuple[list[Chosen], list[bool], bool]], after: Sequence[Tensor], now: Lookup
     ) -> Iterator[str]:
-        """Rows that move the logits of other heads than theirs, or none."""
+        """Rows that move the logits of heads other than theirs, or of none."""
         each = zip(patterns, self._heads_that_change_in_each(after), strict=True)
         for (chosen, expected, several), moved in each:
             if moved != expected and not (sum(moved) == 0 and several and self._idle(chosen, now)):
@@ -244,7 +244,7 @@ class _Experiment:
                     continue
                 yield (
                     f"multiplying the {factor.words} rows of {_heads(factor.heads)} by {4.0**factor.power:g} and by "
-                    f"{16.0**factor.power:g} {grew}: these logits are no plain product of queries and keys"
+                    f"{16.0**factor.power:g} {grew}: these logits are not a plain product of queries and keys"
                 )
                 return
 
@@ -305,14 +305,12 @@ class _Experiment:
         """What is set to zero together: in words, the rows, and the dimension along which what remains may be added."""
         site = self._site
         if site.normed:  # what a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing
-            return (
-                ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None),
-            )
+            return (("", "with all known rows set to zero, its logits still change", site.query + site.key, None),)
         sides = ("query", site.query, 2), ("key", site.key, 3)
         return [
             (
                 f" from {side} to {side}",
-                f"with the {side} rows that are known at zero its logits still change",
+                f"with the known {side} rows set to zero, its logits still change",
                 own,
                 dim,
             )
@@ -639,14 +637,14 @@ class Pattern:
     Attributes:
         site, call: the site and its call.
         parameters: its weights and biases by name.
-        level: how far out the module's call is, 0 for that which the attention was seen in.
+        level: how far out the module's call is, 0 for the one in which the attention was seen.
         since, count: the operators.
         started: how many of them had run when each module's call inside began, innermost first.
-        given: the places of what the experiment's operators read and do not make, besides its weights: the operator and
+        given: the tensors that the experiment's operators read but do not compute, except its weights: the operator and
             which of its tensors.
-        first: the memory of weights and of the input, which nothing may read before.
+        first: the memory of weights and of the input, which no earlier operator may read.
         visible: which logits are not hidden.
-        empty: the heads without a number in each weight.
+        empty: for each weight, the heads whose numbers are all zero.
     """
 
     site: AttentionSite

@@ -36,7 +36,7 @@ from qkeel.patching.modes import (
 #
 # A pass is recorded as it runs, operator by operator, and nothing is looked at then. What an operator read and wrote
 # is worked out when somebody asks, and an index by memory leads from a tensor to the operators that touch it. So
-# whoever follows one attention's weights looks at the operators of that attention, however deep the model is.
+# whoever follows one layer's weights looks at the operators of that attention, however deep the model is.
 
 _LOG = logging.getLogger(__name__)
 
@@ -242,8 +242,8 @@ class Record:
         Args:
             wanted: the memory.
             until: how many operators had run when it was read.
-            unread: what of an operator's input is not followed further.
-            given: memory whose numbers are there from the operator of this number on: what made them is left out.
+            unread: which inputs of an operator are not followed further.
+            given: memory whose numbers exist from the operator of this number on; what made them is left out.
             since: the number of the first operator that is looked at.
         """
         given = given or {}
@@ -348,7 +348,7 @@ class Repetition:
 
     @torch.enable_grad()
     def with_graph(self, values: Values, contents: Contents | None = None) -> Lookup:
-        """Runs them with gradients, from the given numbers to the tensors found."""
+        """Runs the operators with gradients, from the given numbers to the tensors found."""
         return self._repeated(values, contents)
 
     def _repeated(self, values: Values, contents: Contents | None) -> Lookup:
@@ -408,7 +408,7 @@ class _Now:
         self._contents[memory(x)] = contents_of(x) if known is None else known.clone()
 
     def put(self, places: Sequence[Place], after: object) -> None:
-        """Puts one tensor at the place of another, or each of several."""
+        """Puts one tensor in the place of another, or several in the places of others."""
         for old, new in zip(places, tensors(after), strict=True):
             self._values[old] = new
 

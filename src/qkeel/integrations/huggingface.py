@@ -237,7 +237,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
-        """Starts watching; a resumed training continues the step count."""
+        """Starts watching; a resumed run continues the step count."""
         self.close(complete=False)  # a previous training may have ended with an error
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]
@@ -279,7 +279,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Passes on everything measured: the Trainer logs a last time before its reporters close."""
+        """Passes on everything measured: the Trainer logs one last time before its reporters close."""
         if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
             self._send(args, state, control)
 

@@ -111,7 +111,7 @@ class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-uni
         self.close(complete=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stops watching a training that failed."""
+        """Stops watching a training run that failed."""
         self.close(complete=False)
 
     def state_dict(self) -> State:

@@ -42,7 +42,7 @@ class AccelerateSink(Sink):
         self.accelerator.log(sample.summaries(), step=sample.step)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Logs a one at the alarm's step, since Accelerate's trackers have no common alert."""
+        """Logs a 1 at the alarm's step, since Accelerate's trackers have no common alert."""
         self.accelerator.log({f"alarms/{alarm.rule}": 1.0}, step=alarm.step)
 
     def close(self, complete: bool) -> None:
@@ -71,7 +71,7 @@ class SampleQueue(Sink):
             self._samples.append(sample)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Does nothing: the monitor warns itself."""
+        """Does nothing: the monitor issues its own warnings."""
 
     def close(self, complete: bool) -> None:
         """Does nothing."""

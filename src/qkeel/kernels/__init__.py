@@ -1,1 +1,1 @@
-"""Faster ways to the same numbers. No kernel knows another, none sees the oracle."""
+"""Faster ways to the same numbers. No kernel knows of another, and none uses the reference implementation."""

@@ -81,7 +81,7 @@ PREFERENCES: tuple[Preference, ...] = (
         reason="'native' takes 1.8 to 2.3 times the time of 'sdpa' and 1.3 times that of 'chunked'.",
     ),
     Preference(
-        calls="half precision with a gradient on a CPU that has AVX2 and no more",
+        calls="half precision with a gradient on a CPU that has AVX2 but no later extension",
         holds=_half_precision_training_on_avx2,
         order=("decode", "native", "chunked", "sdpa", "windowed"),
         reason="Forward and backward, torch's flash kernel takes 4.0 to 7.1 times the time of 'chunked', and "
@@ -91,7 +91,7 @@ PREFERENCES: tuple[Preference, ...] = (
         calls="a call with as many queries as keys",
         holds=lambda call: call.q.shape[2] >= call.k.shape[2],
         order=("native", "sdpa", "windowed", "chunked", "decode"),
-        reason="'decode' is for fewer queries than keys, so it is asked last.",
+        reason="'decode' is for fewer queries than keys, so it is tried last.",
     ),
     Preference(
         calls="any other call",

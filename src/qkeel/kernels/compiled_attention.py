@@ -71,15 +71,15 @@ def _of_spec(call: AttentionCall) -> str | None:
     if spec.normalizer.kind != "softmax":
         return f"the compiled attention normalises by softmax only, not by {spec.normalizer.formula()}"
     if spec.cap.kind == "other":
-        return f"the compiled attention does not know the cap {spec.cap.formula()}"
+        return f"the compiled attention does not support the cap {spec.cap.formula()}"
     if not (position.folds or biased):
         return f"{position.formula()} is neither a rotation nor ALiBi"
     if isinstance(call, BandCall):
-        return "the compiled attention knows windows on both sides, not packed sequences"
+        return "the compiled attention supports windows on both sides, but not packed sequences"
     if not call.plain and (call.causal or biased or call.window is not None):
         return "the compiled attention takes positions 0, 1, 2, … only"
     if call.dropout:
-        return "the compiled attention drops no weights"
+        return "the compiled attention has no dropout"
     return None
 
 
@@ -105,11 +105,11 @@ def _of_gradient(call: AttentionCall) -> str | None:
     if not torch.is_grad_enabled():
         return None
     if call.mask is not None and call.mask.requires_grad:
-        return "the compiled attention has no derivative by its mask"
+        return "the compiled attention has no derivative with respect to its mask"
     if not any(x.requires_grad for x in (call.q, call.k, call.v, *call.params.values())):
         return None
     if not (backward_ready() or _derived_by_torch(call)):
-        return "the compiled attention has a derivative for whole sequences without mask, window, bias and cap only"
+        return "the compiled attention has a derivative only for whole sequences without a mask, window, bias or cap"
     return None
 
 
@@ -222,7 +222,7 @@ def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
     if not all(x.is_cpu and reads(x) for x in (q, k, v)):
         return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
-        return "decoding drops no weights and takes boolean masks only"
+        return "decoding has no dropout and takes only boolean masks"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):
         return "decoding has no derivative"
     return None

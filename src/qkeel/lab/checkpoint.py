@@ -218,7 +218,7 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 
     Each visible key costs 3 · 2 · h (d + d'): forward and twice that backward, for scores and weighted values of h
     heads. A causal query at i sees i + 1 keys, at most as many as its window. Embedding lookups, norms and
-    recomputation count nothing.
+    recomputation are not counted.
 
     Args:
         model: a model with qkeel's attention modules.

@@ -38,8 +38,8 @@ from qkeel.records import RunDirectory, RunStatus
 def lifeline() -> tuple[Connection, Connection]:
     """Returns a pipe that nobody writes to; its reading end, the first, reaches end-of-file when this process ends.
 
-    A worker inherits the reading end when it starts, so there is no moment without protection and no need for a signal
-    on the death of the parent. The writing end stays open as long as this process lives.
+    A worker inherits the reading end when it starts, so it is protected at every moment, and needs no signal when its
+    parent dies. The writing end stays open as long as this process lives.
     """
     return Pipe(duplex=False)
 

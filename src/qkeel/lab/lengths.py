@@ -383,7 +383,7 @@ def _seen(run: RunState) -> Iterator[Tensor]:
 def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     """Returns a copy of the model after more training at the method's length with the changed attention.
 
-    It takes a tenth of the rate, as many tokens per step as before, a fresh optimizer and the run's own schedule.
+    It uses a tenth of the rate, as many tokens per step as before, a fresh optimizer and the run's own schedule.
     """
     config = run.config
     several = max(1, config.data.batch * config.data.context // method.trained_at)
@@ -404,7 +404,7 @@ def _share(hit: Tensor) -> float:
 
 @contextlib.contextmanager
 def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
-    """Applies a post-hoc method to every attention of the model, and restores the model afterwards.
+    """Applies a post-hoc method to every attention layer of the model, and restores the model afterwards.
 
     Raises:
         RefusedError: the attention cannot be changed this way.

@@ -137,8 +137,8 @@ class Primary:
     """The comparison that a study decides, named before its runs: by held-out loss, paired by seed.
 
     It alone is judged, by one 95 % interval. All other comparisons are secondary: the page gives their intervals
-    without a verdict. The number of seeds was chosen from `expected` and `spread`, which come from other seeds than the
-    study's and apply to its own configuration only.
+    without a verdict. The number of seeds was chosen from `expected` and `spread`, which come from seeds outside the
+    study and apply to its own configuration only.
     """
 
     remedy: str  #: spec string of the remedy

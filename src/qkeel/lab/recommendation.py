@@ -301,7 +301,8 @@ class Recommendation:
             if gain:
                 span = f"{gain.low:+.3f} to {gain.high:+.3f}"
                 lines.append(f"  {advice.remedy}: gain {gain.value:+.3f} ({span}) nats per byte")
-                lines.append(f"    costs × {cost.value:.3f} ({cost.low:.3f} to {cost.high:.3f}) of {advice.cost_of}")
+                times = f"{cost.value:.3f} times ({cost.low:.3f} to {cost.high:.3f})"
+                lines.append(f"    time: {times} that of {advice.cost_of}")
                 lines += [f"    measured at {_row(row)}" for row in advice.rows]
         return lines
 

@@ -37,7 +37,7 @@ DECAY_GAINS = (
 )
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
-LOOK = "print(qkeel.explain_model(model))  # says which norm each attention really applies"
+LOOK = "print(qkeel.explain_model(model))  # says which norm each attention layer really applies"
 
 
 @final
@@ -169,8 +169,8 @@ class VanishingGradient(Rule):
     row.
 
     Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of the intended step, below that by ever less, so
-    the head hardly trains while the rest does. A single time may be chance, or a first step through a projection that
-    starts at zero.
+    the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a projection
+    that starts at zero.
     """
 
     severity: Severity = Severity.NOTICE
@@ -255,7 +255,7 @@ def _replaced(text: str, lines: dict[str, str]) -> str:
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
-    """Returns the line that holds the logits of a model whose attention is `sites`.
+    """Returns the line that limits the logits of a model whose attention is `sites`.
 
     Per-head rates and a clip if the weights of every head are known and no norm follows them; the clip alone if weights
     are in half precision, which round small steps away; the rates alone if weights are frozen, as below an adapter.
@@ -309,7 +309,7 @@ class _Columns:
         self._last: tuple[tuple[str, ...], np.ndarray] = (), np.empty(0, dtype=np.intp)
 
     def at(self, names: tuple[str, ...]) -> np.ndarray:
-        """Returns the places of these columns, which are made when a name first comes."""
+        """Returns the places of these columns, which are added when a name first appears."""
         if self._last[0] != names:
             new = [name for name in names if name not in self.places]
             if new:
@@ -320,7 +320,7 @@ class _Columns:
         return self._last[1]
 
     def resize(self, room: int) -> None:
-        """Gives room for so many records."""
+        """Reserves room for this many records."""
         array = np.empty((room, *self.array.shape[1:]), self.array.dtype)
         n = min(room, len(self.array))
         array[:n], array[n:] = self.array[:n], np.nan
@@ -355,7 +355,7 @@ class Recording:
         self._room = 4
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
-        """Add a record, of a later step than the last.
+        """Adds a record of a step after the last one.
 
         values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
         [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. A name may come and go: NaN where it

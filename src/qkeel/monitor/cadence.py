@@ -79,8 +79,8 @@ class Adaptive(Cadence):
     """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has changed.
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
-    without one (dropout, a GPU) scale·max|q|·max|k|, and for hand-written attention the maximum itself. Changed means
-    by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models are not read
+    without one (dropout, a GPU) scale·max|q|·max|k|, and for hand-written attention the maximum itself. A change is a
+    factor of more than 1 + `change` since the first step after the last measurement. Compiled models are not read
     between measurements, and several processes must decide alike: there it is every `most` steps, and every `least` of
     the first `start`, in which logits change most.
 

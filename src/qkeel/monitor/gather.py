@@ -1,4 +1,4 @@
-"""How the numbers of a step travel between processes: partial values and their gather."""
+"""How the numbers of a step travel between processes: partial values, and how they are gathered."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SentRow:
         sites: their names.
         counts: how many heads each has; () for one number of each site.
         values: [heads of all sites], or [sites].
-        weight: of how many tokens or other data each is the mean; None of what is known alike to all processes.
+        weight: of how many tokens or other data each is the mean; None for what all processes know.
         how: how the values of several processes are combined, see PartialValue.
     """
 

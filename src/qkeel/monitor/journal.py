@@ -100,7 +100,7 @@ class Recorder:
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
-        """Says to the sinks which layers are of another type than they were described with."""
+        """Says to the sinks which layers have a type that differs from their description."""
         types = self._types()
         changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
         self._local |= types
@@ -143,7 +143,7 @@ class Recorder:
         return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
 
     def load(self, state: State) -> None:
-        """Takes up these records and alarms before the first numbers are added."""
+        """Continues from these records and alarms; call it before the first numbers are added."""
         self._carried = state
 
     def _take_up(self) -> None:
@@ -304,7 +304,7 @@ class HeadRows:
         return group
 
     def measured(self, name: str) -> bool:
-        """Returns whether the number of some head was measured."""
+        """Returns whether the number was measured for any head."""
         return name in self._known
 
     def _at(self, sites: tuple[str, ...], counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -101,7 +101,7 @@ V = TypeVar("V")
 
 
 class Revertible(Generic[K, V]):
-    """Values collected over the passes of a step, of which those of a failed pass are taken back."""
+    """Values collected over the passes of a step, of which those of a failed pass are dropped."""
 
     def __init__(self) -> None:
         self._found: dict[K, V] = {}
@@ -170,7 +170,7 @@ class RowSums(Revertible[tuple[str, str], Tensor]):
 
 @final
 class IndexSums(Revertible[str, LogitStats]):
-    """Collects, by layer, what an indexer's scores of a step are, as if a softmax took them: index_max_logit,
+    """Collects, by layer, statistics of an indexer's scores in a step, as if a softmax took them: index_max_logit,
     index_mean_logit, index_entropy [h]."""
 
     def __init__(self, tokens: PassTokens) -> None:
@@ -231,8 +231,8 @@ class ChosenKeys(Revertible[tuple[str, str], tuple[Tensor, Tensor]]):
 
     @torch.no_grad()
     def add(self, site: str, call: Seen) -> None:
-        """Adds the rows of one more call of a sparse site. A call is left out where keys were gathered, or its queries
-        and keys are unknown or of different numbers."""
+        """Adds the rows of one more call of a sparse site. A call is left out where keys were gathered, or where its
+        queries and keys are unknown or differ in number."""
         call = self._tokens.on(call)
         (_, t), index = call.query_shape, self._index.pop(site, None)
         step = -(-t // self.ROWS)
@@ -434,7 +434,7 @@ class LogitChanges:
             self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
 
     def after(self) -> dict[tuple[str, str], Tensor]:
-        """Called after the step; returns by how much the logits have changed, per site and head."""
+        """Called after the step; returns how much the logits have changed, per site and head."""
         old, new = self._calls, self._tap.calls(*self._probe)
         self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
         found = {}
@@ -474,7 +474,7 @@ class WatchedSites:
     """Finds the sites of a model by one more forward pass, or says why it cannot.
 
     `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
-    those whose weights can be read. `all.missed` are attentions that were seen but not understood.
+    those whose weights can be read. `all.missed` are attention layers that were seen but not understood.
     """
 
     def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
@@ -754,7 +754,7 @@ class StepNumbers(Visitor):
             self._read = read if gradients else read.only(lambda name: "grad" not in name)
 
     def after_step(self) -> None:
-        """Reads by how much the step has changed the logits of the probe batch, and the weights."""
+        """Reads how much the step has changed the logits of the probe batch and the weights."""
         if self._spectra is not None:
             self._read |= self._spectra.after()
         if self._changes is not None:
@@ -772,7 +772,7 @@ class StepNumbers(Visitor):
 
 @final
 class Means(Revertible["_Of", tuple[Tensor, int]]):
-    """Means on their device, each over so many values, and the means of all.
+    """Means on their device, each over a number of values, and the means of all.
 
     A mean is one number, or a row with one number for each of some sites.
     """
@@ -782,7 +782,7 @@ class Means(Revertible["_Of", tuple[Tensor, int]]):
         self._hows: dict[_Of, Reduction] = {}
 
     def add(self, of: _Of, mean: Tensor, n: int, how: Reduction = "mean") -> None:
-        """One more mean, over n values; of a site, or of several, as one tensor. how: several make one."""
+        """Adds a mean over n values, of one site or of several as one tensor. how: how several means are combined."""
         known, before = self._found.get(of, (mean, 0))
         if how != "mean":
             self._hows[of] = how

@@ -47,8 +47,8 @@ from qkeel.sites.tap import Phase, Tap
 
 NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
-    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
-    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
+    "model.forward(...) nor one of its parts, and watch the object that you call: if torch.compile returned it, pass "
+    "that to watch(); if a compiled function calls the model, compile the model instead"
 )
 
 
@@ -276,7 +276,7 @@ def _changed(before: Tensor, now: Tensor) -> bool:
 
 # The Monitor: measures the attention of a model while it trains.
 
-JOINED = "in a context of torch's Join processes end at different steps"
+JOINED = "in torch's Join context, processes end at different steps"
 _OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; what was recorded is kept"
 
 
@@ -386,7 +386,7 @@ class Monitor(Handle):
 
     @property
     def missed(self) -> tuple[UnrecognizedAttention, ...]:
-        """The attentions that were seen but not understood, so they are not watched."""
+        """The attention layers that were seen but not understood, so they are not watched."""
         return self.sites.missed
 
     @property
@@ -523,7 +523,8 @@ class Monitor(Handle):
     def __repr__(self) -> str:
         state = "" if self.active else ", closed"
         return (
-            f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attentions, {len(self.history):,} records, "
+            f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attention layers, {len(self.history):,} "
+            f"records, "
             f"{len(self.alarms)} alarms{state}>"
         )
 

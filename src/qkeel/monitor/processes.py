@@ -62,9 +62,9 @@ class RankInfo:
         layout: its role.
         keys_seen: number of keys that its queries saw in the first measured step.
         form: the form of its measurements; () if it had none when the processes met.
-        split: by site whether query heads, and key heads, are split over processes.
+        split: for each site, whether its query heads and its key heads are split over processes.
         about: its part of the description of the model.
-        stages: by the names of several models, with which the names of their sites begin, their pipeline stages.
+        stages: the pipeline stage of each of several models, by the name with which the names of its sites begin.
         extent: the statistics of its first measured step.
     """
 
@@ -201,7 +201,7 @@ class Extent:
 
     @classmethod
     def union(cls, extents: Sequence[Self]) -> Self:
-        """Returns what holds the statistics of all processes; everything, where none has measured any."""
+        """Returns the extent that holds the statistics of all processes; everything if none has measured any."""
         if not extents:
             return cls()
         fields = {name for one in extents for name in one.fields}
@@ -281,8 +281,8 @@ class _Rows:
 class Members:
     """The processes of one model: its layers and heads over all of them, and the vectors that they exchange.
 
-    Layers of stages have their own names where these differ, and else "stages.1.NAME". A process that had nothing to
-    send when they met is taken to be like the others of its stage.
+    Layers of stages have their own names where these differ, and otherwise "stages.1.NAME". A process that had nothing
+    to send when they met is taken to be like the others of its stage.
 
     A process sends maxima, and sums in the dtype of the statistics and in float64; every number has one place in
     them, whichever process measured it, so they are as long for a thousand processes as for two.
@@ -481,8 +481,8 @@ class Members:
     ) -> list[Tensor]:
         """Returns this process's vectors: the one to be reduced to maxima, and those to be reduced to sums.
 
-        None says that this process has no numbers in this step; `stopped`, that it measures no more. `monitor` are its
-        numbers about its own monitor, by records.MONITOR_FIELDS; {} where they are unknown.
+        None says that this process has no numbers in this step; `stopped`, that it has stopped measuring. `monitor` are
+        its numbers about its own monitor, by records.MONITOR_FIELDS; {} where they are unknown.
         """
         device = dist.collective_device()
         single = torch.float64 if self.extent.double else torch.float32
@@ -748,7 +748,8 @@ class Handshake:
     """Makes a process's RankInfo from its model; reads its role from the weights unless a layout was given.
 
     Attributes:
-        stages: by the name of each model, "" for a single one, the pipeline stage that its first pass shows.
+        stages: the pipeline stage that the first pass of each model shows, by the name of the model, "" for a single
+            one.
     """
 
     def __init__(self, model: nn.Module, sites: Callable[[], Sequence[AttentionSite]], layout: Layout | None) -> None:
@@ -831,8 +832,8 @@ class ProcessGroup:
     """The processes of a run that measure as one, seen from one of them.
 
     Before any collective the processes make sure that all of them watch, and before the first exchange they introduce
-    themselves, since a reduction of vectors of unlike sizes, or without one of them, never ends. Later a process that
-    stops reports it in the exchange that the others wait in.
+    themselves, since a reduction of vectors of different sizes, or without one of them, never ends. Later a process
+    that stops reports it in the exchange that the others wait in.
     """
 
     def __init__(self, introduced: Handshake, apart: Callable[[], str], exchange: dist.StepExchange) -> None:
@@ -882,7 +883,7 @@ class ProcessGroup:
             gathers: True if a pass of the model needs all processes, since its weights are split.
 
         Returns:
-            Whether the pass is measured. No pass of a step is if another process was late to it.
+            Whether the pass is measured. No pass of a step is measured if another process was late to it.
 
         Raises:
             InvalidValueError: the monitor of another process has switched itself off before.

@@ -213,10 +213,10 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
     """A line that says how much of a model's attention is watched; "" if all of it is.
 
     >>> coverage(4, ["odd: its scores …"])
-    '4 of 5 attentions watched; not understood: odd: its scores …'
+    '4 of 5 attention layers watched; not understood: odd: its scores …'
     """
     others = "; ".join(missed)
-    return f"{watched} of {watched + len(missed)} attentions watched; not understood: {others}" if missed else ""
+    return f"{watched} of {watched + len(missed)} attention layers watched; not understood: {others}" if missed else ""
 
 
 def monitor_line(sample: Sample) -> str:
@@ -339,7 +339,7 @@ def about(
 
     Args:
         model: what is watched; an nn.ModuleDict of several.
-        sites: the attentions that are watched.
+        sites: the attention layers that are watched.
         missed: those that are not understood.
         optimizer: what steps the model, if that is known.
         cadence: which steps are measured.

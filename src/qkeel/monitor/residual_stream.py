@@ -33,12 +33,13 @@ _FEW = 12  # of more modules one branch fewer: the sums that are tried grow by t
 _TOKENS = 64  # that sums are compared on
 _EXACT = 1e-3  # a sum may differ from the output by this share of what the block adds
 _UNSURE = 0.3  # where rounding is a larger share of what a block adds, its branches cannot be told apart
-_TRIES = 8  # passes that are looked at until every attention has its branch: one that adds 0 at first is seen later
+_TRIES = 8  # passes that are looked at until every attention layer has its branch: one may add 0 at first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamBranch:
-    """A module whose output, times a factor, a block adds to its input; sites: the attentions in it, () of an MLP."""
+    """A module whose output, times a factor, a block adds to its input; sites: the attention layers in it, () for an
+    MLP."""
 
     module: str
     factor: float
@@ -64,13 +65,14 @@ class _Shown:
 def branches_of(
     shown: _Shown, sites: Mapping[str, str], known: Sequence[Sequence[StreamBranch]] = ()
 ) -> list[StreamBranch] | None:
-    """The branches of a block, the fewest whose sum with factors is its output minus its input; [] where too little is
-    added to say, None where it is no such sum.
+    """The branches of a block, the fewest whose sum with factors is its output minus its input; [] if too little is
+    added to decide, None if it is not such a sum.
 
     Args:
         shown: one pass of the block.
-        sites: by attention the name of its module within the block.
-        known: the branches of blocks like this one, which are tried first; those that hold every attention are taken.
+        sites: the name of the module of each attention layer within the block.
+        known: the branches of blocks like this one, which are tried first; those that hold every attention layer are
+            taken.
     """
     assert shown.out is not None
     added = (shown.out - shown.given).flatten()
@@ -134,7 +136,8 @@ def _holds(outer: str, inner: str) -> bool:
 
 
 def _with_sites(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> list[StreamBranch]:
-    """The branches with the attentions of each: those inside it, or from which modules, such as a norm, lead to it."""
+    """The branches with the attention layers of each: those inside it, or from which modules, such as a norm, lead
+    to it."""
     groups = _alike(shown)
     inside = [next((g for g in groups if branch.module in g), [branch.module]) for branch in branches]
     direct = [[s for s, inner in sites.items() if any(_holds(n, inner) for n in own)] for own in inside]
@@ -155,7 +158,7 @@ def _with_sites(branches: Sequence[StreamBranch], sites: Mapping[str, str], show
 
 
 def _covers(branches: Sequence[StreamBranch], sites: Mapping[str, str], shown: _Shown) -> bool:
-    """Whether every attention is in one of the branches."""
+    """Whether every attention layer is in one of the branches."""
     return {site for branch in _with_sites(branches, sites, shown) for site in branch.sites}.issuperset(sites)
 
 
@@ -179,7 +182,7 @@ class ResidualStream:
     """The numbers of records.BLOCK_FIELDS of each measured pass, taken while `attach()`'s handle is active.
 
     A block is an element of the lists of modules (nn.ModuleList, nn.Sequential, nn.ModuleDict by number) that hold
-    attentions, whose input and output have one shape. Its branches are those of its modules whose outputs, times
+    attention, whose input and output have one shape. Its branches are those of its modules whose outputs, times
     factors, sum to its output minus its input; a block that is not such a sum, for instance because a norm follows it,
     has none. That is found by one more pass without gradients and dropout, before the first pass that is measured.
     """
@@ -202,7 +205,7 @@ class ResidualStream:
         self._layers: dict[str, tuple[str, ...]] = {}  # what the numbers of a block are filed under
         self._tries, self._seen, self._said = 0, False, False  # seen: a pass has shown the blocks
         self._most = 1 if spread(model) else _TRIES
-        self._unsure: list[str] = []  # attentions whose branch added too little to be seen yet
+        self._unsure: list[str] = []  # attention layers whose branch added too little to be seen yet
         self._refused: list[str] = []  # those of blocks that are no such sums
         self._open: dict[str, StreamValues] = {}
         self._others: dict[str, Tensor] = {}
@@ -210,8 +213,8 @@ class ResidualStream:
 
     @property
     def complete(self) -> bool:
-        """Returns whether no further pass is to be looked at; only one is that all processes take part in, since they
-        may not agree on more."""
+        """Returns whether no further pass will be examined. If all processes take part in a pass, only one is examined,
+        since they may not agree on more."""
         return self._tries >= self._most or (self._seen and not self._unsure)
 
     def look(self, owner: object, args: Args, kwargs: Kwargs) -> None:
@@ -307,7 +310,7 @@ class ResidualStream:
         self._tell()
 
     def _inside(self, name: str) -> dict[str, str]:
-        """The attentions of a block, and the names of their modules within it."""
+        """The attention layers of a block, and the names of their modules within it."""
         own = [site for site, block in self._of_site.items() if block == name]
         return {site: site.partition("#")[0].removeprefix(name).removeprefix(".") for site in own}
 

@@ -216,8 +216,8 @@ def first(values: np.ndarray) -> int:
 
 
 def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """The growth of a value in words: of what, from where, and what a doubling of the training does to it, which is
-    counted in learning rates summed over steps; "" where the last record is the first that has it."""
+    """The growth of a value in words: its first value, and the factor by which it grows each time the training length
+    doubles, counted in learning rates summed over steps; "" where the last record is the first that has it."""
     start = first(values)
     if start == len(values) - 1:
         return ""
@@ -225,7 +225,7 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
     if found is None:
         return was
-    return f"{was}, and each doubling of the training multiplies it by {2**found.exponent:.2g}"
+    return f"{was}, and it grows by a factor of {2**found.exponent:.2g} each time the training length doubles"
 
 
 # Alarm rules on logits and entropy.
@@ -337,7 +337,7 @@ def _soon(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook(Rule):
-    """At the end of the planned schedule the largest logit will be over `threshold`, if it continues as it does.
+    """At the end of the planned schedule the largest logit will be over `threshold` if it continues like this.
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have

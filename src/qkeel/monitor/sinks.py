@@ -84,8 +84,8 @@ class RunDirectorySink(Sink):
     """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is made.
 
     config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
-    samples in evaluation mode apart, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is complete.
-    If the process is killed, the directory can be read up to its last complete record.
+    samples in evaluation mode separately, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is
+    complete. If the process is killed, the directory can be read up to its last complete record.
 
     A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
     layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
@@ -108,7 +108,7 @@ class RunDirectorySink(Sink):
         self._summary: dict[str, float] = {}
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Make the directory; config.json comes last, so that a directory with one is whole."""
+        """Makes the directory; config.json comes last, so that a directory with one is complete."""
         self.path = path = fresh_directory(self.asked)
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)

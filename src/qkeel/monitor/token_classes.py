@@ -127,7 +127,7 @@ class HiddenNorms:
     """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is active.
 
     A block is the innermost element that holds a site of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict.
-    The final hidden state is what the first module after the last block gives in the same shape (a final norm), else
+    The final hidden state is what the first module after the last block returns in the same shape (a final norm), else
     the last block's output.
     """
 
@@ -257,9 +257,9 @@ class Classes:
     """The source of the class [b t] of each token of a pass: 0, 1, … in the order of `names`, -1 for none.
 
     Args:
-        given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or
-            where it has none of its first integer tensor [b t], every id in one class; the name of an argument of the
-            forward that holds classes, or is true at class 1; a function of the forward's arguments that gives them,
+        given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or,
+            where it has none, of its first integer tensor [b t], every id in one class; the name of an argument of the
+            forward that holds classes, or is true for class 1; a function of the forward's arguments that gives them,
             or None for a pass that is not to be split; the tensor itself, [b t] or [t].
         names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
         forward: the names of the forward's positional arguments.
@@ -431,7 +431,7 @@ class PassTokens:
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
             self._misfit = (
                 f"no attention is split by class: expected the classes of [batch tokens] = [{b} {s}], those of the "
-                f"keys of an attention of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
+                f"keys of an attention call of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
                 "that gives the classes of the whole sequence"
             )
             return call
@@ -446,7 +446,7 @@ class PassTokens:
         elif self._now is not None:
             counts = one_hot(self._now, len(self._names)).sum((0, 1)).tolist()
             for name, count in zip(self._names, counts):
-                text = f"no token of the class {name!r} in this pass: its numbers are missing until one comes"
+                text = f"no token of the class {name!r} in this pass: its numbers are missing until one appears"
                 self._warn(name, "" if count else text)
 
     def _warn(self, about: object, message: str) -> None:

@@ -41,7 +41,7 @@ def watch(
     sites: object = None,
     layout: Layout | None = None,
 ) -> Monitor:
-    """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
+    """Watch the attention of a model, per layer and head, without changing one bit of what it computes.
 
     >>> from qkeel.nn import Attention
     >>> with watch(Attention(d_model=8, n_heads=2)) as monitor:
@@ -91,7 +91,7 @@ def watch(
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
-            forward argument that holds class numbers or is true at class 1, a function of the arguments, or a tensor
+            forward argument that holds class numbers or is true for class 1, a function of the arguments, or a tensor
             [b t]; see `monitor.Classes`, which also names them. Statistics are then also split by class:
             `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. The change
@@ -109,7 +109,7 @@ def watch(
     Raises:
         InvalidTypeError: an argument has the wrong type.
         InvalidValueError: the optimizer holds none of the model's parameters; the forward takes no `query_mask`;
-            classes are combined with other statistics than True; updates are asked for without an optimizer; there is
+            classes are combined with statistics other than True; updates are asked for without an optimizer; there is
             no model, or one is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1) or trains under DeepSpeed's ZeRO stage 3,
             the sites are those of another model, or a probe batch is given for several models.

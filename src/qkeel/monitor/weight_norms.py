@@ -584,8 +584,8 @@ class WeightNorms:
 
     query_weight_norm, key_weight_norm [h]: Frobenius norm of the head's own rows (of all terms as one matrix); a weight
         that all heads share counts for each of them.
-    qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's way)ᵀ (product on
-        the key's way), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
+    qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's path)ᵀ (product on
+        the key's path), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
         if q or k is not a plain matrix product of the input: with a convolution over positions, or with additional
         learned keys.
     query_grad_rms, key_grad_rms [h]: root mean square of the gradient of those rows, as the optimizer gets it.
@@ -748,9 +748,9 @@ _ENTRIES = 1 << 27  # of the small matrices whose spectra are found at once: 1 G
 class StepSpectra:
     """Compares the q and k weights of some sites before and after a step, per query head [h].
 
-    delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the way of q and of k,
-        as in WeightNorms: rotations are left out. The gains of a q/k norm over the rows of the head's weight multiply
-        these rows, before and after the step; what such a norm divides by is left out.
+    delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the paths of q and of
+        k, as in WeightNorms: rotations are left out. The gains of a q/k norm over the rows of the head's weight
+        multiply these rows, before and after the step; what such a norm divides by is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between the two it holds a copy of these weights.

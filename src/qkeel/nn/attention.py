@@ -454,8 +454,8 @@ class GAU(SpecModule):
     """The layer out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
 
     A are the attention weights of one head of `size` numbers under `spec`; u and v have `hidden` numbers. Two such
-    layers replace one attention and one MLP. With SquaredReLU as normalizer A = relu(z)²/n for n visible keys, as in
-    bert4keras; the paper's own code divides by n before squaring. No T5 bias, no linear attention between chunks.
+    layers replace one attention layer and one MLP. With SquaredReLU as normalizer A = relu(z)²/n for n visible keys, as
+    in bert4keras; the paper's own code divides by n before squaring. No T5 bias, no linear attention between chunks.
 
     Args:
         d_model: width of the input.

@@ -65,7 +65,7 @@ class MLP(nn.Module):
 
 @final
 class Block(nn.Module):
-    """One attention and one MLP branch on the residual stream [b t d_model], with norms in one of NORM_ORDERS.
+    """One attention branch and one MLP branch on the residual stream [b t d_model], with norms in one of NORM_ORDERS.
 
     With norm_order="pre": x ← x + attention(N₁ x), then x ← x + mlp(N₂ x). A `cross_attention` adds a branch between
     the two.
@@ -379,7 +379,7 @@ class EncoderDecoder(nn.Module):
         source: number of source tokens, at least 1.
 
     Raises:
-        InvalidValueError: another attention, or no source.
+        InvalidValueError: the attention is of another kind, or there is no source.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, with a norm before each branch and after the last block of each side.
 

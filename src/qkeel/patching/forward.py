@@ -191,7 +191,7 @@ def put_in_place(new: InstanceForward) -> Handle:
 
 
 def take_out(old: InstanceForward) -> None:
-    """Removes a replacement, also from below others."""
+    """Removes a replacement, even from below others."""
     module = old.module
     outer = next((f for f in forwards_of(module) if f.before is old), None)
     if outer is not None:
@@ -206,7 +206,7 @@ def take_out(old: InstanceForward) -> None:
 
 _OVERLAP = (
     "several threads call {} at once: of passes that overlap, the one that began first is measured and the others are "
-    "not. For numbers of every pass let one thread at a time call it, or watch a copy of the model for each thread"
+    "not. To measure every pass, let one thread at a time call it, or watch a copy of the model for each thread"
 )
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]

@@ -128,7 +128,7 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
 def steps_taken(optimizer: Optimizer) -> int:
     """Returns how many steps the optimizer's state counts, which a checkpoint may have brought; 0 if it counts none.
 
-    torch counts 1 where it has only filled the state for a checkpoint, so 1 is taken for no step.
+    torch counts 1 where it has only filled the state for a checkpoint, so 1 counts as no step.
     """
     counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
     return n if (n := max(counts, default=0)) > 1 else 0

@@ -50,7 +50,7 @@ class BlockField(Field):
     """A number of each block of a watched model, of the stream of hidden states that its branches add to.
 
     place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
-    passes and processes make one. fold: what stands for several blocks. column, per_layer: see HeadField.
+    passes and processes make one. fold: how several blocks are summarised. column, per_layer: see HeadField.
     """
 
     place: Literal["input", "output", "attention", "mlp"]
@@ -308,8 +308,8 @@ VALUE_FIELDS: dict[str, Field] = {
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
 }
 
-# The residual stream, on request: "NAME/LAYER", where a layer is an attention of the block, or the block itself where
-# it has none. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a pass.
+# The residual stream, on request: "NAME/LAYER", where LAYER is attention in the block, or the block itself where it has
+# none. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a pass.
 BLOCK_FIELDS: dict[str, BlockField] = {
     "block_input_rms": BlockField(
         "1", "root mean square of the hidden states that enter a block", place="input", formula="rms", over="root_mean"
@@ -347,7 +347,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "block_output_massive_share": BlockField(
         "share",
-        "share of the channels whose peak is over 100 times the median one, of what leaves a block",
+        "of the channels that leave a block, the share whose peak is over 100 times the median peak",
         place="output",
         formula="massive_share",
         over="mean",
@@ -370,7 +370,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "mlp_share": BlockField(
         "1",
-        "root mean square of what all else in the block adds over that of the stream that enters the block",
+        "root mean square of what everything else in the block adds over that of the stream that enters the block",
         place="mlp",
         formula="share",
         over="mean",
@@ -382,10 +382,10 @@ BLOCK_FIELDS: dict[str, BlockField] = {
 # Self-monitoring in each measured step, so that a monitor that sees nothing is noticed. Trackers get these numbers as
 # monitor/NAME, metrics.jsonl and steps.csv as monitor_NAME.
 MONITOR_FIELDS: dict[str, Field] = {
-    "sites": Field("attentions", "sites found in the model, or described by hand"),
+    "sites": Field("attention layers", "sites found in the model, or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field("attentions", "attentions that the search for sites saw but did not recognise"),
-    "silent": Field("attentions", "sites without a call in the step"),
+    "missed": Field("attention layers", "attention layers that the search for sites saw but did not recognise"),
+    "silent": Field("attention layers", "sites without a call in the step"),
     "errors": Field(
         "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"
     ),
@@ -418,12 +418,12 @@ TASK_FIELDS: dict[str, Field] = {
 
 # The type of a layer, by what was seen of it. Numbers are comparable within a type: their keys are of one kind.
 LAYER_TYPES: dict[str, str] = {
-    "full": "queries reach all keys, or all up to their own; of packed sequences those of their own sequence",
-    "window": "queries reach a span of keys that moves on with them, and perhaps keys that all of them reach",
+    "full": "queries reach all keys, or all up to their own; in packed sequences, those of their own sequence",
+    "window": "queries reach a span of keys that moves with them, and perhaps keys that all of them reach",
     "sparse": "queries reach keys with hidden ones between them, or keys that were gathered for each query",
     "compressed": "some keys stand for several tokens each",
     "latent": "queries reach all keys, which are made from one narrower vector of each token (MLA)",
-    "cross": "keys come of another source than queries",
+    "cross": "keys come from a different source than queries",
     "linear": "positions are mixed without logits, as by linear attention and state-space layers; nothing is measured",
 }
 LINEAR = "linear"  # the one type whose layers have no logits, so no numbers and no thresholds

@@ -29,12 +29,12 @@ from qkeel.records.files import (
 )
 from qkeel.records.names_and_units import LINEAR
 
-TYPES_EVENT = "layer types"  # of events that say which layers are of another type than the run's description has
+TYPES_EVENT = "layer types"  # of events that correct the types in the run's description
 
 
 def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
     """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
-    versions say none. Layers without logits come last.
+    versions record none. Layers without logits come last.
 
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}

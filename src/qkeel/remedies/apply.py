@@ -170,7 +170,7 @@ def apply(
 ) -> Handle:
     """Applies remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
 
-    If several processes train one model, all must apply the same remedies at the same place of the program, or each
+    If several processes train one model, all must apply the same remedies at the same place in the program, or each
     raises an error and none is changed; they must remove them after the same step. A process waits in `apply` for the
     others as long as the process group waits in a collective, and warns after 8 seconds.
 

@@ -528,7 +528,7 @@ class ChangeNorm(ChangeSpec):
     its own weight; latent attention concatenates keys from two parts), the attention call is replaced, for norms that
     commute with the rotation.
 
-    Heads are heads of a token, also if a logit sums over tokens (tied rows, attention over channels). A table of
+    Heads are heads of a token, even if a logit sums over tokens (tied rows, attention over channels). A table of
     relative positions that multiplies queries stays unchanged, like a bias.
     """
 

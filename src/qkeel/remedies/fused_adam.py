@@ -80,13 +80,13 @@ class AdamPass:
             return f"there is no compiled step for {device}: it is switched off or cannot be loaded"
         here = self._kernels is not operators  # the pass for CPUs reads no GradScaler's tensors
         if any(x is not None and not (here and x.device == device) for x in _scaler(self._optimizer)):
-            return "a GradScaler may skip the step, and what it says cannot be read here"
+            return "a GradScaler may skip the step, and its decision cannot be read here"
         if device != self._rates.device:
             self._move(device)
         if not self._takes_all():
             return (
-                "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not what "
-                "its fused step makes of it"
+                "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not in "
+                "the form that its fused step creates"
             )
         return ""
 
@@ -173,8 +173,8 @@ class AdamPass:
 
 
 def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
-    """Returns why a step of these weights is not taken over by a compiled pass, as far as optimizer and weights tell;
-    "" if nothing speaks against it.
+    """Returns why a step of these weights is not taken over by a compiled pass, as far as the optimizer and the weights
+    show; "" if nothing prevents it.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> refusal(torch.optim.AdamW([weight]), [weight])

@@ -306,8 +306,8 @@ class HeadSteps:
     Torch's fused Adam and AdamW need neither copy nor rescaling: `AdamPass` takes their step over. At factor 1 it gives
     torch's weights bit for bit on a CPU, and up to a few roundings on a GPU. With `frobenius_norm` it also returns the
     measure, so it notices one step late if a weight was changed in a way that torch does not count (through `.data`, or
-    by another fused optimizer, kernel or CUDA graph). `way` names who takes the last step that began, and why, as the
-    log "qkeel" does at level DEBUG.
+    by another fused optimizer, kernel or CUDA graph). `way` says which implementation takes the last step that began,
+    and why, as the log "qkeel" does at level DEBUG.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class HeadSteps:
 
     @torch.no_grad()
     def sizes(self) -> Tensor:
-        """Returns the measure of all heads [h] now, equal to the bit to that in a step."""
+        """Returns the measure of all heads [h] now, bit for bit equal to that in a step."""
         if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
             dist.gather_messages("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})

@@ -48,7 +48,7 @@ class OutputGate(Remedy):
         if isinstance(site.module, nn.MultiheadAttention):
             return Refusal(
                 "nn.MultiheadAttention applies its output projection inside a torch function",
-                "use an attention that calls its output projection as a module",
+                "use an attention module that calls its output projection as a module",
             )
         if site.description is not None or site.below:
             return Refusal("its attention was described by hand or its calls can't be seen", "build it with qkeel.nn")
@@ -138,7 +138,8 @@ class GatedProjection(InstanceForward):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Output:
-    """The output projection of an attention: the module, its input features, and the width of attention's input."""
+    """The output projection of an attention layer: the module, its input features, and the width of attention's
+    input."""
 
     module: nn.Module
     features: int

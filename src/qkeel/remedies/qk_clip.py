@@ -38,7 +38,7 @@ from qkeel.remedies.processes import SharedMaxima
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled
-_OFF = "qk_clip failed while it read logits and clips no more: {}. Training continues without it"
+_OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
 @final
@@ -79,8 +79,8 @@ class QKClip(StepRemedy):
         "S_h the head's largest logit since the last step (shared keys: groups={groups})"
     )
     if_normed = (
-        "a norm between the weights of q or of k and the logit undoes their scaling, so a clip of both would not bring "
-        "the logit down by what it says",
+        "a norm between the weights of q or of k and the logit undoes their scaling, so clipping both would not lower "
+        "the logit by the intended factor",
         "use one of the two; with a norm, watch its gains",
     )
     if_computed = "scaling what is stored would not scale the logit"

@@ -266,10 +266,14 @@ def findings(runs: Sequence[Watched]) -> list[Finding]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first sentence of a page and its traffic light: good, large, bad, or none if nothing is known."""
+    """The first sentence of a page and its traffic light: good, large, bad, or none if nothing is known.
+
+    `why` explains to a reader who is new to attention logits what they are and what they do.
+    """
 
     light: str
     text: str
+    why: str = ""
 
 
 def verdict(run: Watched) -> Verdict:
@@ -290,9 +294,12 @@ def verdict(run: Watched) -> Verdict:
         cause = str(first.get("cause") or CAUSE)
         text = f"{cause[0].upper()}{cause[1:]} since step {first['step']:,}"
         if cause != CAUSE or math.isnan(peak):
-            return Verdict("bad", f"{text}: {first.get('meaning')}{place(first)}.")
-        at_most = f"; it was {h.number(peak)} at most" if peak > 1.05 * now else ""
-        return Verdict("bad", f"{text}. The largest is {h.number(now)}{where}{at_most}. {_LIMIT}")
+            return Verdict("bad", f"{text}: {first.get('meaning')}{place(first)}.", _WHY if cause == CAUSE else "")
+        place_now = "" if head is None else f" ({head.name}, head {head.head})"
+        at_most = f"; the peak was {h.number(peak)}" if peak > 1.05 * now else ""
+        broken = next((alarm for alarm in grave if alarm.get("rule") == NON_FINITE_RULE), None)
+        lost = "" if broken is None else f" At step {broken['step']:,} logits became NaN or infinite."
+        return Verdict("bad", f"{text}. The largest is now {h.number(now)}{place_now}{at_most}.{lost}", _WHY)
     if math.isnan(peak):
         return Verdict("none" if not run.alarms else "large", f"No attention logit was measured {span}.")
     if run.acted and peak > ALARM_THRESHOLD:
@@ -301,15 +308,20 @@ def verdict(run: Watched) -> Verdict:
         text += f"; with the remedies applied it is {h.number(now)}."
         return Verdict(light, text)
     if peak > HARMFUL_LOGIT:
-        return Verdict("bad", f"Attention logits are too large: {h.number(peak)} at most {span}. {_LIMIT}")
+        return Verdict("bad", f"Attention logits are too large: {h.number(peak)} at most {span}.", _WHY)
     if peak > ALARM_THRESHOLD:
-        return Verdict("large", f"Attention logits are large: {h.number(peak)} at most {span}{where}. {_LIMIT}")
+        return Verdict("large", f"Attention logits are large: {h.number(peak)} at most {span}{where}.", _WHY)
     text = f"Healthy: the largest attention logit {span} is {h.number(peak)}{where}"
     return Verdict("good", f"{text}. Logits above {h.number(ALARM_THRESHOLD)} count as large.")
 
 
 CAUSE = "attention logits have grown too large"  # the default for alarms recorded without a cause
-_LIMIT = f"Above {h.number(HARMFUL_LOGIT)} training suffers."
+NON_FINITE_RULE = "not finite"
+_WHY = (
+    "An attention logit is the score of a key for a query, before the softmax. "
+    f"Above {h.number(HARMFUL_LOGIT)}, the softmax gives nearly all the weight to one key: "
+    "the head hardly learns, and the loss ends higher or diverges."
+)
 
 
 def fix(run: Watched) -> list[str]:
@@ -350,7 +362,7 @@ def movement(run: Watched) -> str:
 
 
 def _growth(run: Watched) -> str:
-    """How the largest logit changes, as the factor per doubling of the training."""
+    """How the largest logit changes, as the factor for twice as many steps."""
     values, power = run.overall("max_logit"), run.exponent()
     if not math.isfinite(power):
         if len(values) < 2 or not np.isfinite(values[[0, -1]]).all():
@@ -361,7 +373,7 @@ def _growth(run: Watched) -> str:
     if abs(power) < LEVEL:
         return "The largest logit stays level."
     grows = "grows" if power > 0 else "falls"
-    return f"The largest logit {grows}: each doubling of the training multiplies it by {2**power:.2g}."
+    return f"The largest logit {grows} by a factor of {2 ** abs(power):.2g} each time the number of steps doubles."
 
 
 def norm_product(run: Watched) -> np.ndarray | None:
@@ -389,13 +401,11 @@ def _growth_or_angle(run: Watched) -> str:
     share = math.log(norm) / math.log(norm * angle) if norm * angle > CLEAR else math.nan
     cause = ""
     if math.isfinite(share):
-        cause = "mostly by the norms" if share > 0.75 else "mostly by the angle" if share < 0.25 else "by both"
-        cause = f" It grew {cause}."
+        grown = "longer" if share > 0.75 else "better aligned" if share < 0.25 else "longer and better aligned"
+        cause = f" Queries and keys became {grown}" + (", which explains most of it." if " and " not in grown else ".")
     since = run.steps[int(fine[0])]
-    text = f"Since step {since:,} the logit of {head.name} head {head.head} grew {h.number(logit, 2)}-fold: "
-    text += (
-        f"|q|\u2060·\u2060|k| is {h.number(norm, 2)} times what it was, the largest cosine {h.number(angle, 2)} times."
-    )
+    text = f"Since step {since:,} the logit of {head.name} head {head.head} grew by a factor of {h.number(logit, 2)}: "
+    text += f"|q|\u2060·\u2060|k| by {h.number(norm, 2)}, the largest cosine by {h.number(angle, 2)}."
     return text + cause
 
 
@@ -436,7 +446,7 @@ def _cautions(run: Watched) -> list[str]:
     if missed:
         watched = len(run.about.get("sites") or ())
         others = "; ".join(f"{one.get('module') or 'the model itself'}: {one.get('reason')}" for one in missed)
-        text = f"{watched} of {watched + len(missed)} attentions were watched. Not understood: {others}."
+        text = f"{watched} of {watched + len(missed)} attention layers were watched. Not understood: {others}."
         found.append(text)
     linear = [name for name, of in run.types.items() if of == LINEAR]
     if linear:
@@ -747,13 +757,19 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
     found, lines = verdict(runs[0]), fix(runs[0])
     light = h.tag("span", {"class": "light", "aria-hidden": "true"})
     sentence = h.tag("p", {"class": f"lead signal signal-{found.light}"}, light, h.tag("span", {}, found.text))
+    why = h.tag("p", {"class": "why"}, found.why) if found.why else ""
     if not lines:
-        return sentence
-    parts = [h.tag("div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix"))]
+        return h.join([sentence, why])
+    todo = "" if not _APPLY.search(lines[-1]) else " add this line to the script, after the optimizer is made:"
+    todo = " start the run again with this command, which keeps the logits small:" if len(lines) > 1 else todo
+    parts = [
+        h.tag("p", {"class": "todo"}, h.tag("strong", {}, "What to do:"), todo),
+        h.tag("div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix")),
+    ]
     if len(lines) > 1:
         other = h.tag("code", {}, lines[1])
         parts.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
-    return h.join([sentence, h.tag("div", {"class": "fix"}, *parts)])
+    return h.join([sentence, why, h.tag("div", {"class": "fix"}, *parts)])
 
 
 def _alarms(runs: Sequence[Watched]) -> Markup:

@@ -92,7 +92,7 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
 
 
 def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, Sites | None]:
-    """Takes the sites that were found earlier for each model, or those of a whole of which each model is a part.
+    """Takes the sites that were found earlier for each model, or those of a larger model of which each model is a part.
 
     Raises: InvalidTypeError if they are not sites for each, RefusedError if they are those of other models.
     """
@@ -102,7 +102,7 @@ def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, S
 
 
 def within(model: str, name: str) -> str:
-    """The name that a site of a named model has among those of all.
+    """The name of a site of a named model among the sites of all models.
 
     >>> within("", "layers.0"), within("decoder", "layers.0"), within("decoder", ""), within("decoder", "#1")
     ('layers.0', 'decoder.layers.0', 'decoder', 'decoder#1')
@@ -242,13 +242,13 @@ _OWN = (Attention, MLA, GAU)
 
 
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
-    """Returns every attention of the model; a module used twice in a forward pass is one site.
+    """Returns every attention layer of the model; a module used twice in a forward pass is one site.
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
-    and every attention it computes is a site, in the order of the calls. An experiment on its operators then confirms
-    the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same. `missed` of the
-    list are attentions that were seen but not understood. The model, its buffers and caches, gradients and random
-    streams are left as they were.
+    and every attention call that it computes is a site, in the order of the calls. An experiment on its operators then
+    confirms the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same.
+    `missed` of the list are attention layers that were seen but not understood. The model, its buffers and caches,
+    gradients and random streams are left as they were.
 
     Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. If the
     model is larger, or its heads are to be split, which hides its weights, find the sites before that; then give
@@ -387,7 +387,8 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def with_values(model: nn.Module) -> nn.Module:
-    """A copy on the CPU: what is on the meta device is drawn at random, each tensor once, and no random stream moves.
+    """A copy on the CPU: what is on the meta device is drawn at random, each tensor once, and no random stream
+    advances.
 
     Matrices keep the size of what they multiply; gains and other vectors, and buffers, are near 1. Whole numbers are
     0, and truth values true, so that a mask among them hides nothing.

@@ -150,7 +150,7 @@ class ModelTrace:
         return [checks.site(site, self.calls.get(site.name, [])) for site in sites]
 
     def places(self) -> Places | None:
-        """Returns the modules that made the calls, by name, if all attentions are calls of
+        """Returns the modules that made the calls, by name, if all attention calls are calls of
         F.scaled_dot_product_attention by that name in modules inside the model; else None."""
         calls = [one.captured for each in self.calls.values() for one in each]
         named = all(c.named and c.frame.name and not c.below and not c.headless for c in calls)
@@ -238,8 +238,8 @@ def seen(
         args: its arguments.
         kwargs: its keyword arguments.
         below: observe operators too.
-        earlier: a pass on the same example. If all its attentions were calls of F.scaled_dot_product_attention by that
-            name, only such calls in the modules that made these are looked at.
+        earlier: a pass on the same example. If all its attention calls were calls of F.scaled_dot_product_attention by
+            that name, only such calls in the modules that made these are looked at.
     """
     model = uncompiled(model)
     places = None if earlier is None or below else earlier.places()
@@ -330,7 +330,7 @@ def _same_calls(
     model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
 ) -> tuple[dict[str, float], dict[str, VisibleSets]] | None:
     """The smallest visible logits and the visible sets of a pass without gradients, of which nothing else is kept; None
-    unless it has the sites of the trace, with as many heads, and misses the same attentions."""
+    unless it has the sites of the trace, with as many heads, and misses the same attention layers."""
     sites = trace.sites
     origins: dict[str, KeyOrigin] = {site.name: site.origin for site in sites}
     types: dict[str, VisibleSets] = {}
@@ -403,7 +403,7 @@ def _is_plain(layout: HeadLayout | None) -> bool:
 
 
 def check_devices(model: nn.Module, *example: object) -> None:
-    """Refuse an example on another device than the model before running it.
+    """Refuses an example that is not on the device of the model, before running it.
 
     Raises:
         InvalidValueError: with both devices.
@@ -540,7 +540,7 @@ class _Reading:
         return self.checks.site(site, calls)
 
     def unrecognized(self) -> list[UnrecognizedAttention]:
-        """The attentions of a recorded pass that no reader of calls has seen."""
+        """The attention of a recorded pass that no reader of calls has seen."""
         if self.checks is None:
             return []
         watcher = self.watcher
@@ -935,8 +935,9 @@ def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str
 
 
 _KEPT = (
-    "the search for the attention of {} keeps what gradient checkpointing would not: weights and the logits that they "
-    "make lie in two checkpointed parts, or a part can't be run so. It takes the memory of a pass without checkpoints; "
+    "the search for the attention of {} keeps tensors that gradient checkpointing would drop: weights and the logits "
+    "they produce lie in two checkpointed parts, or a part can't be run separately. It needs the memory of a pass "
+    "without checkpointing; "
     "if that is too much, give find_sites an example of one short sequence, and its sites to watch(sites=...)"
 )
 _BY_HAND = (

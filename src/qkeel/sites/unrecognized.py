@@ -85,13 +85,13 @@ _MOVES = _CHOICES | {
 _OWN_SUM = "a quotient by their sum"
 _NORMALIZED = {
     "softmax": "a softmax of scores",
-    "exp": "exponentials over their sum, of scores",
-    "exp2": "powers of two over their sum, of scores",
-    "pow": "powers over their sum, of scores",
-    _OWN_SUM: "numbers over their sum, of scores",
+    "exp": "exponentials of scores, divided by their sum,",
+    "exp2": "powers of two of scores, divided by their sum,",
+    "pow": "powers of scores, divided by their sum,",
+    _OWN_SUM: "scores, divided by their sum,",
 }
 _TRIES = 4  # sums that are examined for one candidate, from its first to its last
-_SETTLED = 2  # calls of one computation that are examined before further ones are taken to be no attention either
+_SETTLED = 2  # calls of one computation that are examined before further ones are assumed not to be attention either
 _NEAR, _PAIRS = 3, 4  # positions changed on either side of the middle one, and pairs of them that are compared
 _SMALL = 1e-6  # a change below this share of the largest change is rounding
 _SAME = 1e-5  # two values that differ by less than this share are one value
@@ -125,7 +125,7 @@ def unrecognized_attention(
     known: set[int],
     fused: Sequence[tuple[int, int]],
 ) -> list[UnrecognizedAttention]:
-    """Returns the attentions of a recorded pass that no reader has reported.
+    """Returns the attention of a recorded pass that no reader has reported.
 
     Args:
         record: the operators of the pass.
@@ -255,8 +255,9 @@ class _Search:
             yield last
 
     def distinct(self) -> list[_Candidate]:
-        """The candidates but those amid a chain, such as Sinkhorn's, that normalizes the same scores again and again:
-        all of a chain reach the same sums, so its first and its last weights show whether it is attention."""
+        """The candidates except those in the middle of a chain, such as Sinkhorn's, that normalizes the same scores
+        again and again: all of a chain reach the same sums, so its first and its last weights show whether it is
+        attention."""
         chains: dict[object, list[_Candidate]] = {}
         for candidate in self.candidates:
             inner = self._around(candidate.number, candidate.number)
@@ -284,10 +285,10 @@ class _Search:
             try:
                 if not self._weighs_positions(candidate, ends, frame, normalized):
                     continue
-                reason = f"values of several positions are weighed by {how} that were not followed to queries and keys"
+                reason = f"values of several positions are weighted by {how} that could not be traced to q and k"
                 return UnrecognizedAttention(module=frame.name, operation=name, reason=reason)
             except Exception as error:
-                why = f"whether {how} weighs values of several positions is unknown, as its operators can't run again"
+                why = f"whether {how} weights values of several positions is unknown, as its operators can't run again"
                 reason = f"{why}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 unknown = UnrecognizedAttention(module=frame.name, operation=name, reason=reason)
         self._negatives[kind] += unknown is None

@@ -33,7 +33,7 @@ from qkeel.spec.slot import (
     Visible,
 )
 
-# AttentionCall: the validated inputs of one attention.
+# AttentionCall: the validated inputs of one attention call.
 
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

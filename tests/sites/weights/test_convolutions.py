@@ -112,7 +112,7 @@ def test_a_place_that_is_not_projected_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat((x[:, :, :1], self.project(x[:, :, 1:])), 2)
 
-    assert "with the query rows that are known at zero" in site_of(made(First())).unverified
+    assert "with the known query rows set to zero, its logits still change" in site_of(made(First())).unverified
 
 
 def test_a_norm_of_channels_makes_the_output_independent_of_the_size_of_the_weights() -> None:

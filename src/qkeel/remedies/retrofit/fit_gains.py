@@ -450,7 +450,7 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
     owned = {id(model.get_parameter(s.parameter)) for s in others}
     for piece in pieces:
         if id(model.get_parameter(piece.parameter)) in owned:
-            return f"{piece.parameter} is shared with another attention"
+            return f"{piece.parameter} is shared with another attention layer"
     for piece in pieces:
         for part in filter(None, (piece, piece.bias_of())):
             p = model.get_parameter(part.parameter)

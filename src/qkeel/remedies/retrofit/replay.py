@@ -153,7 +153,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-# The logits of one attention, recomputed from its recorded inputs, with gradients to its gains.
+# The logits of one attention call, recomputed from its recorded inputs, with gradients to its gains.
 
 ROWS = 256  # query rows compared per sequence, evenly spaced
 
@@ -175,7 +175,8 @@ class QueryRows:
 
 @final
 class Replay:
-    """The logits of one attention in the old model, and those that its module now computes from the same inputs."""
+    """The logits of one attention call in the old model, and those that its module now computes from the same
+    inputs."""
 
     def __init__(self, site: AttentionSite, inputs: Sequence[Arguments]) -> None:
         self._site, self._inputs = site, inputs

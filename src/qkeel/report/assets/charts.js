@@ -40,7 +40,7 @@
 
   const tips = (points, facet, what) =>
     Plot.tip(points, Plot.pointer({
-      x: "step", y: "value", ...facet, title: (p) => `${label(p)}\nstep ${p.step.toLocaleString("en-US")}: ${what(p.value)}`,
+      x: "step", y: "value", ...facet, title: (p) => `${label(p)}\nstep ${p.step.toLocaleString("en-US")}: ${what(p.exact)}`,
       fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25
     }));
 
@@ -78,7 +78,7 @@
   function drift(width) {
     const runs = data.runs.filter((run) => run.role === "drift");
     const seen = view("drift", {scale: "log", smooth: "1"}), log = seen.scale === "log", recorded = series(runs, "max_logit");
-    const points = smoothed(above(recorded, log, FLOOR), "run", seen.smooth);
+    const points = above(smoothed(recorded, "run", seen.smooth), log, FLOOR);
     keep("drift", recorded.map(rowOf("max_logit")));
     const room = width > 560 && runs.length <= 4;
     const facet = {fx: () => 0, fy: () => 0};
@@ -94,7 +94,7 @@
         ...(runs.length <= 4 ? [Plot.text(points, Plot.selectLast({
           x: "step", y: "value", z: "run", ...facet, dx: 6, textAnchor: "start", fontWeight: 600,
           fill: (p) => colour(p.remedy),
-          text: (p) => (room ? `${data.remedies[p.remedy]} ${human(p.value, 2)}` : human(p.value, 2))
+          text: (p) => (room ? `${data.remedies[p.remedy]} ${human(p.exact, 2)}` : human(p.exact, 2))
         }))] : []),
         tips(points, facet, human)
       ],
@@ -165,7 +165,7 @@
     const several = unique(runs.map((run) => run.seed)).length > 1;
     const seen = view(name, {scale: log ? "log" : "linear", ...(several ? {lines: first} : {}), smooth, ...(from ? {from} : {})});
     const logarithmic = seen.scale === "log", recorded = series(runs, field);
-    const points = smoothed(above(seen.lines === "mean" ? meanOfSeeds(recorded) : recorded, logarithmic, least), "run", seen.smooth);
+    const points = above(smoothed(seen.lines === "mean" ? meanOfSeeds(recorded) : recorded, "run", seen.smooth), logarithmic, least);
     keep(name, recorded.map(rowOf(field)));
     legend(name, ascending(runs.map((run) => run.remedy)), false);
     const each = width / layout.columns;

@@ -180,8 +180,8 @@ const Kit = (() => {
     return {type: "log", domain: [low, high], label, ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true, clamp: true};
   }
 
-  // A logarithmic axis shows no zero: what is at or under `least` is drawn there.
-  const above = (points, log, least) => (log ? points.map((p) => ({...p, value: Math.max(least, p.value)})) : points);
+  // A logarithmic axis shows no zero: what is at or under `least` is drawn there; `exact` is what labels say.
+  const above = (points, log, least) => points.map((p) => ({...p, exact: p.value, value: log ? Math.max(least, p.value) : p.value}));
 
   const keep = (name, rows) => { tables[name] = rows; };
 

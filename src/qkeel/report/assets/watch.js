@@ -29,7 +29,7 @@
     const seen = view(chart, start), log = seen.scale === "log";
     keep(chart, [...layers, ...whole].map((p) => ({run: run.name, layer: p.layer === undefined ? "whole model" : run.layers[p.layer], number: p.name ?? chart, step: p.step, value: p.value})));
     const lines = layers.map((p) => ({...p, line: `${p.name} ${p.layer}`}));
-    return {log, layers: smoothed(above(lines, log, least), "line", seen.smooth), whole: smoothed(above(whole, log, least), "line", seen.smooth)};
+    return {log, layers: above(smoothed(lines, "line", seen.smooth), log, least), whole: above(smoothed(whole, "line", seen.smooth), log, least)};
   }
 
   // A run of one sample has dots instead of lines.
@@ -88,7 +88,7 @@
   ];
 
   const tall = (width) => Math.min(400, Math.max(280, width * 0.4));
-  const layerTip = (run) => (p) => `${p.layer === undefined ? "whole model" : `layer ${run.layers[p.layer]}`}\nstep ${steps(p.step)}: ${human(p.value)}`;
+  const layerTip = (run) => (p) => `${p.layer === undefined ? "whole model" : `layer ${run.layers[p.layer]}`}\nstep ${steps(p.step)}: ${human(p.exact)}`;
 
   // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
   const OVERLAID = {max_logit: "largest attention logit (nats)", entropy: "attention entropy (nats)", train_loss: "training loss"};
@@ -101,7 +101,7 @@
     const shown = data.runs.filter((run) => run.values[name]);
     const seen = view("runs", {scale: "log", smooth: "1"}), log = seen.scale === "log" && logits;
     const recorded = shown.flatMap((run, i) => points(run.values[name], run, {run: i}));
-    const all = smoothed(above(recorded, log, FLOOR), "run", seen.smooth);
+    const all = above(smoothed(recorded, "run", seen.smooth), log, FLOOR);
     keep("runs", recorded.map((p) => ({run: shown[p.run].name, step: p.step, [name]: p.value})));
     document.querySelector('[data-legend="runs"]').replaceChildren(...shown.map((run, i) => {
       const item = document.createElement("span"), text = document.createElement("span");
@@ -119,8 +119,8 @@
         ...(logits ? alarmLine() : []),
         ...shown.map((run, i) => Plot.line(all.filter((p) => p.run === i), {x: "step", y: "value", stroke: colour(i), strokeDasharray: dash(i), strokeWidth: 1.8, ariaDescription: run.name})),
         Plot.dot(all, Plot.selectLast({x: "step", y: "value", z: "run", r: 3, fill: (p) => colour(p.run)})),
-        Plot.text(all, Plot.selectLast({x: "step", y: "value", z: "run", dx: 7, textAnchor: "start", fontWeight: 600, fill: (p) => colour(p.run), text: (p) => human(p.value)})),
-        tips(all, (p) => `${shown[p.run].name}\nstep ${steps(p.step)}: ${human(p.value)}`)
+        Plot.text(all, Plot.selectLast({x: "step", y: "value", z: "run", dx: 7, textAnchor: "start", fontWeight: 600, fill: (p) => colour(p.run), text: (p) => human(p.exact)})),
+        tips(all, (p) => `${shown[p.run].name}\nstep ${steps(p.step)}: ${human(p.exact)}`)
       ]
     });
   }
@@ -163,7 +163,7 @@
         Plot.dot(whole, Plot.selectLast({x: "step", y: "value", r: 3.2, fill: "var(--ink)"})),
         Plot.text(whole, Plot.selectLast({
           x: "step", y: "value", dx: 8 + names, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,
-          text: (p) => (room && label ? `${human(p.value)}\n${label}` : human(p.value))
+          text: (p) => (room && label ? `${human(p.exact)}\n${label}` : human(p.exact))
         })),
         tips([...layers, ...whole], layerTip(run))
       ]
@@ -220,7 +220,7 @@
       marks: [
         ...(log ? [] : [Plot.ruleY([0], {stroke: "var(--rule)"})]), thick(whole), ...layerLines(run, layers),
         ...layerNames(run, layers, y, {height: tall(width) * 0.85, top: 24, bottom: 36}),
-        Plot.text(whole, Plot.selectLast({x: "step", y: "value", dx: 7 + names, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", text: (p) => human(p.value)})),
+        Plot.text(whole, Plot.selectLast({x: "step", y: "value", dx: 7 + names, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", text: (p) => human(p.exact)})),
         tips([...layers, ...whole], layerTip(run))
       ]
     });

@@ -57,7 +57,7 @@ class Measured:
 
 
 def is_long(study: StudyData) -> bool:
-    """Whether runs of the study were tested at other lengths than in training."""
+    """Whether runs of the study were tested at lengths that differ from that of training."""
     return any(run.long for run in study.runs)
 
 
@@ -148,10 +148,12 @@ def comparison(study: StudyData) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
     text = (
-        "Next tokens predicted, in %, means over seeds, range below. Kept: long over training length as trained. "
-        "Last stretch: the last training length of a text, with all before it and alone: what is gained by reading on. "
+        "Next tokens predicted, in %, means over seeds, range below. Kept: accuracy at the long length over that at "
+        "the training length, as trained. "
+        "Last stretch: accuracy on the last training length of a text, with all the text before it and alone; the "
+        "difference is what the longer context adds. "
         "Angles outside: visible pairs, in %, whose cos(q, k) lies outside the range that their head met in training. "
-        "Largest weight: what one key among so many can get in the least able head, at best. "
+        "Largest weight: the most that one of that many keys can get, in the head that can give least. "
         f"Published: {SOURCE}, GAU, {TRAIN_LENGTH} → {TEST_LENGTH}; "
         "orders can be compared, sizes cannot."
     )
@@ -170,8 +172,9 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
     head += h.columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
     text = (
         "Values predicted when their key is asked for at the end of a text, in %, means over seeds, range below; "
-        "a guess finds one in eight. Weight on it: of the question, in the longest text, in the head that gives most. "
-        "At most: what the norms of that head's queries and keys allow one key among so many."
+        "a guess finds one in eight. Weight on it: what the question gives the needle in the longest text, in the "
+        "head that gives it most. "
+        "At most: the weight that the norms of that head's queries and keys allow one of that many keys."
     )
     body = []
     for form, method in dict.fromkeys(key[:2] for key in known):
@@ -471,7 +474,7 @@ def _cure(study: StudyData) -> Iterator[Claim]:
         one = _cured(part, lr)
         if one is not None:
             what = f"at LR {h.rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
-            yield Claim(f"QK-norm holds the logits ({name})", what, one)
+            yield Claim(f"QK-norm limits the logits ({name})", what, one)
         image = less(_of(part, lr, "val_loss/image", REMEDY), _of(part, lr, "val_loss/image"), MARGIN)
         if image is not None:
             what = f"at LR {h.rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"

@@ -76,7 +76,7 @@ TRAIN = Chart(
     "train",
     "Loss during training",
     "Loss of the training batch at each logged step (lines), and held-out loss where it was evaluated (dots). "
-    "As drawn first, lines are running means over the seeds of a remedy.",
+    "By default, lines are running means over the seeds of a remedy.",
     "Line charts: training loss against step, one panel per learning rate.",
 )
 HEADS = Chart(
@@ -111,7 +111,7 @@ def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
     """Returns the figures, empty until charts.js fills them."""
     notes = ""
     if any(len(run.metrics) > h.MAX_RECORDS for run in study.runs):
-        notes += f" Of long runs {h.MAX_RECORDS} records are drawn; peaks of the logit are kept."
+        notes += f" Long runs are drawn with {h.MAX_RECORDS} records; peaks of the logit are kept."
     if any(run.metrics and run.row is None for run in study.runs):
         notes += " A line that stops early is a run that failed or is not finished."
     return h.join(chart.figure("" if chart.name in ("lengths", "loss", "heads") else notes) for chart in present)
@@ -399,7 +399,7 @@ def _ranking(study: StudyData) -> Markup:
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
         explained = (
-            f"Of the gains only that of {study.primary['remedy']} at LR {h.rate(study.primary['lr'])} was named before "
+            f"Only the gain of {study.primary['remedy']} at LR {h.rate(study.primary['lr'])} was named before "
             "the runs. The others, in grey, are secondary: each has a 95 % interval of its own, uncorrected, "
             f"and no verdict is drawn from it; some are over {h.count(few, 'seed')} only."
         )
