@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -112,6 +113,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     chance = random.Random(os.environ["QKEEL_TEST_ORDER"])
     places: dict[Path, float] = {path: chance.random() for path in sorted({item.path for item in items})}
     items.sort(key=lambda item: (places[item.path], chance.random()))
+
+
+_modules_frozen = 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a test imported stays as well: transformers, Triton and torch's compiler make 400,000 objects."""
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen + 50:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
