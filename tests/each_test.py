@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import locale
@@ -128,8 +129,8 @@ def pytest_runtest_teardown() -> None:
         _modules_frozen = len(sys.modules)
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # extensions count at the end what was not taken down
+# Extensions count at the end what was not taken down. Not before: pytest's last five searches would look at it all.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
