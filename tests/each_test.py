@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import locale
@@ -9,6 +10,7 @@ import logging
 import os
 import random
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -114,8 +116,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (places[item.path], chance.random()))
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # extensions count at the end what was not taken down
+_modules_frozen = 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a test imported stays as well: transformers, Triton and torch's compiler make 400,000 objects."""
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen + 50:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
+
+
+# Extensions count at the end what was not taken down. Not before: pytest's last five searches would look at it all.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -143,6 +144,7 @@ def _python(words: tuple[str, ...], folder: str, environment: dict[str, str], sa
 
 
 def _run(words: tuple[str, ...], said: tuple[str, str]) -> None:
+    gc.freeze()  # what looks at all objects, as `qkeel watch` does, would copy the server's memory page by page
     for stream, path in enumerate(said, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     if words[0] == "-m":

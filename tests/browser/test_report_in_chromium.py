@@ -341,8 +341,9 @@ def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
 
 
 def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path, dom: Callable[..., str]):
-    first = [dataclasses.replace(m, role="mla, adamw") for m in grid(lrs=(0.01, 0.1))]
-    second = [dataclasses.replace(m, role="mha, muon", val_loss=m.val_loss + 1) for m in grid(("none", "qk_norm"))]
+    first = [dataclasses.replace(m, role="mla, adamw") for m in grid(("none", "qk_norm", "lalr:tau=0.1"), lrs=(0.1,))]
+    pair = grid(("none", "qk_norm"), lrs=(0.1,))
+    second = [dataclasses.replace(m, role="mha, muon", val_loss=m.val_loss + 1) for m in pair]
     page = qkeel.report.write(make_study(tmp_path / "study", [*first, *second], name="mla"), tmp_path / "page.html")
     html = dom(page)
     script = """

@@ -7,13 +7,12 @@ import hashlib
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import forked
 from tests.docs.page_text import loaded
 
 from qkeel.cli.app import main
@@ -200,7 +199,7 @@ def test_the_commands_of_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     small = ["--block-size", "16", "--n-layer", "4", "--n-head", "2", "--n-embd", "16", "--batch-size", "2"]
     words += [*small, "--eval-batches", "1"]
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100)
+    done = forked.python(["-m", *words], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "qkeel: watching 4 attention layers of GPT, run qkeel-runs/train_gpt" in done.stderr
 

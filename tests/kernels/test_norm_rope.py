@@ -65,7 +65,13 @@ class Door:
     keeps: bool | None
 
 
-@pytest.fixture(params=["native", "triton", "both at once"])
+def _marked(*names: str) -> list[Any]:
+    """Kernels for q or k alone run in `make slow` where those for both at once run in `make test`."""
+    alone = "both at once" in names
+    return [pytest.param(name, marks=pytest.mark.slow) if alone and name == "triton" else name for name in names]
+
+
+@pytest.fixture(params=_marked("native", "triton", "both at once"))
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Door:
     if request.param == "native":
         request.getfixturevalue("library")
@@ -90,7 +96,7 @@ def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Doo
 
 
 def of_doors(*names: str) -> Any:
-    return pytest.mark.parametrize("door", names, indirect=True)
+    return pytest.mark.parametrize("door", _marked(*names), indirect=True)
 
 
 in_triton, together = of_doors("triton", "both at once"), of_doors("both at once")

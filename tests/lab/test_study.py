@@ -270,7 +270,7 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: 
     grid = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0])
     out = tmp_path / "s"
     for seeds in ([0], [0, 1]):
-        plan = make_plan("demo", tiny(), dataclasses.replace(grid, seeds=seeds))
+        plan = make_plan("demo", tiny(steps=4), dataclasses.replace(grid, seeds=seeds))
         result = run_plan(plan, out, Execution())
         assert read_json(out / "study.json")["primary"] == {
             **{"remedy": "qk_norm", "baseline": "none", "lr": 0.1},

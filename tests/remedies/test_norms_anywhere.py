@@ -245,25 +245,25 @@ def test_removal_leaves_no_trace(name: str, how: str, remedy: str) -> None:
         lambda case: case[0] == "llama" or case[1] == [*COPIES][-1],
     ),
 )
-def test_a_copy_computes_the_same_with_gains_of_its_own(where: str, how: str) -> None:
+def test_a_copy_computes_the_same_with_parameters_of_its_own(where: str, how: str) -> None:
     model: nn.Module = Hand(where) if where in LAYOUTS else build(where, "sdpa")
     x = torch.randn(2, 6, 16) if where in LAYOUTS else example(where)
-    qkeel.apply("qk_norm:gain=dim+softcap:cap=3", model, example=x)
-    jolted(model)
+    qkeel.apply("qk_norm:gain=dim+softcap:cap=3+sink+log_n:length=3", model, example=x)
+    jolted(model, ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm", "sink"))
     twin = COPIES[how](model).eval()
-    model.eval()
-    y = out(model, x)
+    y = out(model.eval(), x)
     assert torch.equal(out(twin, x), y)
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            if "q_norm" in n:
-                p.zero_()
-    assert torch.equal(out(twin, x), y)
-    with torch.no_grad():
-        for n, p in twin.named_parameters():
-            if "q_norm" in n:
-                p.zero_()
-    assert torch.equal(out(twin, x), out(model, x))
+    for own in ("q_norm", "sink"):
+        before = out(twin, x)
+        for changed in (model, twin):
+            with torch.no_grad():
+                for n, p in changed.named_parameters():
+                    if own in n:
+                        p.zero_()
+            if changed is model:
+                assert not torch.equal(out(model, x), before)
+                assert torch.equal(out(twin, x), before)
+        assert torch.equal(out(twin, x), out(model, x))
 
 
 def test_gains_are_saved_and_come_back(tmp_path: Any) -> None:

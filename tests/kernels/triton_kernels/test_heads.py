@@ -73,14 +73,13 @@ def test_norms_and_grams_of_all_weights_take_three_launches_and_are_those_of_flo
         return torch.randn(n, r, m).to(dtype)
 
     for dtype in (torch.float32, torch.float16):  # of bfloat16 the interpreter has no products
-        rows = [dense(3, 80, 96, dtype), dense(1, 80, 48, dtype)]
+        rows = [dense(2, 80, 72, dtype), dense(1, 80, 48, dtype)]
         columns = [torch.randn(40, 3 * 80).to(dtype).as_strided((3, 16, 40), (16, 1, 240)) for _ in range(2)]
-        for weights in (
-            rows,
-            columns,
-            [*rows, dense(2, 80, 7, dtype)],
-            [dense(2, 5, 3, dtype).mT, dense(4, 3, 1, dtype)],
-        ):
+        whole, cut = (
+            (rows, columns),
+            ([*rows, dense(2, 80, 7, dtype)], [dense(2, 5, 3, dtype).mT, dense(4, 3, 1, dtype)]),
+        )
+        for weights in whole if dtype == torch.float16 else cut:
             heads = [*weights, *(torch.randn_like(w) for w in weights), dense(2, 9, 5, dtype)]
             launches.clear()
             sizes = [w.shape[1] for w in heads]

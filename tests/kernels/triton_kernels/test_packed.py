@@ -18,8 +18,21 @@ from qkeel.spec.call import band_call, make_call, with_query_mask
 
 
 @pytest.mark.usefixtures("_poisoned")
-@each_row("name, how", CASES)
+@each_row("name, how", CASES[1:3])
 def test_every_row_is_that_of_its_sequence(name: str, how: dict[str, Any], through_triton: list[Any]) -> None:
+    check_rows_of(name, how, through_triton)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_poisoned")
+@each_row("name, how", CASES)
+def test_every_row_of_many_tiles_is_that_of_its_sequence(
+    name: str, how: dict[str, Any], through_triton: list[Any]
+) -> None:
+    check_rows_of(name, how, through_triton)
+
+
+def check_rows_of(name: str, how: dict[str, Any], through_triton: list[Any]) -> None:
     one = packed(name, **how)
     before = len(through_triton)
     found = contract.row_statistics(one.call())

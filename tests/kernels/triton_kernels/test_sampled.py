@@ -51,7 +51,7 @@ def edges(t: int, strata: int) -> np.ndarray:
     return u * size + np.minimum(u, more)
 
 
-@pytest.mark.parametrize("name", one_in(CASES, 4))
+@pytest.mark.parametrize("name", one_in(CASES, 8))
 def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
     name: str, through_triton: list[Any]
 ) -> None:
@@ -84,6 +84,7 @@ def test_each_row_of_a_stratum_is_taken_as_often(through_triton: list[Any]) -> N
     assert ((off - n / 72) ** 2 / (n / 72)).sum() < 130  # chi-square with 71 degrees of freedom: 1 in 30,000
 
 
+@pytest.mark.slow
 def test_an_entropy_lies_in_its_interval_and_the_largest_logit_is_exact(through_triton: list[Any]) -> None:
     for spec, causal, masked in ((AttentionSpec(), True, False), (AttentionSpec(cap=Softcap(9.0)), False, True)):
         call = call_of(spec, 201, 201, torch.float32, 3.0, causal=causal)
