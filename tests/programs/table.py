@@ -157,7 +157,8 @@ PROGRAMS: dict[str, Program] = {
         normal="optim.lr=1e-3",
         hot="optim.lr=0.3",
         env={
-            "PYTHONPATH": "{checkouts}/lingua:{checkouts}/stubs",
+            "PYTHONPATH": "{checkouts}/lingua",
+            "QKEEL_XFORMERS": "1",
             "QKEEL_CUDA": "1",
             "MASTER_PORT": "29777",
             "WANDB_MODE": "disabled",

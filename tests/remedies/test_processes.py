@@ -50,7 +50,6 @@ def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
             *with_remedies(quick=True),
             "collectives",
             "watched_clip",
-            "refused_before_anything",
             "a_late_stage_is_refused",
         ],
     )
@@ -61,6 +60,7 @@ QUICK = (
     "heads_that_fully_shard_cuts",
     "stages_under_fully_shard",
     "some_misuses",
+    "refused_before_anything",
     "one_comes_late",
     "inside_join",
     "a_swapped_weight_stops_all",
