@@ -25,7 +25,7 @@ def record_losses(path: str) -> None:
     backward = torch.Tensor.backward
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.numel() == 1:
+        if self.numel() == 1 and not self.is_meta:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(float(self.detach().double()).hex() + "\n")
         return backward(self, *args, **kwargs)
@@ -87,10 +87,11 @@ def cuda_is_the_cpu() -> None:
     meshes.init_device_mesh = dist.init_device_mesh = cpu_mesh  # type: ignore[assignment]
     dist.init_process_group = gloo  # type: ignore[assignment]
     torch.random.fork_rng = lambda devices=None, *args, **kwargs: fork([], *args, **kwargs)  # type: ignore[assignment]
-    nothing, none = (lambda *args, **kwargs: None), (lambda *args, **kwargs: 0)
     silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "set_device")
     zero = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "power_draw")
-    answers: dict[str, Any] = dict.fromkeys(silent, nothing) | dict.fromkeys(zero, none)
+    # Each its own function: torch.compile has a rule for each name.
+    answers: dict[str, Any] = {name: lambda *args, **kwargs: None for name in silent}
+    answers |= {name: lambda *args, **kwargs: 0 for name in zero}
     answers |= {"Event": _Event, "get_device_name": lambda *_: "cpu", "memory_stats": lambda *_, **__: defaultdict(int)}
     answers["get_device_properties"] = lambda *_: SimpleNamespace(total_memory=1 << 30, name="cpu")
     for name, answer in answers.items():
