@@ -35,7 +35,7 @@ def write_data(folder: Path, text: str) -> None:
     (folder / "text.txt").write_text(text[:60_000])
     lines = [line for line in text.split("\n") if len(line) > 60][:200]
     rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
-    for name in ("sft/train.jsonl", "lingua/tiny/tiny.chunk.00.jsonl"):
+    for name in ("sft/train.jsonl", "lingua/dclm_baseline_1.0/tiny.chunk.00.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(rows)
     (folder / "litgpt").mkdir(exist_ok=True)

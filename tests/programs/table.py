@@ -153,9 +153,9 @@ PROGRAMS: dict[str, Program] = {
         home="lingua",
         command="-m apps.main.train config=apps/main/configs/debug.yaml dump_dir={out} steps=25 "
         "distributed.fsdp_type=no_shard distributed.compile=false distributed.model_dtype=fp32 model.dim=32 "
-        "model.n_layers=2 model.n_heads=2 data.root_dir={data}/lingua 'data.sources={{tiny: 1.0}}' data.batch_size=2 "
+        "model.n_layers=2 model.n_heads=2 data.root_dir={data}/lingua data.batch_size=2 "
         "data.prefetch_size=4 data.seq_len=64 data.load_async=false probe_freq=null profiling.run=false "
-        "checkpoint.dump.every=1000 checkpoint.eval.every=1000 logging.freq=1 optim.warmup=2",
+        "checkpoint.dump.every=1000 checkpoint.eval.every=1000 logging.freq=1 optim.warmup=2 eval=null",
         normal="optim.lr=1e-3",
         hot="optim.lr=0.3",
         env={
