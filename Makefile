@@ -76,12 +76,12 @@ PROGRAMS := .venv-programs
 
 $(PROGRAMS)/.done: constraints-programs.txt constraints.txt pyproject.toml
 	test -x $(PROGRAMS)/bin/python || $(PYTHON) -m venv $(PROGRAMS)
-	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,images]'
+	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-programs.txt
 	touch $@
 
 programs: $(PROGRAMS)/.done  ## others' training programs, plain and watched, from checkouts in QKEEL_PROGRAMS; writes internals/programs.md
-	test -e "$(QKEEL_PROGRAMS)/data/tinyllama" || $(PROGRAMS)/bin/python -m tests.programs.data "$(QKEEL_PROGRAMS)"
+	test -e "$(QKEEL_PROGRAMS)/data/tinyllama" || PYTHONPATH=tests/programs/shims:. $(PROGRAMS)/bin/python -m tests.programs.data "$(QKEEL_PROGRAMS)"
 	$(ONE_THREAD) $(PROGRAMS)/bin/python -m tests.programs --out internals/programs.md
 
 FOREIGN := .venv-foreign
@@ -89,7 +89,7 @@ FOREIGN := .venv-foreign
 # Each package without its dependencies: theirs would bring other versions of torch.
 $(FOREIGN)/.done: constraints-foreign.txt constraints.txt pyproject.toml
 	test -x $(FOREIGN)/bin/python || $(PYTHON) -m venv $(FOREIGN)
-	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,images]' pyyaml tqdm pandas scipy
+	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' pillow pyyaml tqdm pandas scipy
 	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
 	touch $@
 

@@ -97,6 +97,7 @@ PLANS = [
     Plan(scoring="squared distance", normal="squared relu", causal=True),  # all its weights are zero
     Plan(scoring="additive", normal="sigmoid", combining="by query", causal=True),
     Plan(scoring="synthesized", normal="stick-breaking", order="bhst"),
+    Plan(scoring="synthesized", normal="relu over length", combining="two hops", order="btsh", causal=True),
     Plan(scoring="additive", combining="gathered", causal=True),
     Plan(scoring="complex", normal="dual softmax", combining="by query", causal=True),
     Plan(scoring="pointer", normal="sparsemax", order="btsh", causal=True),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.integrations.trainers.run import STEPS, Outcome
 
 # By trainer and setup: how far weights and recorded numbers (relative to those above 1) may be from one process.
@@ -23,20 +24,28 @@ CASES = {
 }
 
 
+def found_of(case: str, folder: Path, *, processes: int) -> list[Outcome]:
+    """What each process of a training holds at its end."""
+    module = ["-m", "tests.integrations.trainers.run", case, str(folder)]
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(several if processes > 1 else []), *module]
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = range(processes) if processes > 1 else ["alone"]
+    found = [pickle.loads((folder / f"{case}-{name}.pickle").read_bytes()) for name in names]
+    for one in found:
+        assert isinstance(one, Outcome), one
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> None:
     package, most = CASES[case]
     pytest.importorskip(package)
-    module = ["-m", "tests.integrations.trainers.run", case, str(tmp_path)]
-    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for command in (module, [*two, *module]):
-        done = subprocess.run([sys.executable, *command], timeout=300, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    one, *both = (pickle.loads((tmp_path / f"{case}-{name}.pickle").read_bytes()) for name in ("alone", "0", "1"))
-    for found in (one, *both):
-        assert isinstance(found, Outcome), found
+    (one,) = found_of(case, tmp_path, processes=1)
+    both = found_of(case, tmp_path, processes=2)
     assert one.heads["max_logit"][0].max() > 0.02  # there is something to clip
     for found in both:
         assert found.steps == one.steps == [*range(STEPS)]
@@ -45,3 +54,17 @@ def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> No
         assert {*found.heads} == {*one.heads}
         for name, values in one.heads.items():
             np.testing.assert_allclose(found.heads[name], values, rtol=most, atol=most, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchtitans_trainer_with_its_own_settings_ends_with_the_same_bits_watched(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    plain = found_of("torchtitan_debug.defaults_alone", tmp_path, processes=2)
+    watched = found_of("torchtitan_debug.defaults", tmp_path, processes=2)
+    for without, one in zip(plain, watched, strict=True):
+        assert one.steps == [*range(STEPS)]
+        assert one.heads["max_logit"].shape[1] == 2  # layers
+        assert np.isfinite(one.heads["max_logit"]).all()
+        for name, weight in without.weights.items():
+            assert torch.equal(one.weights[name], weight), name

@@ -249,7 +249,7 @@ def test_lines_at_rate_0_stay_and_nan_and_infinity_stay_in_their_places_as_in_to
 
 def test_what_moves_counts_as_changed(kernels: Any) -> None:
     t = made((2, 8), top=True)
-    parts = (t.weights, t.means, t.variances, t.maxima, t.steps)
+    parts = (t.weights, t.means, t.variances, t.maxima, t.steps, t.squares)
     before = [x[0]._version for x in parts]
     seen = t.weights[0].detach()
     kernels.adam_lines(t, options())

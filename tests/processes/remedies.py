@@ -11,8 +11,6 @@ _PARTS = {"spectral_cap": "refused: needs all rows and columns of a head at once
 WHOLE: dict[str, str] = _ALL | _NEW_PARAMETERS
 # Each has parts, which are gathered for a pass.
 GATHERED: dict[str, str] = _ALL | _PARTS | _NEW_PARAMETERS | {"qk_norm after": "equal"}
-# The same on a mesh of two axes. A norm that is added afterwards was not tried there.
-MESH: dict[str, str] = {name: found for name, found in GATHERED.items() if name != "qk_norm after"}
 # Each has the weights of some heads. (Torch itself cannot split layers with a parametrization, as sigma_reparam makes.)
 BY_HEADS: dict[str, str] = (
     _ALL | _PARTS | {"qk_norm before": "refused: tensor parallelism has split", "qk_norm after": "refused"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.processes.remedies import BY_HEADS, GATHERED, MESH, MIXED, STAGES, WHOLE
+from tests.processes.remedies import BY_HEADS, GATHERED, MIXED, STAGES, WHOLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ SETUPS: dict[str, Setup] = {
         remedies=MIXED,
     ),
     "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2, remedies=GATHERED),
-    "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4, remedies=MESH),
+    "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4, remedies=GATHERED),
     "tp": Setup(title="tensor parallel", processes=2, quick=True, remedies=BY_HEADS),
     "tp_sequence": Setup(title="tensor parallel with sequence parallel", processes=2, remedies=BY_HEADS),
     "tp_fsdp2": Setup(

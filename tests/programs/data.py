@@ -21,12 +21,12 @@ def write_texts(checkouts: Path, text: str) -> None:
     (checkouts / "nanoGPT/data/shakespeare_char/input.txt").write_text(text)
     (checkouts / "minGPT/projects/chargpt/input.txt").write_text(text[:100_000])
     words = checkouts / "examples/word_language_model/data/tiny"
-    words.mkdir(exist_ok=True)
+    words.mkdir(parents=True, exist_ok=True)
     every = text.split()
     for name, n in (("train", 5200), ("valid", 400), ("test", 400)):
         (words / f"{name}.txt").write_text(" \n".join(" ".join(every[i : i + 20]) for i in range(0, n, 20)))
     long = checkouts / "x-transformers/data"
-    long.mkdir(exist_ok=True)
+    long.mkdir(parents=True, exist_ok=True)
     with gzip.open(long / "enwik8.gz", "wb", compresslevel=1) as file:
         file.write((text * (96_000_000 // len(text) + 1))[:96_000_000].encode())
 
@@ -35,7 +35,7 @@ def write_data(folder: Path, text: str) -> None:
     (folder / "text.txt").write_text(text[:60_000])
     lines = [line for line in text.split("\n") if len(line) > 60][:200]
     rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
-    for name in ("sft/train.jsonl", "lingua/tiny/tiny.chunk.00.jsonl"):
+    for name in ("sft/train.jsonl", "lingua/dclm_baseline_1.0/tiny.chunk.00.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(rows)
     (folder / "litgpt").mkdir(exist_ok=True)

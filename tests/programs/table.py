@@ -114,6 +114,8 @@ def _x_transformers(script: str) -> Program:
     )
 
 
+_LITGPT = """--optimizer '{{"class_path": "torch.optim.AdamW", "init_args": {{"lr": RATE}}}}'"""
+
 PROGRAMS: dict[str, Program] = {
     "nanoGPT": Program(
         source="karpathy/nanoGPT 3adf61e1",
@@ -151,13 +153,14 @@ PROGRAMS: dict[str, Program] = {
         home="lingua",
         command="-m apps.main.train config=apps/main/configs/debug.yaml dump_dir={out} steps=25 "
         "distributed.fsdp_type=no_shard distributed.compile=false distributed.model_dtype=fp32 model.dim=32 "
-        "model.n_layers=2 model.n_heads=2 data.root_dir={data}/lingua 'data.sources={{tiny:1.0}}' data.batch_size=2 "
+        "model.n_layers=2 model.n_heads=2 data.root_dir={data}/lingua data.batch_size=2 "
         "data.prefetch_size=4 data.seq_len=64 data.load_async=false probe_freq=null profiling.run=false "
-        "checkpoint.dump.every=1000 checkpoint.eval.every=1000 logging.freq=1 optim.warmup=2",
+        "checkpoint.dump.every=1000 checkpoint.eval.every=1000 logging.freq=1 optim.warmup=2 eval=null",
         normal="optim.lr=1e-3",
         hot="optim.lr=0.3",
         env={
-            "PYTHONPATH": "{checkouts}/lingua:{checkouts}/stubs",
+            "PYTHONPATH": "{checkouts}/lingua",
+            "QKEEL_XFORMERS": "1",
             "QKEEL_CUDA": "1",
             "MASTER_PORT": "29777",
             "WANDB_MODE": "disabled",
@@ -171,8 +174,8 @@ PROGRAMS: dict[str, Program] = {
         "--data.num_workers 1 --tokenizer_dir {data}/tokenizer --train.max_tokens 1600 --train.micro_batch_size 2 "
         "--train.global_batch_size 2 --train.max_seq_length 32 --train.lr_warmup_steps 2 --eval.max_iters 1 "
         "--precision 32-true --devices 1 --out_dir {out} --logger_name csv",
-        normal="--optimizer.class_path torch.optim.AdamW --optimizer.init_args.lr 1e-3",
-        hot="--optimizer.class_path torch.optim.AdamW --optimizer.init_args.lr 0.1 --train.min_lr 0.05",
+        normal=_LITGPT.replace("RATE", "1e-3"),
+        hot=_LITGPT.replace("RATE", "0.1") + " --train.min_lr 0.05",
         env={"TORCHDYNAMO_DISABLE": "1"},
         needs="tiny data, no torch.compile",
     ),
@@ -181,7 +184,7 @@ PROGRAMS: dict[str, Program] = {
         home="pytorch-image-models",
         command="train.py --data-dir {data}/images --model vit_tiny_patch16_224 --img-size 32 --num-classes 2 -b 4 "
         "--epochs 2 --warmup-epochs 0 --workers 1 --no-prefetcher --device cpu --opt adamw --output {out} --seed 1 "
-        "--log-interval 5 --model-kwargs embed_dim=32 depth=2 num_heads=2 patch_size=8",
+        "--log-interval 5 --model-kwargs img_size=32 embed_dim=32 depth=2 num_heads=2 patch_size=8",
         normal="--lr 1e-3",
         hot="--lr 0.3",
         needs="tiny pictures",

@@ -562,9 +562,9 @@ def refused_before_anything() -> None:
     model, optimizer = own("fsdp2")
     with pytest.raises(RefusedError, match="a spectral norm cannot be computed"):
         qkeel.apply("lalr:norm=spectral", model, optimizer)
-    for setup, words in {"ddp": "DistributedDataParallel has spread", "fsdp2": "fully_shard has spread"}.items():
+    for setup, wrapper in {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}.items():
         model, optimizer = own(setup)
-        with pytest.raises(RefusedError, match=f"adds parameters .*{words}"):
+        with pytest.raises(RefusedError, match=f"adds parameters .*{wrapper} has already spread"):
             qkeel.apply("qk_norm", model.get_submodule("module") if setup == "ddp" else model, optimizer)
 
 

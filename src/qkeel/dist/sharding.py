@@ -48,12 +48,14 @@ def is_split(x: Tensor) -> bool:
 
 
 def fully_sharded(model: nn.Module) -> dict[int, int]:
-    """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes it manages."""
+    """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes it manages.
+
+    A parameter that it ignores, or that was added to a module later, stays a plain tensor and is not among them."""
     found = {}
     for module in model.modules():
         for p in module.parameters() if _is(module, _FSDP) else ():
-            # fully_shard's axes come first: one that replicates and one that splits (HSDP), or one that splits.
-            found[id(p)] = 2 if is_split(p) and p.placements[0].is_replicate() else 1  # type: ignore[attr-defined]
+            if is_split(p):  # its axes come first: one that replicates and one that splits (HSDP), or one that splits
+                found[id(p)] = 2 if p.placements[0].is_replicate() else 1  # type: ignore[attr-defined]
     return found
 
 

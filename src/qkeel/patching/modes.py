@@ -64,8 +64,13 @@ class FaultGuard:
         """Takes the text of the warning, with {} for the fault, and the functions that switch things off."""
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
-        self.seconds = 0.0  # host time spent in guarded functions, nested calls counted once
         self._inside: set[int] = set()  # threads in which a guarded function runs
+        self._spent: dict[int, float] = {}  # by thread, so that none adds to what another one writes
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent in guarded functions of all threads, nested calls counted once."""
+        return sum([*self._spent.values()])
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
         thread = threading.get_ident()
@@ -80,7 +85,7 @@ class FaultGuard:
         finally:
             if begun is not None:
                 self._inside.discard(thread)
-                self.seconds += time.perf_counter() - begun
+                self._spent[thread] = self._spent.get(thread, 0.0) + time.perf_counter() - begun
 
     def _report(self, error: Exception) -> None:
         try:

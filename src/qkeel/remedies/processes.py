@@ -191,6 +191,7 @@ def refused_under_zero(
             raise verdict[0]
 
     hook = optimizer.register_step_pre_hook(in_real_steps(look))
+    go_first(hook)  # before the remedies read weights, of which stage 3 keeps none between passes
 
     def undo() -> None:
         hook.remove()

@@ -396,7 +396,7 @@ class _Search:
         """
         operations = self.record.operations
         sums = [next(iter(tensors(operations[end].out))) for end in ends]
-        until, outside = (ends[-1], None) if normalized else self._outside(ends[-1], frame)
+        until, outside = (ends[-1], None) if normalized else self._outside(candidate, ends[-1], frame)
         others = {other.number for other in self.candidates if other.weights.numel() == candidate.weights.numel()}
         others |= {n for n in range(frame.since, ends[-1]) if function_name(operations[n].function) in _STATISTICS}
         inputs = self._inputs(frame, ends[-1])
@@ -425,11 +425,13 @@ class _Search:
                         return True
         return False
 
-    def _outside(self, end: int, frame: ModuleCall) -> tuple[int, Tensor | None]:
-        """What a module makes of a sum, until it calls another module or ends, and the operator that made it: the sum
-        that the queries of linear attention have in common has been multiplied by them there."""
+    def _outside(self, candidate: _Candidate, end: int, frame: ModuleCall) -> tuple[int, Tensor | None]:
+        """What a module makes of a sum, until it calls another module, weighs the sum by the same weights (as in two
+        hops), or ends; and the operator that made it: the sum that the queries of linear attention have in common has
+        been multiplied by them there."""
         later = (f for f in self.frames if f.parent is frame and f.since > end and f.until is not None)
         until = min([*(f.until for f in later if f.until > f.since), self._last(frame)])  # type: ignore[operator]
+        until = next((n for n, _ in self._sums(candidate) if end < n < until and self._comes_from(n, end)), until)
         carriers, last, out = set(self.record.operations[end].writes), end, None
         for i in self._onward((carriers,), end + 1, until):
             operation = self.record.operations[i]

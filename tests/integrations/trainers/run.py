@@ -26,7 +26,7 @@ CLIP = "qk_clip:threshold=0.02"
 
 @dataclasses.dataclass
 class Outcome:
-    """What one process holds after a training: weights by name, and what its monitor recorded."""
+    """What one process holds after a training: weights by name, and what its monitor, if any, recorded."""
 
     weights: dict[str, Tensor]
     steps: list[int]
@@ -42,12 +42,11 @@ def world() -> int:
 
 
 def outcome(model: nn.Module, monitor: Monitor | None) -> Outcome:
-    assert monitor is not None
-    history = monitor.history
+    history = None if monitor is None else monitor.history
     return Outcome(
         weights={name: qkeel.dist.whole(p).detach().clone() for name, p in model.named_parameters()},
-        steps=history.steps.tolist(),
-        heads={name: np.array(values) for name, values in history.heads.items()},
+        steps=[] if history is None else history.steps.tolist(),
+        heads={} if history is None else {name: np.array(values) for name, values in history.heads.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Torchtitan's own Trainer with its debug model, cut to two layers: fully_shard, tensor parallel."""
+"""Torchtitan's own Trainer with its debug model, cut to two layers: fully_shard, tensor parallel, its defaults."""
 
 from __future__ import annotations
 
@@ -97,11 +97,12 @@ def configured(variant: str, folder: Path) -> Trainer.Config:
     config.validator.enable = False
     config.checkpoint.enable = False
     training = config.training
-    training.dtype = training.mixed_precision_param = training.mixed_precision_reduce = "float32"
     training.local_batch_size, training.seq_len, training.steps = BATCH, 10, STEPS
     training.disable_cuda_graphs = True
-    config.activation_checkpoint = None  # type: ignore[assignment]
-    config.parallelism.spmd_backend = "partial_dtensor"
+    if not variant.startswith("defaults"):  # those recompute activations, and compute in bfloat16
+        training.dtype = training.mixed_precision_param = training.mixed_precision_reduce = "float32"
+        config.activation_checkpoint = None  # type: ignore[assignment]
+    config.parallelism.spmd_backend = "partial_dtensor"  # with "spmd_types" it does not start on torch 2.13
     if variant == "tp":
         config.parallelism.tensor_parallel_degree = world()
     else:
@@ -128,9 +129,10 @@ def train(variant: str, folder: Path) -> Outcome:
     for name, p in model.named_parameters():
         part = qkeel.dist.local_block(name, p)
         spans = tuple(slice(*span) for span in part.spans) if part is not None else ()
-        qkeel.dist.local(p).data.copy_(weights[name].detach()[spans])
-    monitor = qkeel.watch(model, optimizer, rules=[], sites=sites)
-    qkeel.apply(CLIP, model, optimizer, sites=sites)
+        qkeel.dist.local(p).data.copy_(weights[name.replace("_checkpoint_wrapped_module.", "")].detach()[spans])
+    monitor = None if variant == "defaults_alone" else qkeel.watch(model, optimizer, rules=[], sites=sites)
+    if not variant.startswith("defaults"):
+        qkeel.apply(CLIP, model, optimizer, sites=sites)
     trainer.train()
     found = outcome(model, monitor)
     trainer.close()

@@ -3,14 +3,19 @@
 - QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision.
 - QKEEL_ROUNDS: where to end loops of a fixed number of rounds (`tqdm(range(...))`).
 - QKEEL_CUDA: a program that knows only CUDA gets the CPU under its names.
+- A torchvision that was built for another torch (PyPI has none for the CPU alone) is imported without its operators.
+- QKEEL_XFORMERS: a program that imports xformers, and is told to use torch's attention, gets the names it imports.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
+import sys
 from collections import defaultdict
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -20,7 +25,7 @@ def record_losses(path: str) -> None:
     backward = torch.Tensor.backward
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.numel() == 1:
+        if self.numel() == 1 and not self.is_meta:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(float(self.detach().double()).hex() + "\n")
         return backward(self, *args, **kwargs)
@@ -82,16 +87,50 @@ def cuda_is_the_cpu() -> None:
     meshes.init_device_mesh = dist.init_device_mesh = cpu_mesh  # type: ignore[assignment]
     dist.init_process_group = gloo  # type: ignore[assignment]
     torch.random.fork_rng = lambda devices=None, *args, **kwargs: fork([], *args, **kwargs)  # type: ignore[assignment]
-    nothing, none = (lambda *args, **kwargs: None), (lambda *args, **kwargs: 0)
     silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "set_device")
     zero = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "power_draw")
-    answers: dict[str, Any] = dict.fromkeys(silent, nothing) | dict.fromkeys(zero, none)
+    # Each its own function: torch.compile has a rule for each name.
+    answers: dict[str, Any] = {name: lambda *args, **kwargs: None for name in silent}
+    answers |= {name: lambda *args, **kwargs: 0 for name in zero}
     answers |= {"Event": _Event, "get_device_name": lambda *_: "cpu", "memory_stats": lambda *_, **__: defaultdict(int)}
     answers["get_device_properties"] = lambda *_: SimpleNamespace(total_memory=1 << 30, name="cpu")
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
 
 
+def name_xformers() -> None:
+    import torch
+
+    attention = torch.library.Library("xformers_flash", "DEF")
+    attention.define("flash_fwd(Tensor query) -> Tensor")
+    kept = {"xformers.ops": {"AttentionBias": type("AttentionBias", (), {}), "library": attention}}
+    kept["xformers.profiler"] = {"MemSnapshotsProfiler": object, "PyTorchProfiler": object, "step": lambda: None}
+    for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.profiler"):
+        module = sys.modules[name] = ModuleType(name)
+        vars(module).update(kept.get(name, {}), __path__=[])
+        within, _, own = name.rpartition(".")
+        if within:
+            setattr(sys.modules[within], own, module)
+
+
+def import_torchvision_without_operators() -> None:
+    import torch
+
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+    except OSError:
+        operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.ops.torchvision.library = operators  # it ends with its last reference
+
+
+import_torchvision_without_operators()
+if os.environ.get("QKEEL_XFORMERS"):
+    name_xformers()
 if os.environ.get("QKEEL_CUDA"):
     cuda_is_the_cpu()
 if path := os.environ.get("QKEEL_LOSSES"):

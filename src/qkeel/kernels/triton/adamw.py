@@ -145,7 +145,8 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
     read = [nothing if x is None else x for x in (t.grad_scale, t.found_inf)]
     _launch(list(zip(*given, strict=True)), t.axes, (*read, *numbers), {**how, "STEP": True})
     add_to_all(list(t.steps), 1.0 if t.found_inf is None else 1.0 - t.found_inf.reshape(()))
-    increment_version([*t.weights, *t.means, *t.variances, *t.maxima, *(t.gradients if how["UNSCALE"] else ())])
+    unscaled = t.gradients if how["UNSCALE"] else ()
+    increment_version([*t.weights, *t.means, *t.variances, *t.maxima, *t.squares, *unscaled])
 
 
 def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
@@ -153,6 +154,7 @@ def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequen
     how = {"STEP": False, "DECAY": _NONE.value, **dict.fromkeys(("TOP", "UP", "UNSCALE", "SKIPS"), False)}
     rows = [(*(w,) * 7, x) for w, x in zip(weights, squares)]
     _launch(rows, axes, (weights[0], weights[0], *(1.0,) * 9), how)
+    increment_version([*squares])
 
 
 def _launch(
