@@ -327,7 +327,8 @@ class CaptureMode(CallObserver):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        token, first = _READING.set(True), self._operators()
+        first = self._operators()  # before the variable is set: if this fails, nothing would reset it
+        token = _READING.set(True)
         try:
             with suspended(self):
                 yield
