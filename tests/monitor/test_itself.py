@@ -53,7 +53,7 @@ def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(tmp_pat
     assert keys["monitor/silent"] == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["monitor_calls"] for line in lines][:3] == [4, 8, 2]
-    assert explain_field("monitor_silent") == "sites without a call in the step [attentions]"
+    assert explain_field("monitor_silent") == "sites without a call in the step [attention layers]"
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -226,7 +226,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.Monkey
         (plain, {"dtype": torch.float64}, "float64"),
         (plain, {"dropout": 0.1}, "has no dropout"),
         (plain, {"pos_q": pos, "pos_k": pos}, "positions 0, 1, 2"),
-        (plain, {"mask": torch.zeros(1, 1, 3, 3, requires_grad=True)}, "by its mask"),
+        (plain, {"mask": torch.zeros(1, 1, 3, 3, requires_grad=True)}, "with respect to its mask"),
         (plain, {"off": True}, "switched off"),
     ):
         given = {**given}
