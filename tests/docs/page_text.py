@@ -61,13 +61,6 @@ def prose(page: Path) -> str:
     return re.sub(r"[\[\]*]", "", re.sub(r"`[^`]*`", "X", joined))
 
 
-def sentences(page: Path) -> list[list[str]]:
-    """The words of each sentence; a paragraph, a list's entry and a colon end one too."""
-    parts = re.split(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*(?:[-–]|\d+\.)\s", prose(page))
-    found = [re.findall(r"[^\W_][\w'’.-]*", part) for part in parts]
-    return [words for words in found if len(words) > 1]
-
-
 WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
 NO_WORDS = r"\]\([^)]*\)|<[^>\n]*>|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, tags, addresses, code, formulas
 
