@@ -54,13 +54,6 @@ def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text(page)))
 
 
-def prose(page: Path) -> str:
-    """The sentences of a page: no tables, headings, code and targets of links."""
-    lines = [line for line in text(page).splitlines() if not re.match(r"\s*(\||#|:::|!\[|\*\*Next)", line)]
-    joined = re.sub(r"\]\([^)]*\)", "]", "\n".join(lines))
-    return re.sub(r"[\[\]*]", "", re.sub(r"`[^`]*`", "X", joined))
-
-
 WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
 NO_WORDS = r"\]\([^)]*\)|<[^>\n]*>|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, tags, addresses, code, formulas
 
