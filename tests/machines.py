@@ -362,7 +362,7 @@ def main() -> int:
     for name in options.only:
         condition = CONDITIONS[name]
         how = condition.how + (f"; only {shlex.join(options.tests)}" if options.tests else "")
-        how += f"; {options.first} of {options.pieces} files" if options.first else ""
+        how += f"; {options.first} of {options.pieces} parts of the tests" if options.first else ""
         pieces = pieces_of(options.tests or condition.tests, options.pieces)[: options.first]
         kept = ROOT / "build" / "machines" / f"{name}.json"
         done = {tuple(p): Outcome(**found) for p, found in json.loads(kept.read_text())} if kept.exists() else {}

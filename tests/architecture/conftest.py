@@ -14,4 +14,4 @@ def _dropped_trees() -> Iterator[None]:
     yield
     source.MODULES.parsed.clear()
     source.all_functions.cache_clear()
-    source.classes.cache_clear()
+    source.walk.cache_clear()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
-import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FunctionType
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "qkeel"
@@ -37,7 +34,6 @@ class Modules(Mapping[str, tuple[Path, ast.Module]]):
 
 MODULES = Modules()
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Rooms that hold nothing but variants of one thing, one a file, and what their variants build on.
 ROOMS_OF_VARIANTS = ("qkeel.remedies", "qkeel.integrations", "qkeel.lab.studies")
 
@@ -68,15 +64,6 @@ def all_functions() -> dict[str, Function]:
     return {f"{name}.{own}": node for name, (_, tree) in MODULES.items() for own, node in functions(tree)}
 
 
-@functools.cache
-def classes() -> dict[str, list[ast.ClassDef]]:
-    """The classes of all modules by name."""
-    found: dict[str, list[ast.ClassDef]] = {}
-    for cls in (node for _, tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef)):
-        found.setdefault(cls.name, []).append(cls)
-    return found
-
-
 def imports(tree: ast.AST, own: str) -> set[str]:
     """Modules of qkeel that a module imports, absolute names."""
     found = set()
@@ -95,32 +82,6 @@ def imports(tree: ast.AST, own: str) -> set[str]:
 def place(name: str, node: ast.AST) -> str:
     """Where something stands, for a list of violations: path and line."""
     return f"{MODULES[name][0].relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-
-
-def parameters(node: Function) -> list[str]:
-    args = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return [a for a in args if a not in ("self", "cls")]
-
-
-def is_overload(node: Function) -> bool:
-    return any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
-
-
-@functools.cache
-def public_functions() -> dict[str, FunctionType]:
-    """The functions that a user may import: names in the `__all__` of qkeel and of its rooms."""
-    found = {}
-    for name, (path, tree) in MODULES.items():
-        exports = any(
-            isinstance(t, ast.Name) and t.id == "__all__" for n in tree.body for t in getattr(n, "targets", ())
-        )
-        if path.name == "__init__.py" and exports:
-            room = importlib.import_module(name.removesuffix(".__init__"))
-            for own in room.__all__:
-                value = getattr(room, own)
-                if inspect.isfunction(value):
-                    found[f"{value.__module__}.{value.__qualname__}"] = value
-    return found
 
 
 def listed(violations: list[str], limit: int = 0) -> None:

@@ -54,20 +54,6 @@ def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text(page)))
 
 
-def prose(page: Path) -> str:
-    """The sentences of a page: no tables, headings, code and targets of links."""
-    lines = [line for line in text(page).splitlines() if not re.match(r"\s*(\||#|:::|!\[|\*\*Next)", line)]
-    joined = re.sub(r"\]\([^)]*\)", "]", "\n".join(lines))
-    return re.sub(r"[\[\]*]", "", re.sub(r"`[^`]*`", "X", joined))
-
-
-def sentences(page: Path) -> list[list[str]]:
-    """The words of each sentence; a paragraph, a list's entry and a colon end one too."""
-    parts = re.split(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*(?:[-–]|\d+\.)\s", prose(page))
-    found = [re.findall(r"[^\W_][\w'’.-]*", part) for part in parts]
-    return [words for words in found if len(words) > 1]
-
-
 WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
 NO_WORDS = r"\]\([^)]*\)|<[^>\n]*>|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, tags, addresses, code, formulas
 

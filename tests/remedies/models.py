@@ -94,9 +94,4 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert a[part] == b[part], part
 
 
-def heads_of(weight: Tensor, n: int) -> list[Tensor]:
-    """A list of the row blocks of each head."""
-    return list(weight.detach().chunk(n))
-
-
 Make = Callable[[Any, float], torch.optim.Optimizer]
