@@ -185,6 +185,8 @@ def page(runs: Sequence[Runs]) -> str:
     if failed := [one for one in runs if one.found.get("plain", {}).get("code", 0) != 0]:
         lines += ["", "These did not run to their end without qkeel either:", ""]
         lines += [f"- {one.name}: {one.found['plain']['code']}" for one in failed]
+    if waiting := [one.name for one in runs if not one.found]:
+        lines += ["", f"Not run so far: {'; '.join(waiting)}."]
     lines += ["", "## Commands", "", "Under `qkeel watch --out RUN -- python …` or, plain, `python …`:", ""]
     for one in runs:
         if one.found:

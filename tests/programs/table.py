@@ -43,18 +43,18 @@ _LLAMA = {
 }
 _NO_GROUPS = {name: n for name, n in _LLAMA.items() if name != "num_key_value_heads"}
 _OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
-# run_clm.py: configuration of each family.
+# run_clm.py: configuration of each family. Those that list a type for each layer refuse fewer layers by an option.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "gemma2": {**_LLAMA, "head_dim": 16, "sliding_window": 16},
+    "granite": _LLAMA,
+    "gemma": {**_LLAMA, "head_dim": 16},
     "gpt_neox": _NO_GROUPS,
     "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **_OPT},
     "olmo2": _LLAMA,
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
-    "gpt_oss": {**_LLAMA, "head_dim": 16, "sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "stablelm": _LLAMA,
 }
 
 
@@ -103,6 +103,7 @@ def _x_transformers(script: str) -> Program:
         "QKEEL_CUDA": "1",
         "ACCELERATE_USE_CPU": "1",
         "WANDB_MODE": "disabled",
+        "QKEEL_SEED": "0",
     }
     rounds = _ROUNDS.get(script)
     return Program(
@@ -110,7 +111,7 @@ def _x_transformers(script: str) -> Program:
         home="x-transformers",
         command=f"{script} {_OPTIONS.get(script, '')}".strip(),
         env=env | ({} if rounds is None else {"QKEEL_ROUNDS": str(rounds)}),
-        needs="tiny data, the CPU under CUDA's names" + ("" if rounds is None else f", an end after {rounds} rounds"),
+        needs="tiny data, a seed, the CPU under CUDA's names" + ("" if rounds is None else f", an end after {rounds} rounds"),
     )
 
 

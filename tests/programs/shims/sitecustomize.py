@@ -1,6 +1,7 @@
 """What the runs of the table need around the unedited programs; Python imports this before a program begins.
 
 - QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision.
+- QKEEL_SEED: of a program that draws other numbers in every run.
 - QKEEL_ROUNDS: where to end loops of a fixed number of rounds (`tqdm(range(...))`).
 - QKEEL_CUDA: a program that knows only CUDA gets the CPU under its names.
 - A torchvision that was built for another torch (PyPI has none for the CPU alone) is imported without its operators.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import random
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -135,5 +137,10 @@ if os.environ.get("QKEEL_CUDA"):
     cuda_is_the_cpu()
 if path := os.environ.get("QKEEL_LOSSES"):
     record_losses(path)
+if seed := os.environ.get("QKEEL_SEED"):
+    import torch
+
+    random.seed(int(seed))
+    torch.manual_seed(int(seed))
 if number := os.environ.get("QKEEL_ROUNDS"):
     end_after(int(number))
