@@ -202,11 +202,19 @@ def _shown(command: str, program: Program) -> str:
 
 def _row(one: Runs) -> str:
     plain, watched = one.found["plain"], one.found.get("watch", {})
-    same = "" if not watched else "to the bit" if not differs(one.found) else f"differ, exit {watched['code']}"
+    same = (
+        "not watched so far"
+        if not watched
+        else "to the bit"
+        if not differs(one.found)
+        else f"differ, exit {watched['code']}"
+    )
     largest = [_number(one.found.get(mode, {}).get("largest")) for mode in ("hot", "autopilot")]
     acted = [event for event in one.found.get("autopilot", {}).get("events", []) if event["event"] == "decision"]
     did = ", ".join(dict.fromkeys(f"{event['action']} at step {event['step']}" for event in acted))
-    found = f"{watched['layers']}, {_number(watched['last'])}" if watched.get("layers") else "nothing"
+    found = (
+        f"{watched['layers']}, {_number(watched['last'])}" if watched.get("layers") else "nothing" if watched else ""
+    )
     losses = f"{len(plain['losses'])}, {same}"
     cells = [one.name, one.program.source, losses, found, *largest, did, one.program.needs]
     return f"| {' | '.join(cells)} |"

@@ -78,9 +78,9 @@ _WORDS = (
 
 # x-transformers: scripts whose number of rounds is fixed, and the number after which the table ends them.
 _ROUNDS = {
-    "train_copy.py": 30,
+    "train_copy.py": 8,
     "train_length_extrapolate.py": 3,
-    "train_parity.py": 5,
+    "train_parity.py": 1,
     "train_path_star.py": 5,
     "train_belief_state.py": 2,
     "train_xl_enwik8.py": 2,
@@ -111,7 +111,8 @@ def _x_transformers(script: str) -> Program:
         home="x-transformers",
         command=f"{script} {_OPTIONS.get(script, '')}".strip(),
         env=env | ({} if rounds is None else {"QKEEL_ROUNDS": str(rounds)}),
-        needs="tiny data, a seed, the CPU under CUDA's names" + ("" if rounds is None else f", an end after {rounds} rounds"),
+        needs="tiny data, a seed, the CPU under CUDA's names"
+        + ("" if rounds is None else f", an end after {rounds} rounds"),
     )
 
 

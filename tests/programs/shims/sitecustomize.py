@@ -115,6 +115,9 @@ def name_xformers() -> None:
             setattr(sys.modules[within], own, module)
 
 
+kept: list[object] = []
+
+
 def import_torchvision_without_operators() -> None:
     import torch
 
@@ -127,7 +130,7 @@ def import_torchvision_without_operators() -> None:
         operators = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        torch.ops.torchvision.library = operators  # it ends with its last reference
+        kept.append(operators)  # it ends with its last reference
 
 
 import_torchvision_without_operators()
