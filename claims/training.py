@@ -44,7 +44,7 @@ TRAINING: tuple[Claim, ...] = (
         Cell({"remedy": "none", "lr": 0.1}, "end_entropy"),
     ),
     Claim(
-        "… and the loss diverges, to that of initialisation or worse (LR 0.1, within 150 steps)",
+        "… and the loss diverges, back to its value at initialisation or worse (LR 0.1, within 150 steps)",
         WORTSMAN,
         "micro",
         loss("none", 0.1),

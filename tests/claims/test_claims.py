@@ -57,7 +57,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         (
             "Within 150 steps the loss does not diverge",
-            "… and the loss diverges, to that of initialisation or worse (LR 0.1, within 150 steps)",
+            "… and the loss diverges, back to its value at initialisation or worse (LR 0.1, within 150 steps)",
         ),
         (
             "A softcap does not limit the logits that enter it",

@@ -74,7 +74,7 @@ WAYS: dict[str, tuple[Between, str, str]] = {
     "batch norm": (lambda odd, z: F.batch_norm(z, None, None, training=True), "batch_norm", "batch_norm"),
     "power": (lambda odd, z: z.pow(2) * z.sign(), "pow", "pow"),
     "chosen and scattered": (largest, "scatter", "a selection of some, written into a new tensor"),
-    "the largest alone": (lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)), "topk", "a choice of the largest"),
+    "the largest alone": (lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)), "topk", "a selection of the largest"),
     "written in pieces": (pieces, "setitem", "writing into a tensor piece by piece"),
 }
 
@@ -145,7 +145,7 @@ def test_the_softmax_of_the_largest_scores_is_missed() -> None:
             top = (q @ k.mT).topk(3, -1)
             return torch.zeros(2, H, T, T).scatter(-1, top.indices, top.values.softmax(-1)).sum(1) @ x
 
-    with pytest.raises(RefusedError, match=r"Seen but not understood: the model itself: .* a choice of the largest"):
+    with pytest.raises(RefusedError, match=r"Seen but not understood: the model itself: .* a selection of the largest"):
         find_sites(Sparse(lambda _, z: z), x())
 
 

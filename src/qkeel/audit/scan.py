@@ -37,7 +37,7 @@ class SiteReport:
     projections; NaN if there is no such norm or if q or k are normed. interaction_bound: a tighter bound if nothing
     rotates q against k (no RoPE, or a token with itself; for MLA it equals logit_bound). gain_bound: a bound from the
     gains of the q/k norm; NaN without one. outlier: see `outliers`. Logits are in nats, before any cap, without
-    position biases and additive masks.
+    position biases or additive masks.
     """
 
     name: str  #: name of the attention's module

@@ -128,8 +128,8 @@ class Autopilot(Handle):
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
     steps, but keeps a norm, which the model was trained with. `events` lists everything it did, as in the run's event
-    log. `state_dict()` and `load_state_dict()` make it part of a checkpoint: save the first with the checkpoint and
-    load it before the first step.
+    log. To make it part of a checkpoint, save its `state_dict()` there, and after loading the checkpoint pass it to
+    `load_state_dict()` before the next step.
 
     The measurements of step s are decided on when step s + 1 is done. By then they have arrived from the device and
     from all processes, so nothing waits, and every process has the same lag. Decisions take effect after all hooks of

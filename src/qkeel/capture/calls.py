@@ -85,8 +85,8 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
 
 
 def is_low(value: object) -> bool:
-    """True if a constant that replaces logits hides the pair: no q·k is left in them, so the lower level alone
-    decides."""
+    """True if a constant that replaces logits hides the pair. No q·k is left in such a logit, so being low is enough:
+    no higher level is needed to compare it with."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and float(value.detach()) <= -APART
     return isinstance(value, (int, float)) and value <= -APART

@@ -23,9 +23,9 @@ class ProductOperand:
     """A factor of a product: `x`, whose dimensions `summed` the product sums over.
 
     `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
-    dimensions of x, -1 in columns that are not keys. It is an expanded view as far as the vector does not change, and
-    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None if an operation
-    on the scores has lost it.
+    dimensions of x, -1 in columns that are not keys. It is an expanded view along dimensions in which the vector stays
+    the same. It is on the CPU unless scores were picked by indices, so reading it does not wait for another device.
+    None if an operation on the scores has lost it.
     """
 
     x: Tensor

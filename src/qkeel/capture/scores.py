@@ -520,7 +520,7 @@ _WORDS: Mapping[str, str] = {
     "conv2d": "a convolution",
     "einsum": "an einsum with a weight",
     "matmul": "a product with a weight",
-    "topk": "a choice of the largest",
+    "topk": "a selection of the largest",
     "scatter": "a selection of some, written into a new tensor",
     "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
     "setitem": "writing into a tensor piece by piece",

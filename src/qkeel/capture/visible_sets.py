@@ -55,8 +55,8 @@ class VisibleSets:
 
 
 def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
-    """The visible types of the sites of one pass. Packed sequences are separated in every layer; so blocks are windows
-    if another site with as many queries was full without blocks.
+    """The visible types of the sites of one pass. Packed sequences are separated in every layer. So if another site
+    with as many queries saw all keys, without blocks, then blocks are windows.
 
     >>> packed = VisibleSets(visible="full", blocks=True, queries=8)
     >>> told_apart({"a": packed, "b": packed})

@@ -553,7 +553,7 @@ def convert(
     out: Path,
     norm_eps: Unset[float] = None,
 ) -> int:
-    """Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.
+    """Write a checkpoint with q/k norms as a Qwen3, OLMo 2 or Gemma 3 checkpoint, with the same outputs.
 
     The norms come from qkeel.retrofit(model, "qk_norm", batches); save the model with save_pretrained first. Nothing is
     run or unpickled; what the architecture cannot compute is refused with the reason.

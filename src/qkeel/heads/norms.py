@@ -255,8 +255,8 @@ def seen_gains(x: Float[Tensor, "b h t d"], names: dict[int, str]) -> tuple[Norm
     """The last norms that x [b h t d] passed through; empty unless every number passed through a known one.
 
     It walks back through the graph, past what moves numbers, adds, or multiplies by constants, up to the norm; anything
-    else ends the walk. One gradient per head shows which heads a norm serves and by what part of its gain, and how much
-    later operations stretch them.
+    else ends the walk. One gradient per head shows which heads a norm acts on, which part of its gain each head uses,
+    and how much later operations stretch the head.
     """
     found = None if x.grad_fn is None else norms(x.grad_fn, names)
     if not found:

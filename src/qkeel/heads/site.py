@@ -35,8 +35,8 @@ class HeadSlice:
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
     parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share the
-    whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those with the same
-    numbers, or `bias_shift` further on.
+    whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns its entries: those at the same
+    indices, plus `bias_shift`.
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
     after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no step needs

@@ -422,7 +422,8 @@ def _heads(numbers: Sequence[int]) -> str:
 @final
 class Path:
     """The path to the logits of one site: `own` are the operators from the products with its weights onwards, `wide`
-    those from the input of its module, `boundary`, onwards. `changed` is the memory of the weights and of that input.
+    those from the input of its module, `boundary`, onwards. `changed` is the memory that holds the weights and that
+    input.
 
     What a weight is multiplied by counts as fixed in `own`, whatever else depends on the weight.
     """
@@ -513,10 +514,10 @@ class Path:
 
 
 class ChangedWeights:
-    """Copies of a site's weights in which the rows of some heads are changed. Heads whose rows are all zero, as in an
-    adapter before its first step, get small random ones first: what zero is multiplied by changes no logit. So do those
-    whose product with the weight before them is zero, as where an adapter starts from two orthogonal matrices: `chains`
-    are the weights of each path, input first.
+    """Copies of a site's weights in which the rows of some heads are changed. Heads whose rows are all zero, as in
+    an adapter before its first step, first get small random rows, because zeros hide every change of what they are
+    multiplied by. So do heads whose product with the weight before them is zero, as when an adapter starts from two
+    orthogonal matrices: `chains` are the weights of each path, input first.
     """
 
     def __init__(

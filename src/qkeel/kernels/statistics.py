@@ -338,8 +338,8 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     """Returns the change of the logits before the cap between two calls on the same batch, over the visible pairs.
 
     ΔS = S' - S comes from `change_factors` block by block: exact, at the cost of two products q kᵀ and without a T×T
-    matrix. It includes changes of learned scales and biases. Pairs are those that `after` sees; its `query_mask`
-    counts.
+    matrix. It includes changes of learned scales and biases. The pairs are those visible in `after`, and its
+    `query_mask` applies.
 
     Both specs must have the same norm and position.
 

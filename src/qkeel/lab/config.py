@@ -92,7 +92,7 @@ class DataConfig:
     windows: Literal["drawn", "once"] = "drawn"
     """Text: draw training windows at random, so that text may repeat, or use each once."""
     needle: Share = 0.0
-    """Share of training sequences with needles, i.e. tokens that store a value under a key, and questions for them."""
+    """Share of training sequences with needles (tokens that store a value under a key) and questions about them."""
     pairs: Count = 1000
     """Translation: number of training texts with a translation."""
     needle_keys: Count = 4

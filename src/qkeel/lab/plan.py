@@ -342,7 +342,7 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
 
 
 def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """The product unchanged, then with one weight moved by one float32 step; both train in the same stacks."""
+    """All runs of `product`, then the same with one weight moved by one float32 step; both train in the same stacks."""
     return [*product(base, grid, UNMOVED), *product(with_values(base, nudge=1), grid, MOVED)]
 
 

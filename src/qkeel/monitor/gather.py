@@ -112,7 +112,7 @@ class SiteNumbers(Mapping[NumberKey, Tensor | PartialValue]):
         return SiteNumbers(self.rows, {**self.single, **other})
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> SiteNumbers:
-        """Returns the numbers changed by `change(name, x)`; the weights of partial values stay."""
+        """Applies `change(name, x)` to every number; the weights of partial values stay the same."""
         rows = [dataclasses.replace(row, values=change(row.name, row.values)) for row in self.rows]
         single: dict[NumberKey, Tensor | PartialValue] = {}
         for key, x in self.single.items():

@@ -550,7 +550,7 @@ class WatchedSites:
         return any([site.name == name and site.visible == "sparse" for site in self.all])  # noqa: C419
 
     def pass_over(self) -> None:
-        """Changes the type of sites that showed other visible sets than before."""
+        """Updates the type of sites whose visible sets have changed."""
         if not self._fresh:
             return
         self._fresh, seen = False, told_apart(self._sets)
@@ -714,7 +714,7 @@ class StepNumbers(Visitor):
 
     @property
     def errors(self) -> int:
-        """The number of searches for sites that failed."""
+        """The number of failed searches for sites."""
         return self._sites.errors
 
     def bracket(self, bound: Tensor) -> None:

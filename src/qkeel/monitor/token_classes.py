@@ -59,7 +59,7 @@ class QueryMaskSource:
         return cls(given, positional(model, "query_mask", given))
 
     def of(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
-        """The mask of a pass with these arguments; None where the pass gives none.
+        """The mask of a pass with these arguments; None if the pass has none.
 
         Raises: InvalidValueError if it is not a tensor [b t].
         """
@@ -73,8 +73,8 @@ class QueryMaskSource:
 def positional(model: nn.Module, what: str, given: object) -> tuple[str, ...]:
     """The names of the positional arguments of a model's forward.
 
-    Raises: InvalidValueError if `given`, for the option `what`, is a name, and the forward takes no argument of that
-        name.
+    Raises: InvalidValueError if `given`, the value of the option `what`, names an argument that the forward does not
+        take.
     """
     parameters = inspect.signature(unwrapped(model).forward).parameters
     kinds = {p.kind for p in parameters.values()}
@@ -301,7 +301,7 @@ class Classes:
     def of(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], counted: Tensor | None = None
     ) -> Tensor | None:
-        """The classes [b t] of a pass with these arguments; None where the pass gives none.
+        """The classes [b t] of a pass with these arguments; None if the pass has none.
 
         counted: query rows that count; others may hold ids of no class.
 

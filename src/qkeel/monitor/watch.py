@@ -52,7 +52,7 @@ def watch(
         model: any module, also compiled, wrapped in DistributedDataParallel, sharded, or one stage of a pipeline. A
             list, or a dict by name, is watched as one model: all stages of this process, or an encoder and a decoder,
             each of which is called by itself. Names of sites then begin with the model's place or name; pipeline stages
-            are numbered over all processes. The loss is that of the last model that returns one.
+            are numbered over all processes. The loss comes from the last model that returns one.
         optimizer: the optimizer that updates the model. With one, a step is an optimizer step, and the weights behind
             the heads are read too; without one, a step is a forward pass (of several models, one pass of each).
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
@@ -61,7 +61,7 @@ def watch(
             - True: everything in LogitStats, by a pass over the logits of each measured call.
             - "entropy": the largest logit and the entropy of each head (and entropy_min, n_queries). The compiled
               attention of qkeel's own modules finds them while it attends, so every step can be measured; n_pairs is
-              then 0, and what counts pairs, products or keys is not measured. A call of another kernel is measured in
+              then 0, and what counts pairs, products or keys is not measured. A call to any other kernel is measured in
               full.
             - "entropy:sample=16" or 32, for GPUs: the exact largest logit from all rows, and the entropy from one of so
               many query rows, in strata of positions, with half the width of its 95 % interval as entropy_error and no

@@ -748,9 +748,9 @@ _ENTRIES = 1 << 27  # of the small matrices whose spectra are found at once: 1 G
 class StepSpectra:
     """Compares the q and k weights of some sites before and after a step, per query head [h].
 
-    delta2_*, delta3_*: see `functional.bounds.step_products`, of the products of all weights on the paths of q and of
-        k, as in WeightNorms: rotations are left out. The gains of a q/k norm over the rows of the head's weight
-        multiply these rows, before and after the step; what such a norm divides by is left out.
+    delta2_*, delta3_*: as in `functional.bounds.step_products`, computed for the products of all weights on the paths
+        of q and of k. As in WeightNorms, rotations are left out. The gains of a q/k norm over the rows of the head's
+        weight multiply these rows, before and after the step; what such a norm divides by is left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between the two it holds a copy of these weights.

@@ -504,7 +504,7 @@ class GAU(SpecModule):
         check_input(x, self.d_model, self.uv_proj)
         if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
             raise RefusedError(
-                f"a gain on values of {self.head_dim} numbers does not fit the {self.hidden} of a GAU; "
+                f"the values of this GAU have {self.hidden} numbers, and the gain on v has {self.head_dim}; "
                 "use gain none or scalar on v, or leave v alone"
             )
         u, v = F.silu(self.uv_proj(x)).chunk(2, dim=-1)

@@ -157,8 +157,8 @@ class ChangedCalls(InstanceForward):
     `bases` are the module's own specs by scale, `changes` the active changes, `specs` the resulting specs, `names`
     their parameters on the module, and `layouts` the layouts of its scores. A written-out logit at or below `low`
     counts as masked; `masks` finds masks with larger numbers. `writes` is True once the example showed a written-out
-    softmax, so that its scores were analysed. While `seen` is a list, it collects the calls of each forward, each with
-    the largest hidden logit if written out.
+    softmax, so that its scores were analysed. While `seen` is a list, it collects the calls of each forward, and for a
+    written-out call its largest hidden logit.
     """
 
     def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:

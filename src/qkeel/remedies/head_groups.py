@@ -100,7 +100,7 @@ def views_by_tensor(
 
 
 def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:
-    """Returns the factors per head of every slice of one weight or bias as one tensor that broadcasts against it.
+    """Returns one tensor with the per-head factors of all slices of a weight or bias; it broadcasts against the weight.
 
     Rows that no head owns get 1. Rows that several slices own, as in a weight that layers share, get the smallest."""
     axis = shares[0][0].axis if weight.ndim > 1 else 0

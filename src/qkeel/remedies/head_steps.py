@@ -305,9 +305,9 @@ class HeadSteps:
 
     Torch's fused Adam and AdamW need neither copy nor rescaling: `AdamPass` takes their step over. At factor 1 it gives
     torch's weights bit for bit on a CPU, and up to a few roundings on a GPU. With `frobenius_norm` it also returns the
-    measure, so it notices one step late if a weight was changed in a way that torch does not count (through `.data`, or
-    by another fused optimizer, kernel or CUDA graph). `way` says which implementation takes the last step that began,
-    and why, as the log "qkeel" does at level DEBUG.
+    measure, so a change that torch does not count (through `.data`, or by another fused optimizer, kernel or CUDA
+    graph) is noticed one step late. `way` says which implementation takes the last step that began, and why, as the log
+    "qkeel" does at level DEBUG.
     """
 
     def __init__(

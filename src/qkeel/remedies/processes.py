@@ -207,9 +207,10 @@ def refused_under_zero(
 class SharedMaxima:
     """The maxima of a model's heads as one row, equal on all processes that run these heads.
 
-    They take one collective per step: that of a monitor of the same optimizer in steps that it measures, else their
-    own. Replicas of a model see different sequences, and tensor-parallel processes different heads of a layer. The
-    stages of a pipeline run different layers, whatever their names, so each stage has its own part of the row.
+    They take one collective per step: in steps that a monitor of the same optimizer measures, they share its
+    collective; in other steps they make their own. Replicas of a model see different sequences, and tensor-parallel
+    processes different heads of a layer. The stages of a pipeline run different layers, whatever their names, so each
+    stage has its own part of the row.
     """
 
     def __init__(

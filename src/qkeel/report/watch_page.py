@@ -225,9 +225,10 @@ def class_tables(runs: Sequence[Watched]) -> Markup:
         head += h.columns(*(f"{name.partition('/')[2].replace('->', ' → ')}, weight" for name in pairs))
         body = [_line(run, i, shown, pairs) for i in range(len(run.layers))]
         text = (
-            "Ratio: mean norm of the class with the longest vectors over that of the class with the shortest, mean of "
-            "the heads; next to it the factor by which it changed since the first sample. Weight: what queries of the "
-            "first class give to all keys of the second; in brackets what they would give if all keys counted alike."
+            "Ratio: mean norm of the class with the longest vectors over that of the class with the shortest, averaged "
+            "over heads; next to it the factor by which it has changed since the first sample. Weight: what queries of "
+            "the first class give to all keys of the second; in brackets what they would give if all keys counted "
+            "alike."
         )
         title = f"Token classes of {run.name} at step {run.steps[-1]:,}"
         parts += [h.tag("p", {}, text), h.table(title, head, body, sortable=True)]

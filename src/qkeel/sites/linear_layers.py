@@ -1,6 +1,6 @@
 """Finds the layers that stand beside attention and mix positions without logits: linear attention, delta nets, SSMs.
 
-A hybrid model has such layers in the same list of blocks as its attention. They hold a state in the place of scores, so
+A hybrid model has such layers in the same list of blocks as its attention. They have a state instead of scores, so
 there is nothing to measure; they are listed so that a table of the model's layers has no silent gap.
 
 A module is one of them by what it was seen to do, and not by its class:

@@ -107,7 +107,7 @@ class Operand:
         return bool((most - least <= max(self.rounding, tolerance or 0.0) * most).all())
 
     def extremes(self) -> tuple[float, float]:
-        """The smallest mean square of a vector other than zero, and the largest."""
+        """The smallest and the largest mean square of the nonzero vectors."""
         squares = self.lengths.square() / self.width
         shown = squares[squares > 0]
         return (float(shown.min()), float(shown.max())) if len(shown) else (0.0, 0.0)

@@ -86,7 +86,7 @@ _OWN_SUM = "a quotient by their sum"
 _NORMALIZED = {
     "softmax": "a softmax of scores",
     "exp": "exponentials of scores, divided by their sum,",
-    "exp2": "powers of two of scores, divided by their sum,",
+    "exp2": "powers of two with scores as exponents, divided by their sum,",
     "pow": "powers of scores, divided by their sum,",
     _OWN_SUM: "scores, divided by their sum,",
 }

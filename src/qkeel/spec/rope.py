@@ -323,7 +323,7 @@ class Position(Slot):
 
     @property
     def rope(self) -> Rope | None:
-        """The RoPE that this position consists of; None for any other position."""
+        """This position itself if it is a RoPE, else None."""
         return None
 
     def encoded(self) -> Position:

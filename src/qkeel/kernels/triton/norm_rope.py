@@ -470,7 +470,7 @@ def norm_rope_two(
     Args:
         q: queries.
         k: keys, of the same dtype and device.
-        gains: of q and of k, as in `norm_rope`, like kinds and keep.
+        gains: for q and for k, each as in `norm_rope`; kinds and keep are pairs too.
         table: cos and sin for both.
         kinds: both a norm, or both none.
         eps: eps of the norms.
