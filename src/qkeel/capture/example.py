@@ -339,7 +339,8 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
             for restore in reversed(kept):
                 restore()
 
-        undo.callback(lambda: [restore() for restore in reversed(kept)])
+        for restore in kept:  # each by itself: one that fails does not keep the others from putting back
+            undo.callback(restore)
         for p in parameters:
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
                 # The walk from q to its weights needs a graph, in frozen models too.

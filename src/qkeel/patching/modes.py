@@ -958,7 +958,7 @@ class ModeInModules:
     called either.
 
     Args:
-        mode: the mode to enter; `attach` calls its `begin` once.
+        mode: the mode to enter; `attach` calls its `begin` once. Its guard calls `before` and `after`.
         modules: module and functions of interest (None for all) by name.
         before: called when a module's call begins, with its name, the module and the call's arguments.
         after: called when a module's call ends.
@@ -968,8 +968,8 @@ class ModeInModules:
         self,
         mode: FunctionMode,
         modules: Mapping[str, tuple[torch.nn.Module, frozenset[Function] | None]],
-        before: Callable[[str, torch.nn.Module, Args, Kwargs], None] = lambda *_: None,
-        after: Callable[[torch.nn.Module], None] = lambda _: None,
+        before: Callable[[str, torch.nn.Module, Args, Kwargs], None] | None = None,
+        after: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
         self._mode, self._hooked, self._before, self._after = mode, modules, before, after
         self._entered: list[frozenset[Function] | None] = []  # previous values of `only`, one per running call
@@ -1000,7 +1000,8 @@ class ModeInModules:
         mode = self._mode
         self._entered.append(mode.only)
         mode.only = only
-        self._before(name, module, args, kwargs)
+        if self._before is not None:
+            mode.guard(self._before, name, module, args, kwargs)
         if self._take is None:
             _push_on_torch_function_stack(mode)
         elif len(self._entered) == 1:
@@ -1031,7 +1032,8 @@ class ModeInModules:
             return
         self._put_down()
         self._mode.only = self._entered.pop()
-        self._after(module)
+        if self._after is not None:
+            self._mode.guard(self._after, module)
 
     def _put_down(self) -> None:
         """Ends what `_enter` has begun."""
