@@ -73,6 +73,7 @@ OTHERWISE = {
     "sites.tap:Tap._detach": "the end itself, as the one before",
     "capture.calls:_modified.<locals>.at": "torch traces it once in a process",
     "capture.readers:_flash_homes": "kept while no module is loaded: an earlier setting has called it",
+    "capture.readers:_plain": "kept for a scale: an earlier setting has called it",
 }
 
 
