@@ -60,7 +60,7 @@ OTHERWISE = {
     "heads.rows:_split_of": "as the one before",
     "heads.rows:_layout_of": "as the one before",
     "heads.walk:Repetition.at_once.<locals>.run": "the changes are then repeated one after the other",
-    "heads.verification:Pattern.same_numbers": "a site that cannot be compared with a confirmed one is examined by itself",
+    "heads.verification:Pattern.same_numbers": "a site that cannot be compared with another is examined by itself",
     "heads.verification:Pattern._same_weights": "as the one before",
     "heads.verification:_may_replace": "as the one before",
     "heads.verification:_visible": "as the one before",

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
@@ -100,3 +100,38 @@ def test_a_site_that_is_in_no_wrapper_either_is_refused() -> None:
     model = wrapped(model, "block")
     with pytest.raises(RefusedError, match="has no module with the name of any site"):
         qkeel.watch(model, torch.optim.AdamW(model.parameters()), sites=sites)
+
+
+class Written(nn.Module):
+    """Attention that is searched for, in a block that fully_shard takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = nn.Sequential(Written(), Written()).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sites = qkeel.find_sites(model, x)
+        assert [(site.name, site.verified) for site in sites] == [("0", True), ("1", True)]
+        qkeel.apply("qk_clip:threshold=0.01", model, optimizer, sites=sites)
+        with qkeel.watch(model, optimizer, rules=[], every=1) as monitor:
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+        assert monitor.history.heads["max_logit"][0].max() > 0.1
+        assert monitor.history.heads["max_logit"][1].max() < 0.011
+    finally:
+        distributed.destroy_process_group()

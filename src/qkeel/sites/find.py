@@ -281,7 +281,8 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
             return dist.run_on_all(SEARCH, by_all, _unverified, lambda _: None), None
         if on_meta(model):
             return bound(_searched(with_values(model), args, kwargs)[0], model), None
-        return _searched(model, args, kwargs)
+        with whole_weights(model):
+            return _searched(model, args, kwargs)
     own = _own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)

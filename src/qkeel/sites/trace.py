@@ -660,6 +660,8 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
                 undo.enter_context(gathered(model))
             if spread(model):  # by heads, which stay so
                 undo.enter_context(dist.agreed_collectives(SEARCH))
+        elif dist.world() == 1:  # fully_shard keeps weights apart from those of the passes on one process too
+            undo.enter_context(gathered(model))
         yield
 
 
