@@ -175,7 +175,7 @@ def test_bad_input_is_refused() -> None:
         GAU(8, size=7)
     with pytest.raises(ShapeError, match="batch tokens 8"):
         GAU(8)(torch.ones(3, 8))
-    with pytest.raises(RefusedError, match="does not fit"):
+    with pytest.raises(RefusedError, match="values of this GAU have 16 numbers"):
         GAU(8, size=4, spec=AttentionSpec(norm=RMSNorm(on="qkv", gain="dim")))(torch.ones(1, 3, 8))
     assert GAU(8, size=4, spec=AttentionSpec(norm=L2Norm(on="qkv")))(torch.ones(1, 3, 8)).shape == (1, 3, 8)
     with pytest.raises(UnknownNameError, match="swin"):
