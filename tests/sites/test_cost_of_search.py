@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
+from qkeel.kernels.native import logit_pass
 
 FEW, SOME, MANY = 2, 4, 8
 
@@ -59,6 +60,8 @@ def normed(model: nn.Module) -> None:
 def test_a_layer_costs_few_operators_more_than_it_runs_in_the_passes(
     act: Callable[[nn.Module], object], passes: float, once: int
 ) -> None:
+    if act is capped and not logit_pass.ready():  # torch's operators cap each block of scores
+        passes = 8.5
     few, some, many = (counted(act, layers) for layers in (FEW, SOME, MANY))
     per_layer = (many - some) / (MANY - SOME)
     own = (counted(plain, MANY) - counted(plain, SOME)) / (MANY - SOME)
