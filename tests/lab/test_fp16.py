@@ -82,7 +82,8 @@ def test_a_forward_pass_that_overflows_stops_the_run_and_says_so(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains_near_fp32(tiny: Make, tmp_path: Path, dtype: str) -> None:
-    half, full = (run(tiny(dtype=kind, optim_lr=0.01), tmp_path / kind) for kind in (dtype, "fp32"))
+    # At a rate at which rounding does not grow from step to step, whatever the text.
+    half, full = (run(tiny(dtype=kind, optim_lr=0.001), tmp_path / kind) for kind in (dtype, "fp32"))
     losses = [place.summary()["val_loss"] for place in (half, full)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], abs=0.02)

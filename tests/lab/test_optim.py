@@ -166,8 +166,9 @@ def test_under_mup_the_change_of_activations_does_not_grow_with_width_and_else_i
         slopes[parametrisation] = {
             name: math.log2(each[-1][name] / each[0][name]) / math.log2(WIDTHS[-1] / WIDTHS[0]) for name in each[0]
         }
-    assert all(slope < 0.15 for slope in slopes["mup"].values()), slopes
-    assert all(slope > 0.4 for slope in slopes["standard"].values()), slopes
+    # One model of each width, on the text of the installed Python: slopes scatter by some 0.1.
+    assert all(slope < 0.3 for slope in slopes["mup"].values()), slopes
+    assert all(slope > slopes["mup"][name] + 0.3 for name, slope in slopes["standard"].items()), slopes
 
 
 def test_at_the_base_sizes_mup_is_the_standard_parametrisation_bit_for_bit() -> None:
