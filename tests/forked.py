@@ -125,6 +125,18 @@ class Python:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
+def together(module: str, world: int, *words: str, seconds: float = 300) -> list[str]:
+    """Runs `module RANK words…` for each rank of a world at once; what each said. All must end well in this time."""
+    started = [Forked(module, str(rank), *words) for rank in range(world)]
+    try:
+        said = [process.communicate(timeout=seconds)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * world, "\n".join(said)
+    return said
+
+
 def python(words: Sequence[str], folder: Path, **how: Any) -> subprocess.CompletedProcess[str]:
     """What a Python has said when it has ended; how: as of that."""
     with Python(words, folder, **how) as process:

@@ -82,10 +82,12 @@ def test_a_forward_pass_that_overflows_stops_the_run_and_says_so(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains_near_fp32(tiny: Make, tmp_path: Path, dtype: str) -> None:
-    # At a rate at which rounding does not grow from step to step, whatever the text.
-    half, full = (run(tiny(dtype=kind, optim_lr=0.001), tmp_path / kind) for kind in (dtype, "fp32"))
+    # At a rate at which rounding does not grow from step to step, compared with what training gains.
+    half, full = (run(tiny(dtype=kind, optim_lr=0.003), tmp_path / kind) for kind in (dtype, "fp32"))
     losses = [place.summary()["val_loss"] for place in (half, full)]
+    gain = full.metrics()[0]["val_loss"] - losses[1]
+    assert gain > 0.05
     assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[0] == pytest.approx(losses[1], abs=0.15 * gain)
     assert ("loss_scale" in half.summary()) == (dtype == "fp16")
     assert "loss_scale" not in full.summary()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.forked import Forked
+from tests.forked import together
 from tests.processes.exchanges import CASES, HEADS, LAYERS, heads
 
 from qkeel.records import MONITOR_EXTREMES
@@ -24,13 +24,7 @@ FLAGS = 40 + 4 * len(MONITOR_EXTREMES)
 @functools.cache
 def found(world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        started = [Forked("tests.processes.exchanges", str(rank), str(world), folder) for rank in range(world)]
-        try:
-            said = [process.communicate(timeout=300)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        assert [process.returncode for process in started] == [0] * world, "\n".join(said)
+        together("tests.processes.exchanges", world, str(world), folder)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from tests.forked import Forked
+from tests.forked import together
 
 
 @pytest.mark.timeout(300)
@@ -14,12 +14,5 @@ def test_remedies_and_monitor_are_taken_back_after_another_process_has_ended() -
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     remedy = "lalr:tau=0.1+qk_clip:threshold=1"
-    both = [Forked("tests.processes.one_ends", str(rank), port, remedy) for rank in range(2)]
-    try:
-        said = [process.communicate(timeout=200)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    for process, out in zip(both, said, strict=True):
-        assert process.returncode == 0, out
-        assert out.endswith("well\n"), out
+    for said in together("tests.processes.one_ends", 2, port, remedy, seconds=200):
+        assert said.endswith("well\n"), said

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forked import Forked
+from tests.forked import together
 
 import qkeel
 from qkeel.monitor import Over, replay
@@ -19,13 +19,7 @@ Found = list[list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("silence")
-    started = [Forked("tests.processes.silence", str(rank), str(folder)) for rank in range(2)]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    together("tests.processes.silence", 2, str(folder))
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.forked import Forked
+from tests.forked import together
 from tests.processes.streams import measured
 from tests.processes.wrapped import batch, llama
 
@@ -18,13 +18,7 @@ from tests.processes.wrapped import batch, llama
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streams")
-    started = [Forked("tests.processes.streams", str(rank), str(folder), "ddp", "fsdp2", "tp") for rank in range(2)]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    together("tests.processes.streams", 2, str(folder), "ddp", "fsdp2", "tp")
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.forked import Forked
+from tests.forked import together
 from tests.processes.seen import Seen
 from tests.processes.setups import SETUPS, Setup
 from tests.processes.watching import alone
@@ -26,14 +26,7 @@ SLOW = [name for name, setup in SETUPS.items() if not setup.quick]
 def found(world: int, names: tuple[str, ...]) -> dict[str, list[Seen]]:
     """What each process has recorded, of setups that are run one after the other by the same processes."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [str(world), folder, *names]
-        started = [Forked("tests.processes.watching", str(rank), *words) for rank in range(world)]
-        try:
-            said = [process.communicate(timeout=400)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        assert [process.returncode for process in started] == [0] * world, "\n".join(said)
+        together("tests.processes.watching", world, str(world), folder, *names, seconds=400)
         return {
             name: [pickle.loads((Path(folder) / f"{name}-{rank}.pickle").read_bytes()) for rank in range(world)]
             for name in names

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.forked import Forked
+from tests.forked import together
 from tests.processes.setups import SETUPS
 from torch import nn
 
@@ -24,16 +24,8 @@ from .models import attention
 def run(folder: Path, world: int, cases: Sequence[str], *, limit: float = 300) -> None:
     """Each process does the cases and ends well."""
     (folder / "store").unlink(missing_ok=True)
-    words = [str(world), str(folder), *cases]
-    started = [Forked("tests.remedies.processes", str(rank), *words) for rank in range(world)]
-    try:
-        said = [process.communicate(timeout=limit)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, out in zip(started, said, strict=True):
-        assert process.returncode == 0, out
-        assert out.endswith("well\n"), out
+    for said in together("tests.remedies.processes", world, str(world), str(folder), *cases, seconds=limit):
+        assert said.endswith("well\n"), said
 
 
 def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:

@@ -223,15 +223,15 @@ def monitor_line(sample: Sample) -> str:
     """A line with the monitor's numbers about itself, and where they differ over processes, their smallest and largest;
     "" if there are none.
 
-    >>> itself = {"sites": 2, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
+    >>> itself = {"sites": 1, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
     >>> monitor_line(Sample(step=0, monitor=itself))
-    'monitor: 2 sites, 4 calls (0 to 4 over processes), 1.25 milliseconds'
+    'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds'
     """
     said = []
     for name in [name for name in MONITOR_FIELDS if name in sample.monitor]:
         own, *ends = (sample.monitor.get(f"{name}{end}", sample.monitor[name]) for end in ("", "_min", "_max"))
         over = "" if ends[0] == ends[1] else f" ({' to '.join(map(_number, ends))} over processes)"
-        said.append(f"{_number(float(own))} {name}{over}")
+        said.append(f"{_number(float(own))} {name.removesuffix('s') if own == 1 else name}{over}")
     return f"monitor: {', '.join(said)}" if said else ""
 
 
