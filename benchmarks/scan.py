@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.measure import Bench, Case, Cases
 from qkeel.audit.scan import scan
-from qkeel.cli.inspect import processor_ms
+from qkeel.cli.bench import processor_ms
 
 D, HEADS, GROUPS, WIDTH, MLP, VOCABULARY = 2048, 16, 8, 128, 5632, 32000
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}

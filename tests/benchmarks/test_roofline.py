@@ -10,7 +10,7 @@ import pytest
 from benchmarks.charts import roofline
 from benchmarks.roofline import Sizes, _placed, operators
 
-from qkeel.cli.inspect import BenchRow
+from qkeel.cli.bench import BenchRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("roofline-*.json"))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from qkeel.cli.app import main
-from qkeel.cli.inspect import (
+from qkeel.cli.bench import (
     HEAD_DIMS,
     MALLOC,
     SIZES,
