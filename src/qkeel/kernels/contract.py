@@ -86,7 +86,18 @@ def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
 
 
 class _LogitOperands(NamedTuple):
-    """q, k and scale, whose products are the logits before the cap, and `how`: which keys are visible."""
+    """q, k and scale, whose products are the logits before the cap, and `how`: which keys are visible.
+
+    The scale is a tensor that broadcasts to [b h t 1] if it differs by row or head."""
+
+    q: Tensor
+    k: Tensor
+    scale: float | Tensor
+    how: dict[str, Any]
+
+
+class _ScaledOperands(NamedTuple):
+    """Like _LogitOperands, with a number as scale."""
 
     q: Tensor
     k: Tensor
@@ -94,7 +105,17 @@ class _LogitOperands(NamedTuple):
     how: dict[str, Any]
 
 
-def _read(call: AttentionCall, family: available.Family = "statistics") -> _LogitOperands | None:
+def _read(call: AttentionCall, family: available.Family = "statistics") -> _ScaledOperands | None:
+    """Like `_operands`, with a scale that differs by row or head multiplied into q."""
+    found = _operands(call, family)
+    if found is None:
+        return None
+    if isinstance(found.scale, Tensor):
+        return _ScaledOperands(found.q * found.scale, found.k, 1.0, found.how)
+    return _ScaledOperands(found.q, found.k, found.scale, found.how)
+
+
+def _operands(call: AttentionCall, family: available.Family) -> _LogitOperands | None:
     """Returns the operands for Triton's statistics kernels; None if they do not support the call.
 
     Unsupported are other devices, biases, masks of pairs, given positions, and subclasses other than BandCall. q and k
@@ -113,14 +134,28 @@ def _read(call: AttentionCall, family: available.Family = "statistics") -> _Logi
     scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
     bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
     q, k = (call.q, call.k) if bare else call.encoded()
-    if isinstance(scale, Tensor):
-        q, scale = q * scale, 1.0
     how: dict[str, Any] = {"keys": None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])}
     if band is None:
         how |= {"causal": call.causal, "window": call.window}
     else:
         how |= {"causal": False, "window": (band.low, band.high)}
     return _LogitOperands(q, k, scale, how)
+
+
+def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns ROW_FIELDS [n b h t] of every query row, how many keys each sees, and the key norms, by a GPU pass.
+
+    Rows excluded by the call's `query_mask` are computed too. None if the GPU kernel does not support the call; it
+    knows neither sinks nor token classes.
+    """
+    if call.classes is not None or call.spec.normalizer.kind != "softmax":
+        return None
+    read = _operands(call, "all statistics")
+    if read is None:
+        return None
+    from qkeel.kernels.triton import row_fields
+
+    return row_fields.row_fields(read.q, read.k, read.scale, threshold, cap=call.spec.cap.limit, **read.how)
 
 
 def row_statistics(call: AttentionCall) -> available.RowNumbers | None:

@@ -39,7 +39,15 @@ from qkeel.functional.statistics import (
     whole_rows,
     with_sink,
 )
-from qkeel.kernels.contract import extremes, head_numbers, lse_bounds, row_blocks, row_statistics, sampled_numbers
+from qkeel.kernels.contract import (
+    extremes,
+    head_numbers,
+    lse_bounds,
+    row_blocks,
+    row_fields,
+    row_statistics,
+    sampled_numbers,
+)
 from qkeel.kernels.encode import folded
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.triton.available import HeadNumbers
@@ -145,7 +153,7 @@ class FoundRows(Found):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FoundPacked(Found):
-    """Row statistics from the compiled pass: all fields in one tensor, with the query norms last.
+    """Row statistics from the compiled pass, or from the GPU's: all fields in one tensor, with the query norms last.
 
     `keys_seen` is None if every key is seen. `whole` is None, or says of a call without a mask whether it is causal."""
 
@@ -282,6 +290,8 @@ def find_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> FoundR
     """Returns the row statistics behind `logit_stats`. Call it without gradients and autocast."""
     sink = sink_logit(call)
     fast = logit_pass.rows_of(call, threshold)
+    if fast is None:
+        fast = row_fields(call, threshold)
     if fast is not None:
         seen = None if _all_keys_seen(call) else _keys_seen(call)
         whole = call.causal if type(call) is AttentionCall and call.whole and call.query_mask is None else None

@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import adamw, heads, norm_rope, statistics
+from qkeel.kernels.triton import adamw, heads, norm_rope, row_fields, statistics
 
 FLOATS = "inverse gain cos sin parts largest smallest lse entropy numbers bars tops lows ends old sums norms factors"
-FLOATS += " keeps grams unscale found"
+FLOATS += " keeps grams unscale found scales fields"
 STORED = "x y dy kept dx q k"
 WHOLE = {
     **dict.fromkeys(("weights", "table", "counts"), "*i64"),
@@ -25,7 +25,7 @@ WHOLE = {
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
 NUMBERS = ["eps", "scale", "cap", "widest", "lr", "drop", "coupled", "toward", "beta2", "grown", "small", "log1"]
-NUMBERS += ["log2"]
+NUMBERS += ["log2", "threshold"]
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
@@ -33,6 +33,7 @@ FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
 SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP", "SAMPLED"), False)
+FIELDS = {**SEEN, "SCALED": False}
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
@@ -60,6 +61,9 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+    ("all statistics", row_fields._fields, FIELDS, 8),
+    ("all statistics at head_dim 64", row_fields._fields, {**FIELDS, "ROWS": 64, "D": 64, "WIDE": 64}, 4),
+    ("all statistics of hidden keys", row_fields._fields, {**FIELDS, "MASK": True, "CAP": True}, 8),
     ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
     ("statistics of spans", statistics._rows, {**SEEN, "CAUSAL": False, "SPANS": True}, 8),
     ("extremes of spans", statistics._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
@@ -134,7 +138,7 @@ def of_a_logit(kernel: Any, size: int) -> float:
 
 
 if __name__ == "__main__":
-    for told, kernel in (("all statistics", statistics._rows), ("extremes", statistics._extremes)):
+    for told, kernel in (("maxima and entropies", statistics._rows), ("extremes", statistics._extremes)):
         for size in (64, 128):
             print(f"{told}, a logit at head_dim {size}: instructions {of_a_logit(kernel, size):.1f}")
     for told, kernel, constants, warps in CASES:

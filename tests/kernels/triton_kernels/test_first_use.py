@@ -65,6 +65,7 @@ FAULTS: list[tuple[available.Family, str, str]] = [
     ("norm and rotation", "norm_rope", "summed"),
     ("statistics", "statistics", "rows_of"),
     ("statistics", "statistics", "head_numbers"),
+    ("all statistics", "row_fields", "row_fields"),
     ("sampled statistics", "statistics", "extremes"),
     ("sampled statistics", "statistics", "bracket_of"),
     ("sampled statistics", "statistics", "sampled_head_numbers"),

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 # The kernel families. Each has a test case in `first_use`.
-Family = Literal["norm and rotation", "statistics", "sampled statistics", "heads of weights", "step of AdamW"]
+Family = Literal[
+    "norm and rotation", "statistics", "all statistics", "sampled statistics", "heads of weights", "step of AdamW"
+]
 
 _LOADING = threading.Lock()
 _OLDEST = (8, 0)  # least compute capability, the first with bfloat16

@@ -20,10 +20,10 @@ from torch.optim.adamw import adamw
 
 from qkeel.functional.norms import rms_norm
 from qkeel.functional.rope import Pairing, rotate
-from qkeel.functional.statistics import KernelRows
+from qkeel.functional.statistics import ROW_FIELDS, KernelRows
 from qkeel.kernels.native.operators import AdamOptions, AdamTensors
 from qkeel.kernels.triton import adamw as adam_lines
-from qkeel.kernels.triton import heads, norm_rope, statistics
+from qkeel.kernels.triton import heads, norm_rope, row_fields, statistics
 
 Pairs = Iterator[tuple[Tensor, Tensor]]  # a kernel's result and torch's
 _RMS = 1  # number of the norm's kind, as in `kernels.encode`
@@ -124,6 +124,46 @@ def _statistics(draw: _Drawn) -> Pairs:
     yield of_heads.n.double(), torch.full_like(of_heads.n, 2 * 70).double()
 
 
+def _all_statistics(draw: _Drawn) -> Pairs:
+    """All statistics of rows, of keys that a mask hides and of a scale that differs by row too."""
+    for masked in (False, True):
+        q, k = draw(2, 4, 70, 24), draw(2, 2, 90, 24)
+        keys, factors = draw(2, 90) > 0, draw(2, 1, 70, 1, dtype=torch.float32)
+        z, visible = _logits(q, k)
+        products = z / _SCALE
+        cap, scale, mask = (_CAP, factors, keys) if masked else (None, _SCALE, None)
+        if masked:
+            z, visible = products * factors.double(), visible & keys[:, None, None]
+        seen = visible.expand(z.shape)
+        z, products = z.masked_fill(~seen, 0.0), products.masked_fill(~seen, 0.0)
+        capped = (_CAP * torch.tanh(z / _CAP) if masked else z).masked_fill(~seen, -torch.inf)
+        weights = capped.softmax(-1).nan_to_num(0.0)
+        n, first = seen.sum(-1), seen.to(torch.uint8).argmax(-1, keepdim=True)
+        norms = k.double().norm(dim=-1)
+        q_norm = q.double().norm(dim=-1)
+        angles = products / q_norm[..., None] / norms.repeat_interleave(2, 1)[:, :, None]
+        some = n > 0
+        expected = {
+            "max_logit": z.masked_fill(~seen, -torch.inf).amax(-1),
+            "min_logit": z.masked_fill(~seen, torch.inf).amin(-1),
+            "capped_max": capped.amax(-1),
+            "total": z.sum(-1),
+            "above": ((z > 1.0) & seen).sum(-1).double(),
+            "entropy": -torch.special.xlogy(weights, weights).sum(-1),
+            "first_weight": weights.gather(-1, first)[..., 0],
+            "product_norm": products.square().sum(-1).sqrt(),
+            "cos_max": angles.masked_fill(~seen, -torch.inf).amax(-1),
+            "cos_total": angles.sum(-1),
+            "query_norm": q_norm,
+        }
+        fields, counts, own = row_fields.row_fields(q, k, scale, 1.0, causal=True, cap=cap, keys=mask)
+        for name, found in zip(ROW_FIELDS, fields, strict=True):
+            if name != "above":  # a logit next to the threshold may be rounded to either side
+                yield found.masked_fill(~some, 0.0), expected[name].masked_fill(~some, 0.0).float()
+        yield counts.double(), n.expand(counts.shape).double()
+        yield own, norms.float()
+
+
 def _sampled(draw: _Drawn) -> Pairs:
     """Extremes, bounds from logsumexps, and statistics of heads from a sample of rows."""
     q, k, strata = draw(2, 4, 72, 24), draw(2, 2, 90, 24), 6
@@ -198,6 +238,7 @@ CASES: Mapping[str, Callable[[_Drawn], Pairs]] = MappingProxyType(
     {
         "norm and rotation": _norm_and_rope,
         "statistics": _statistics,
+        "all statistics": _all_statistics,
         "sampled statistics": _sampled,
         "heads of weights": _heads,
         "step of AdamW": _adamw,

@@ -29,7 +29,7 @@ _YES, _NO = tl.constexpr(True), tl.constexpr(False)
 
 
 @triton.jit
-def _capped(z, cap, CAP: tl.constexpr):
+def capped(z, cap, CAP: tl.constexpr):
     """Returns cap · tanh(z / cap), by an exponential that cannot overflow."""
     if CAP:
         e = tl.exp(-2.0 * tl.abs(z) / cap)
@@ -47,7 +47,7 @@ def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr
     largest = tl.max(z, 1)
     if CAP:
         top = tl.maximum(top, largest)
-        z = _capped(z, cap, CAP) if ALL else tl.where(seen, _capped(z, cap, CAP), float("-inf"))
+        z = capped(z, cap, CAP) if ALL else tl.where(seen, capped(z, cap, CAP), float("-inf"))
         largest = tl.max(z, 1)
     new = tl.maximum(most, largest)
     base = tl.where(new == float("-inf"), 0.0, new)  # before the first key any finite number works

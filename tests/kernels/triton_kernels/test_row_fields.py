@@ -1,0 +1,93 @@
+"""All statistics of rows from the GPU's pass are those that torch's operators find block by block in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.test_non_finite import BROKEN, broken_call
+from tests.kernels.triton_kernels.test_statistics import CASES, call_of
+from tests.quick import one_in
+
+from qkeel import preset
+from qkeel.functional.statistics import TENSORS
+from qkeel.kernels import contract
+from qkeel.kernels.statistics import FoundPacked, find_rows, logit_stats
+from qkeel.kernels.triton import available
+from qkeel.spec import AttentionCall, AttentionSpec, Sink
+from qkeel.spec.call import with_query_mask
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the way of CUDA tensors: no compiled pass, Triton's kernels."""
+    monkeypatch.setenv("QKEEL_NATIVE", "0")
+    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
+    assert available.trusted("all statistics", torch.device("cpu"))
+
+
+def wide(call: AttentionCall) -> AttentionCall:
+    """The same numbers in float64, which no kernel of ours supports."""
+    move = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+    return call.__class__(
+        **{name: move(getattr(call, name)) for name in call.__dataclass_fields__ if name != "params"},
+        params={name: move(x) for name, x in call.params.items()},
+    )
+
+
+def check(call: AttentionCall, name: str) -> None:
+    with torch.no_grad():
+        found = find_rows(call, 0.5)
+    assert type(found) is FoundPacked, name
+    ours, truth = logit_stats(call, 0.5), logit_stats(wide(call), 0.5)
+    largest = truth.max_abs_logit.max()
+    for field in TENSORS:
+        a, b = getattr(ours, field).double(), getattr(truth, field).double()
+        # Sums of logits are rounded as the largest of them; a weight's relative error is its logit's absolute one.
+        room = 2e-7 * largest
+        assert ((a == b) | ((a - b).abs() <= 2e-5 * (1 + b.abs()) + room)).all(), f"{name}: {field}: {a} {b}"
+
+
+@pytest.mark.parametrize("name", one_in(CASES, 4))
+def test_every_statistic_is_that_of_float64(name: str, on_gpu: None) -> None:
+    spec, t, s, how = CASES[name]
+    call = call_of(spec, t, s, torch.float32, **how)
+    check(call, name)
+    check(with_query_mask(call, torch.rand(2, t) < 0.6), f"{name}, queries left out")
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_statistics_of_large_logits_do_not_cancel(size: float, on_gpu: None) -> None:
+    check(call_of(AttentionSpec(), 33, 33, torch.float32, size), f"{size}")
+
+
+def test_half_precision_is_read_as_it_is(on_gpu: None) -> None:
+    check(call_of(AttentionSpec(), 20, 70, torch.float16), "float16")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_not_finite_shows_in_its_head_alone(kind: str, on_gpu: None) -> None:
+    found = logit_stats(broken_call(kind, AttentionSpec()))
+    assert found.non_finite.bool().tolist() == [head in BROKEN[kind] for head in range(4)]
+
+
+def test_what_hidden_keys_hold_does_not_matter(on_gpu: None) -> None:
+    hidden = torch.arange(40) >= torch.tensor([[0], [9]])
+    call = call_of(AttentionSpec(), 40, 40, torch.float32, mask=hidden)
+    before = logit_stats(call)
+    call.k[1, :, :9] = torch.nan
+    after = logit_stats(call)
+    for field in TENSORS:
+        assert torch.equal(getattr(before, field), getattr(after, field)), field
+
+
+@pytest.mark.parametrize("how", ["sink", "a mask of pairs"])
+def test_what_the_pass_does_not_know_is_left_to_torch(how: str, on_gpu: None) -> None:
+    more: dict[str, Any] = {"mask": torch.rand(5, 5) < 0.5} if how != "sink" else {}
+    spec = AttentionSpec(normalizer=Sink()) if how == "sink" else preset("baseline")
+    call = call_of(spec, 5, 5, torch.float32, **more)
+    assert contract.row_fields(call, 0.5) is None
+    assert torch.isfinite(logit_stats(call).entropy).all()
