@@ -30,7 +30,7 @@ from qkeel.kernels import contract
 from qkeel.kernels.native.operators import AdamOptions, AdamTensors
 from qkeel.kernels.statistics import attend_with_logsumexp, bracket
 from qkeel.kernels.torch_kernels import Flex
-from qkeel.kernels.triton import adamw, available, norm_rope
+from qkeel.kernels.triton import adamw, available, norm_rope, row_fields
 from qkeel.kernels.triton import norm_rope as norm_rope_two
 from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.kernels.triton import statistics as sampled_kernels
@@ -126,6 +126,7 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         "the same, bracket from its logsumexp": with_lse,
         "the same, certified maximum": certified,
         "statistics alone, Triton": lambda: row_kernels.row_statistics(*bare[:2], scale, causal=True),
+        "all statistics alone, Triton": lambda: row_fields.row_fields(*bare[:2], scale, 10.0, causal=True),
         "largest and smallest logit alone": lambda: sampled_kernels.extremes(*bare[:2], scale, causal=True),
         **{f"entropy of 1/{rate} of the rows alone": sampled_entropy(bare[:2], scale, rate) for rate in (16, 32)},
         "the same, largest logit from its logsumexp": largest,

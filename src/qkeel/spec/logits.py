@@ -165,6 +165,7 @@ class Learned(Scale):
         scale = params["logit_scale"]
         if not self.log:
             return scale
+        scale = scale.to(wide(scale.dtype))  # an exponential in bfloat16 would round every logit alike, by up to 2^-9
         return (scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))).exp()
 
     def formula(self) -> str:
@@ -255,7 +256,8 @@ class LogN(PositionFactor):
         factor = PositionFactor.factor(self, pos_q, head_dim, params)
         if self.learned == "none":
             return factor
-        return factor * (params["log_n_scale"] * math.log(self.train_length))
+        learned = params["log_n_scale"]
+        return factor * (learned.to(wide(learned.dtype)) * math.log(self.train_length))
 
     def formula(self) -> str:
         if self.learned != "none":
