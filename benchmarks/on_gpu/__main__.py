@@ -49,15 +49,15 @@ class Section:
 
 # Ten minutes in all. What says whether the rest can be trusted comes first.
 SECTIONS = (
-    Section("machine", 30, ("benchmarks.on_gpu.machine",)),
-    Section("tests of attention", 55, (*TESTS, "tests/gpu/test_cuda.py"), benchmark=False),
-    Section("tests of kernels", 120, (*TESTS, "tests/gpu/test_triton.py"), benchmark=False),
-    Section(NORM, 85, ("benchmarks.on_gpu.kernels", "--only", "norm")),
-    Section("statistics", 60, ("benchmarks.on_gpu.kernels", "--only", "statistics")),
-    Section("weights", 60, ("benchmarks.on_gpu.kernels", "--only", "weights")),
-    Section(MODEL_OF_100M, 70, ("benchmarks.on_gpu.watched",)),
+    Section("machine", 20, ("benchmarks.on_gpu.machine",)),
+    Section("tests of attention", 60, (*TESTS, "tests/gpu/test_cuda.py", "tests/gpu/test_watched.py"), benchmark=False),
+    Section("tests of kernels", 130, (*TESTS, "tests/gpu/test_triton.py"), benchmark=False),
+    Section("statistics", 50, ("benchmarks.on_gpu.kernels", "--only", "statistics")),
+    Section(NORM, 60, ("benchmarks.on_gpu.kernels", "--only", "norm")),
+    Section("weights", 50, ("benchmarks.on_gpu.kernels", "--only", "weights")),
+    Section(MODEL_OF_100M, 100, ("benchmarks.on_gpu.watched",)),
+    Section(COMPILED_MODEL, 70, ("benchmarks.on_gpu.watched", "--compiled")),
     Section(MODEL_OF_1B, 60, ("benchmarks.on_gpu.watched", "--large")),
-    Section(COMPILED_MODEL, 60, ("benchmarks.on_gpu.watched", "--compiled")),
 )
 
 

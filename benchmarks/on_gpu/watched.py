@@ -55,6 +55,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 }
 EAGER = "nobody watches, not compiled"
 COMPILED = (OFF, "everything, every 10th step", "largest logits and entropies, every 10th step")
+MEASURED = (OFF, "everything, at every step")
 FEW = (OFF, "between measured steps", "everything, every 10th step")  # a billion weights are 16 GB a case
 
 
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes after each table."""
     flags: dict[str, dict[str, Any]] = {**DEVICE, "--large": {"action": "store_true", "help": "a billion weights"}}
     flags["--compiled"] = {"action": "store_true", "help": "its blocks under torch.compile"}
-    bench = Bench("on_gpu.watched", __doc__, arguments, rounds=7, writes=True, flags=flags)
+    bench = Bench("on_gpu.watched", __doc__, arguments, rounds=5, writes=True, flags=flags)
     device, large, compiled = bench.options.device, bench.options.large, bench.options.compiled
     size, ways = LARGE if large else SMALL, FEW if large else COMPILED if compiled else tuple(WAYS)
     size = TOY if bench.toy else size
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif not large:
         made["qk_clip, threshold 100"] = trained(size, device, None, "qk_clip:threshold=100")[0]
     cases = {name: ten(step) for name, step in made.items()}
-    bench.table(f"ten training steps; {told}", cases, warmup=2, clock=Clock(device, ahead=False))
+    bench.table(f"ten training steps; {told}", cases, warmup=1, clock=Clock(device, ahead=False))
     write(bench, "watched")
     for name, step in made.items():
         numbers, longest = counted(step, device)
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases.clear()
     write(bench, "watched")
     if not compiled:
-        bench.numbers("MiB at the most in ten steps", memory(size, device, ways))
+        bench.numbers("MiB at the most in ten steps", memory(size, device, MEASURED if not large else FEW))
     if not large:
         plain = losses(size, device, None, compiled)
         same = {name: float(torch.equal(plain, losses(size, device, WAYS[name], compiled))) for name in ways}

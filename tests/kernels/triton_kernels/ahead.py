@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from qkeel.kernels.triton import adamw, heads, norm_rope, row_fields, statistics
 
 FLOATS = "inverse gain cos sin parts largest smallest lse entropy numbers bars tops lows ends old sums norms factors"
-FLOATS += " keeps grams unscale found scales fields"
+FLOATS += " keeps grams unscale found scales fields inverses"
 STORED = "x y dy kept dx q k"
 WHOLE = {
     **dict.fromkeys(("weights", "table", "counts"), "*i64"),

@@ -51,6 +51,7 @@ def _add(
     total += tl.sum(products, 1)
     squares += tl.sum(products * products, 1)
     angles = products * inverse[None, :]
+    angles = angles if ALL else tl.where(seen, angles, 0.0)
     cosines += tl.sum(angles, 1)
     widest = tl.maximum(widest, tl.max(angles if ALL else tl.where(seen, angles, float("-inf")), 1))
     most_product = tl.max(products if ALL else tl.where(seen, products, float("-inf")), 1)
@@ -82,7 +83,7 @@ def _add(
 
 @triton.jit
 def _fields(
-    q, k, norms, keys, starts, stops, scales, fields, counts, scale, cap, threshold,
+    q, k, inverses, keys, starts, stops, scales, fields, counts, scale, cap, threshold,
     heads, share, times, length, window, tiles, rows_in_all,
     q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s, scales_b, scales_h, scales_t,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -124,12 +125,11 @@ def _fields(
             first = low_key
         if WINDOW:
             first = tl.maximum(at - window + 1, 0)
-    theirs, sizes = k + n * k_b + (h // share) * k_h, norms + (n * (heads // share) + h // share) * length
+    theirs, turns = k + n * k_b + (h // share) * k_h, inverses + (n * (heads // share) + h // share) * length
     for past in range(begin, whole, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t + i[:, None], mask=i[:, None] < D, other=0.0)
-        size = tl.load(sizes + key)
-        inverse = tl.where(size > 0, 1.0 / tl.where(size > 0, size, 1.0), 0.0)
+        inverse = tl.load(turns + key)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
             x, y, inverse, factor, cap, threshold, True, key,
             top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first, CAP, MASK, _YES,
@@ -143,8 +143,7 @@ def _fields(
         seen = visible(
             keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
         )
-        size = tl.load(sizes + key, mask=key < length, other=0.0)
-        inverse = tl.where(size > 0, 1.0 / tl.where(size > 0, size, 1.0), 0.0)
+        inverse = tl.load(turns + key, mask=key < length, other=0.0)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
             x, y, inverse, factor, cap, threshold, seen, key,
             top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first, CAP, MASK, _NO,
@@ -222,6 +221,7 @@ def row_fields(
     wide, _ = tile_sizes(q)
     rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
+    inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()  # of a key of zeros all products are 0
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
     counts = q.new_empty((b, h, t), dtype=torch.int64)
     number = not isinstance(scale, Tensor)
@@ -230,7 +230,7 @@ def row_fields(
     tiles = triton.cdiv(t, rows)
     with torch.cuda.device_of(q):
         LAUNCHED["fields"][(tiles * b * h,)](
-            q, k, norms, mask, *first_and_last(window, q), scales, fields, counts,
+            q, k, inverse, mask, *first_and_last(window, q), scales, fields, counts,
             scale if number else 1.0, cap or 1.0, threshold,
             h, h // g, t, s, near or 0, tiles, b * h * t,
             *q.stride()[:3], *k.stride()[:3], *over, *((0, 0, 0) if number else scales.stride()[:3]),
