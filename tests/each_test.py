@@ -106,6 +106,23 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not changed, f"a test left behind: {', '.join(changed)}"
 
 
+@pytest.fixture
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels are on; for tests that are of nothing else, and are skipped where nothing can compile them.
+
+    A compiler that fails is a defect: its tests fail.
+    """
+    from qkeel.kernels.native import build
+
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    if sys.platform != "linux":
+        pytest.skip("kernels are compiled on Linux only")
+    try:
+        build.find_compiler()
+    except build.BuildError as reason:
+        pytest.skip(str(reason))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With QKEEL_TEST_ORDER=SEED: files in random order, and the tests of each file too."""

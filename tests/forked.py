@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import runpy
 import shutil
@@ -13,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,26 @@ _IMPORTED_ONCE = (
 )
 
 
+class _Process(ForkServerProcess):
+    """Has the environment of what starts it; the server has that of the test that first needed one."""
+
+    def __init__(self, *how: Any, **more: Any) -> None:
+        super().__init__(*how, **more)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
 def forkserver() -> Any:
     """The context that starts them; a test session has one server."""
-    context = multiprocessing.get_context("forkserver")
+    context = _Context()
     context.set_forkserver_preload(list(_IMPORTED_ONCE))
     return context
 
@@ -70,7 +87,7 @@ class Python:
     Args:
         words: a script and its arguments, or -m, a module and its arguments.
         folder: where it runs.
-        environment: what it finds in its environment besides what the server has.
+        environment: what it finds in its environment besides what this process has.
         at_interrupt: what it was started to do at Ctrl-C, signal.SIG_IGN as in the background of a shell.
     """
 

@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -34,10 +33,14 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 )
 @pytest.mark.filterwarnings("ignore")  # what peers and torch warn of is not looked at here
 def test_a_benchmark_runs_at_toy_size(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
-    if name in NEEDS_A_COMPILER and shutil.which("c++") is None:
-        pytest.skip("there is no C++ compiler here")
+    if name in NEEDS_A_COMPILER:
+        request.getfixturevalue("_compiler")
     monkeypatch.setenv("QKEEL_NATIVE", "0")  # what a benchmark changes is put back afterwards
     monkeypatch.chdir(tmp_path)  # where one writes its results
     monkeypatch.setattr(sys, "argv", [name, "--toy"])

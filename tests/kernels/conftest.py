@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import inspect
 import os
-import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -36,10 +35,8 @@ def _on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def library(_on: None) -> Path:
+def library(_compiler: None) -> Path:
     """The compiled kernels are on; the library of one, loaded."""
-    if shutil.which("c++") is None:
-        pytest.skip("there is no C++ compiler here")
     assert norm_rope_ready()
     return build.compiled("norm_rope")
 

@@ -129,20 +129,16 @@ FUSED = ("none", "qk_norm", "qk_norm:kind=l2,gain=scalar", "softcap", "peri_norm
 
 
 @pytest.mark.parametrize("remedy", one_in(FUSED, 2))
-def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(
-    remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "1")
+@pytest.mark.usefixtures("_compiler")
+def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(remedy: str) -> None:
     configs = micro(remedy)
     assert not why_not_compiled(configs[0])
     check_steps(configs, CompiledArithmetic, bits=True)
     check_steps(configs[1:], TrainingBackend, bits=False)  # against torch's own, to rounding
 
 
-def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "1")
+@pytest.mark.usefixtures("_compiler")
+def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(tmp_path: Path) -> None:
     configs = micro("lalr:tau=0.3+qk_clip:threshold=1", log_every=1)
     expected = alone(configs, tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -168,10 +164,8 @@ def test_each_optimizer_steps_a_stack_as_it_steps_a_run(tiny: Make, optimizer: s
     check_steps([resolve(tiny(steps=3, seed=s, optim_lr=0.01, optim_name=optimizer)) for s in (0, 1)])
 
 
-def test_runs_of_a_stack_have_schedules_steps_and_weight_decay_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "1")
+@pytest.mark.usefixtures("_compiler")
+def test_runs_of_a_stack_have_schedules_steps_and_weight_decay_of_their_own(tmp_path: Path) -> None:
     model = ModelConfig(d_model=32, base_width=16, base_head_dim=4, parametrisation="mup")
     base = RunConfig(model=model, device="cpu", log_every=1, probe_sequences=2, eval_sequences=2)
     ways = (

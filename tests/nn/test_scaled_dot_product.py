@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.kernels import compiled_attention
 from qkeel.kernels.compiled_attention import Native
 from qkeel.nn import functional_attention
 
@@ -49,7 +50,7 @@ def test_outputs_and_gradients_are_torchs(name: str, monkeypatch: pytest.MonkeyP
         for a, b in zip(*found):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             assert (a - b).abs().max() <= near * max(1.0, float(a.detach().abs().max()))
-    assert bool(seen) is ours
+    assert bool(seen) is (ours and compiled_attention.ready())
 
 
 def random_call(source: random.Random) -> tuple[list[Tensor], dict[str, Any]]:
@@ -120,7 +121,7 @@ def test_random_calls_give_what_torch_gives(monkeypatch: pytest.MonkeyPatch) -> 
             assert (a.shape, a.dtype) == (b.shape, b.dtype), told
             same = torch.allclose(a, b, rtol=near[given[0].dtype], atol=near[given[0].dtype], equal_nan=True)
             assert same, (told, (a - b).abs().max())
-    assert len(seen) > 40
+    assert len(seen) > 40 or not compiled_attention.ready()
     assert 20 < refused < 200
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,10 +37,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("there is no C++ compiler here")
-    monkeypatch.setenv("QKEEL_NATIVE", "1")
+def _compiled(_compiler: None) -> None:
     assert operators.adamw_ready()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shlex
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from qkeel.errors import QkeelWarning
-from qkeel.kernels.native import build
+from qkeel.kernels.native import build, operators
 from qkeel.kernels.native.operators import OperatorSource
 
 # Stands in for a compiler, which takes half a minute: tells its calls and hands out a given file, or the one that has
@@ -32,7 +33,8 @@ pathlib.Path(to).write_bytes((source / name if source.is_dir() else source).read
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """An empty cache, of a process that gave no warning yet."""
+    monkeypatch.setattr(operators, "_reasons", functools.cache(operators._reasons.__wrapped__))
     monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

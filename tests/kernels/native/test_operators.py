@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from qkeel.kernels import compiled_attention
 from qkeel.kernels.native import build, logit_pass, operators
 
-pytestmark = pytest.mark.usefixtures("library")
 OPS: Any = torch.ops.qkeel_native
 SOURCES = (
     *(compiled_attention.OPERATORS, compiled_attention.BACKWARD, compiled_attention.DECODE_OPERATORS),
@@ -294,7 +293,7 @@ quick_first = [name if not row.slow else pytest.param(name, marks=pytest.mark.sl
 
 
 @pytest.fixture(autouse=True)
-def _loaded() -> None:
+def _loaded(library: object) -> None:
     assert all(source.ready() for source in SOURCES)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from qkeel.errors import QkeelWarning
-from qkeel.kernels.native import build, operators
+from qkeel.kernels.native import build
 from qkeel.kernels.native.build import sealed
 from qkeel.kernels.native.operators import OperatorSource
 
@@ -63,7 +63,6 @@ def planted(cache: Path, canaries: Callable[[str], bytes], monkeypatch: pytest.M
     mark = cache.parent / "loaded"
     monkeypatch.setenv("QKEEL_TEST_MARK_OWN", str(mark))
     monkeypatch.setenv("CXX", "/no/compiler")
-    monkeypatch.setattr(operators, "_reasons", functools.cache(operators._reasons.__wrapped__))
     cache.mkdir(mode=0o700)
     path = cache / f"{NAME}-{build.key(NAME)}.so"
     path.write_bytes(sealed(canaries("_OWN")))
@@ -196,7 +195,6 @@ def test_waiting_for_another_process_is_told_and_ends(
     log = compiler(cache.parent, anything, monkeypatch)
     monkeypatch.setattr(build, "REPORT_AFTER", 0.0)
     monkeypatch.setattr(build, "PATIENCE", 0.2)
-    monkeypatch.setattr(operators, "_reasons", functools.cache(operators._reasons.__wrapped__))
     cache.mkdir(mode=0o700)
     with open(cache / f"{NAME}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

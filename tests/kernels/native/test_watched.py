@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
 from qkeel.functional.statistics import LogitStats
-from qkeel.kernels import compiled_attention as operator
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.monitor.measure import CallStatistics
@@ -28,19 +27,11 @@ from qkeel.records import RunDirectory
 from qkeel.spec import ALiBi, AttentionSpec, Softcap
 from qkeel.spec.call import AttentionCall, make_call, with_query_mask
 
-pytestmark = pytest.mark.usefixtures("compiled")
+pytestmark = pytest.mark.usefixtures("library")
 FOUND = ("max_logit", "capped_max_logit", "entropy", "entropy_min")
 SPECS = {name: qkeel.preset(name) for name in ("baseline", "qwen3", "gemma2")}
 SPECS["alibi"] = AttentionSpec(position=ALiBi())
 CASES = Path(__file__).parents[2] / "compile" / "cases.py"
-
-
-@pytest.fixture(scope="module")
-def compiled() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QKEEL_NATIVE", "1")
-        if not (operator.ready() and operator.backward_ready()):
-            pytest.skip("there is no C++ compiler here")
 
 
 @pytest.fixture

@@ -223,13 +223,7 @@ def opened(name: str, from_scratch: bool = False) -> int:
             library = opened_library(folder, file_name)
         if library is not None:
             return library
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise BuildError("found no C++ compiler: put c++ on the PATH, or set CXX to a compiler")
-    kind, version = _version(compiler)
-    if version < OLDEST[kind]:
-        oldest = " or ".join(f"{name} {number}" for name, number in OLDEST.items())
-        raise BuildError(f"expected {oldest} or newer, got {kind} {version} as {compiler}; set CXX to a newer compiler")
+    compiler = find_compiler()
     with opened_folder(make=True) as folder:
         before = _stamp(folder, file_name)
         with _locked(folder, name) as lock:
@@ -243,6 +237,22 @@ def opened(name: str, from_scratch: bool = False) -> int:
     if library is None:
         raise BuildError(f"{file_name} was changed as soon as it was written")
     return library
+
+
+def find_compiler() -> str:
+    """Returns the path of a compiler that the sources can be compiled with: CXX, or c++ on the PATH.
+
+    Raises:
+        BuildError: there is none, or it is older than OLDEST.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise BuildError("found no C++ compiler: put c++ on the PATH, or set CXX to a compiler")
+    kind, version = _version(compiler)
+    if version < OLDEST[kind]:
+        oldest = " or ".join(f"{name} {number}" for name, number in OLDEST.items())
+        raise BuildError(f"expected {oldest} or newer, got {kind} {version} as {compiler}; set CXX to a newer compiler")
+    return compiler
 
 
 def flags() -> tuple[str, ...]:
