@@ -124,12 +124,8 @@ def run(section: Section, toy: bool, folder: Path) -> dict[str, Any]:
     """Runs one section; returns its status, seconds, tables and, if it failed, its last lines."""
     more = [*(TOY if toy else ()), "--out", str(folder)] if section.benchmark else []
     command = [sys.executable, "-m", *section.command, *more]
-    # The second is for losses that are to be the same bits.
-    variables = {
-        **os.environ,
-        "QKEEL_TRITON": "write",
-        **({"TRITON_INTERPRET": "1"} if toy else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-    }
+    # Losses are to be the same bits.
+    variables = {**os.environ, **({"TRITON_INTERPRET": "1"} if toy else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})}
     log, start = folder / "log.txt", time.monotonic()
     with log.open("w") as written:
         child = subprocess.Popen(

@@ -157,7 +157,7 @@ def test_heads_of_many_weights_are_copied_measured_moved_and_scaled(dtype: torch
 @pytest.mark.parametrize("remedy", STEPPED)
 def test_a_step_by_the_kernels_is_the_step_by_torchs_operators(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for native in ("write", "0"):
+    for native in ("1", "0"):
         monkeypatch.setenv("QKEEL_TRITON", native)
         model, optimizer = trained(remedy, capturable=False)
         optimizer.step()
@@ -194,7 +194,7 @@ def test_a_fused_step_taken_over_is_the_one_that_is_rescaled(remedy: str, monkey
     count = lambda *given: (taken.update(["step" if given[-1]["STEP"] else "sum"]), theirs(*given))  # noqa: E731
     assert available.trusted("step of AdamW", torch.device("cuda", 0))  # its case is not counted
     monkeypatch.setattr(adamw, "_launch", count)
-    for native in ("write", "0"):
+    for native in ("1", "0"):
         monkeypatch.setenv("QKEEL_TRITON", native)
         model, optimizer = trained("none" if native == "0" and "=1" in remedy else remedy, False, "fused")
         optimizer.step()

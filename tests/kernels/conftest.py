@@ -79,4 +79,3 @@ def _interpreter() -> Iterator[None]:
 def _triton(_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels run in Triton's interpreter: CPU tensors stand for CUDA's, which no compiled kernel sees."""
     monkeypatch.setenv("QKEEL_NATIVE", "0")
-    monkeypatch.setenv("QKEEL_TRITON", "write")

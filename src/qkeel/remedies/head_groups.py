@@ -286,7 +286,7 @@ class HeadGroups:
             own.sort(key=lambda k: form(views[k]))
             for k in own:
                 self.firsts[k], first = first, first + len(views[k])
-            kind = _TritonGroup if available.takes_heads([views[k] for k in own], write=True) else _ListGroup
+            kind = _TritonGroup if available.takes_heads([views[k] for k in own]) else _ListGroup
             self.all.append(kind([views[k] for k in own], [self._table(pairs[k][0]) for k in own]))
         return True
 

@@ -131,7 +131,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         run(self, kernel, *how)
 
     monkeypatch.setattr(heads.HeadTable, "_launch", counted)
-    monkeypatch.setattr(available, "takes_heads", lambda views, write=False: views[0].dtype != torch.float64)
+    monkeypatch.setattr(available, "takes_heads", lambda views: views[0].dtype != torch.float64)
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
     return found
 
@@ -167,7 +167,7 @@ def test_remedies_train_as_by_torchs_operators_and_launch_as_much_for_any_number
         launches.clear()
         found.append(trained(remedy, layers))
         assert launches == LAUNCHED[remedy]
-    monkeypatch.setattr(available, "takes_heads", lambda views, write=False: False)
+    monkeypatch.setattr(available, "takes_heads", lambda views: False)
     for a, b in zip(found[-1].parameters(), trained(remedy, 2).parameters()):
         assert (a - b).abs().max() <= 1e-6 * max(1, b.abs().max())
 

@@ -1,7 +1,6 @@
 """Access to the Triton kernels: whether they can be used, and their import for the first CUDA tensor.
 
-QKEEL_TRITON=0 disables them. QKEEL_TRITON=write also enables the kernels that write weights, which have no recorded GPU
-result yet.
+QKEEL_TRITON=0 disables them.
 """
 
 from __future__ import annotations
@@ -97,11 +96,6 @@ def trusted(family: Family, device: torch.device) -> bool:
             return False
 
 
-def may_write() -> bool:
-    """True if QKEEL_TRITON=write enables the kernels that write weights."""
-    return os.environ.get("QKEEL_TRITON", "1") == "write"
-
-
 class _CapturingError(Exception):
     """A CUDA graph is being captured, so waiting for the device is not allowed."""
 
@@ -146,10 +140,8 @@ def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], family: Fami
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and trusted(family, q.device)
 
 
-def takes_heads(heads: Sequence[Float[Tensor, "n r m"]], *, write: bool = False) -> bool:
-    """True if `head_table` supports such views of weights of one device and dtype, for reading or writing."""
-    if write and not may_write():
-        return False
+def takes_heads(heads: Sequence[Float[Tensor, "n r m"]]) -> bool:
+    """True if `head_table` supports such views of weights of one device and dtype."""
     small = all(view[0].numel() < _LARGEST for view in heads)
     return heads[0].dtype in STORED and small and trusted("heads of weights", heads[0].device)
 
