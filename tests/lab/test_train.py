@@ -155,12 +155,13 @@ def test_the_same_run_gives_the_same_numbers(tiny: Make, tmp_path: Path) -> None
 
 
 def test_a_run_leaves_the_number_of_threads_as_it_was(tiny: Make, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         run(tiny(steps=1), tmp_path / "r")
         assert torch.get_num_threads() == 2
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
 
 
 def test_the_run_id_names_the_directory_of_one_configuration_only(tiny: Make, tmp_path: Path) -> None:
