@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import qkeel
-from qkeel.functional.statistics import KernelRows
+from qkeel.functional.statistics import ROW_FIELDS, KernelRows
 from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
 from qkeel.kernels import statistics
 from qkeel.kernels.triton import available
@@ -70,6 +70,13 @@ def rows_found(call: AttentionCall) -> available.RowNumbers:
     return available.RowNumbers(one, one, one, one)
 
 
+def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As many numbers as the kernel for all statistics of rows makes: two launches for the key norms, one of its own."""
+    norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
+    found = norms.new_empty((len(ROW_FIELDS), *call.q.shape[:3])).neg()
+    return found, call.q.new_ones(call.q.shape[:3], dtype=torch.int64), norms
+
+
 def heads_found(rows: KernelRows, counted: object) -> available.HeadNumbers:
     """As many as the kernel over rows makes, in one launch."""
     whole = rows.lse[:6, :, 0].neg()
@@ -101,7 +108,9 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
         ("between measured steps", {"every": qkeel.monitor.Adaptive(least=3, most=9)}),
         ("measured, all statistics", {}),
         ("measured, largest logit and entropy", {"stats": "entropy"}),
+        ("measured, all statistics by blocks", {}),
     ):
+        statistics.row_fields = (lambda *_: None) if name.endswith("blocks") else fields_found
         model = hf("llama", "sdpa", num_hidden_layers=layers).to(DEVICE).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         plain = [step(model, optimizer, tokens) for _ in range(2)][-1]
@@ -169,15 +178,15 @@ if __name__ == "__main__":
     tap.is_plain = lambda x: True  # type: ignore[assignment]
     tap._GPU, statistics.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
     statistics._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
-    available.takes_heads, available.head_table = lambda views, write=False: True, Heads  # type: ignore[assignment]
+    available.takes_heads, available.head_table = lambda views: True, Heads  # type: ignore[assignment]
     measure.available = types.SimpleNamespace(usable=lambda device: True)  # type: ignore[assignment]
     measure.row_statistics, statistics.head_numbers = rows_found, heads_found
     with Accelerator():
         steps = {layers: counted(layers) for layers in LAYERS}
         weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-        available.takes_heads = lambda views, write=False: False
+        available.takes_heads = lambda views: False
         on_lists = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
-    available.takes_heads = lambda views, write=False: True
+    available.takes_heads = lambda views: True
     large = {name: read_large(*how) for name, how in LARGE.items()}
     told = {"weights, gains, gradients": weights, "of large models": large, "without Triton": on_lists}
     print(json.dumps({**steps, **told}, default=Counter))

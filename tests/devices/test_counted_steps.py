@@ -11,7 +11,8 @@ import pytest
 # Launches a layer, and those of the whole model, of a Llama on the stand-in; internals/gpu.md has them and the goals.
 MOST = {
     "between measured steps": (1, 2),  # the largest logsumexp; all layers'; their way to the host
-    "measured, all statistics": (231, 46),
+    "measured, all statistics": (7, 82),
+    "measured, all statistics by blocks": (231, 46),
     "measured, largest logit and entropy": (6, 43),  # 3 of logits, 2 of hidden states, one joined for the host; weights
 }
 MOST_OF_WEIGHTS = 40  # of weights, gains and gradients of the whole model, whatever its layers and widths
