@@ -71,7 +71,7 @@ def rows_found(call: AttentionCall) -> available.RowNumbers:
 
 
 def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As many numbers as the kernel for all statistics of rows makes: two launches for the key norms, one of its own."""
+    """As many numbers as the kernel for all statistics of rows makes, in four launches: three are of key norms."""
     norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
     found = norms.new_empty((len(ROW_FIELDS), *call.q.shape[:3])).neg()
     return found, call.q.new_ones(call.q.shape[:3], dtype=torch.int64), norms
