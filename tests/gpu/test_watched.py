@@ -89,14 +89,19 @@ def test_what_is_recorded_is_what_a_cpu_records(name: str, stats: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_watching_leaves_every_bit_of_training(name: str) -> None:
-    losses = []
-    for stats in (None, True, "entropy"):
-        model, optimizer, tokens = made(name, "cuda")
-        monitor = None if stats is None else qkeel.watch(model, optimizer, stats=stats, rules=[])
-        losses.append(train(model, optimizer, tokens, 4))
-        if monitor is not None:
-            monitor.remove()
+def test_watching_leaves_every_bit_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, losses = torch.are_deterministic_algorithms_enabled(), []
+    torch.use_deterministic_algorithms(True)  # two runs that nobody watches would differ without
+    try:
+        for stats in (None, True, "entropy"):
+            model, optimizer, tokens = made(name, "cuda")
+            monitor = None if stats is None else qkeel.watch(model, optimizer, stats=stats, rules=[])
+            losses.append(train(model, optimizer, tokens, 4))
+            if monitor is not None:
+                monitor.remove()
+    finally:
+        torch.use_deterministic_algorithms(before)
     assert torch.equal(losses[0], losses[1])
     assert torch.equal(losses[0], losses[2])
 

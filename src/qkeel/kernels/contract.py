@@ -115,10 +115,11 @@ def _read(call: AttentionCall, family: available.Family = "statistics") -> _Scal
     return _ScaledOperands(found.q, found.k, found.scale, found.how)
 
 
-def _operands(call: AttentionCall, family: available.Family) -> _LogitOperands | None:
+def _operands(call: AttentionCall, family: available.Family, pairs: bool = False) -> _LogitOperands | None:
     """Returns the operands for Triton's statistics kernels; None if they do not support the call.
 
-    Unsupported are other devices, biases, masks of pairs, given positions, and subclasses other than BandCall. q and k
+    Unsupported are other devices, biases, masks of pairs unless `pairs`, given positions, and subclasses other than
+    BandCall. q and k
     are encoded in float32. If the spec does not encode them, they keep their own precision, which gives the same
     products.
     """
@@ -127,14 +128,18 @@ def _operands(call: AttentionCall, family: available.Family) -> _LogitOperands |
         return None  # a subclass may override visibility and bias
     spec, mask = call.spec, call.mask if band is None else band.padding
     padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
-    if not (padding and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
+    shown = pairs and mask is not None and not padding and mask.dtype == torch.bool and band is None
+    if not (
+        (padding or shown) and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"
+    ):
         return None
     if not available.takes(call.q, call.k, family):
         return None
     scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
     bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
     q, k = (call.q, call.k) if bare else call.encoded()
-    how: dict[str, Any] = {"keys": None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])}
+    how: dict[str, Any] = {"keys": None if mask is None or shown else mask[:, 0, 0].expand(-1, k.shape[2])}
+    how |= {"pairs": mask} if shown else {}
     if band is None:
         how |= {"causal": call.causal, "window": call.window}
     else:
@@ -150,7 +155,7 @@ def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, T
     """
     if call.classes is not None or call.spec.normalizer.kind != "softmax":
         return None
-    read = _operands(call, "all statistics")
+    read = _operands(call, "all statistics", pairs=True)
     if read is None:
         return None
     from qkeel.kernels.triton import row_fields

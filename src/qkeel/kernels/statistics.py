@@ -273,6 +273,7 @@ def with_capped(found: LogitStats, cap: Cap) -> LogitStats:
 # Exact LogitStats of a call without a T×T matrix: one pass over blocks of rows, without gradients.
 
 BLOCK = 1 << 20  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
+BLOCK_OFF_CPU = 1 << 25  # 128 MB: launches, not a cache, decide how long the passes take
 ROWS = 64  # least rows per block: fewer make inefficient matrix products
 
 
@@ -478,7 +479,7 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Yields blocks of rows with the range of keys that they can see."""
-    for rows in row_blocks(call, BLOCK, ROWS):
+    for rows in row_blocks(call, BLOCK if call.q.device.type == "cpu" else BLOCK_OFF_CPU, ROWS):
         yield rows, call.span(rows)
 
 

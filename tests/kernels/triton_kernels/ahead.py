@@ -20,7 +20,7 @@ STORED = "x y dy kept dx q k"
 WHOLE = {
     **dict.fromkeys(("weights", "table", "counts"), "*i64"),
     **dict.fromkeys(("plan", "starts", "stops", "picked"), "*i32"),
-    **dict.fromkeys(("keys", "counted"), "*u8"),
+    **dict.fromkeys(("keys", "counted", "pairs"), "*u8"),
     **dict.fromkeys(FLOATS.split(), "*fp32"),
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
@@ -33,7 +33,8 @@ FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
 SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP", "SAMPLED"), False)
-FIELDS = {**SEEN, "SCALED": False}
+FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
+MASKED = {**FIELDS, "ROWS": row_fields._MASKED[0], "KEYS": row_fields._MASKED[1]}
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
@@ -63,7 +64,8 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
     ("all statistics", row_fields._fields, FIELDS, 8),
     ("all statistics at head_dim 64", row_fields._fields, {**FIELDS, "ROWS": 64, "D": 64, "WIDE": 64}, 4),
-    ("all statistics of hidden keys", row_fields._fields, {**FIELDS, "MASK": True, "CAP": True}, 8),
+    ("all statistics of hidden keys", row_fields._fields, {**MASKED, "MASK": True, "CAP": True}, 4),
+    ("all statistics of pairs", row_fields._fields, {**MASKED, "PAIRS": True, "CAP": True, "WINDOW": True}, 4),
     ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
     ("statistics of spans", statistics._rows, {**SEEN, "CAUSAL": False, "SPANS": True}, 8),
     ("extremes of spans", statistics._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),

@@ -15,7 +15,7 @@ from qkeel.functional.statistics import TENSORS
 from qkeel.kernels import contract
 from qkeel.kernels.statistics import FoundPacked, find_rows, logit_stats
 from qkeel.kernels.triton import available
-from qkeel.spec import AttentionCall, AttentionSpec, Sink
+from qkeel.spec import AttentionCall, AttentionSpec, Sink, Softcap
 from qkeel.spec.call import with_query_mask
 
 
@@ -84,9 +84,19 @@ def test_what_hidden_keys_hold_does_not_matter(on_gpu: None) -> None:
         assert torch.equal(getattr(before, field), getattr(after, field)), field
 
 
-@pytest.mark.parametrize("how", ["sink", "a mask of pairs"])
+@pytest.mark.parametrize("shape", [(70, 90), (2, 1, 70, 90), (1, 4, 70, 90), (2, 4, 70, 90)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_of_pairs_of_any_shape(shape: tuple[int, ...], causal: bool, on_gpu: None) -> None:
+    shown = torch.rand(shape) < 0.4
+    shown[..., 7, :] = False
+    check(call_of(AttentionSpec(), 70, 90, torch.float32, mask=shown, causal=causal), f"{shape}")
+    turned = shown.mT.contiguous().mT  # its keys lie apart
+    check(call_of(AttentionSpec(cap=Softcap(5.0)), 70, 90, torch.float32, mask=turned, causal=causal), f"{shape}")
+
+
+@pytest.mark.parametrize("how", ["sink", "an added mask"])
 def test_what_the_pass_does_not_know_is_left_to_torch(how: str, on_gpu: None) -> None:
-    more: dict[str, Any] = {"mask": torch.rand(5, 5) < 0.5} if how != "sink" else {}
+    more: dict[str, Any] = {"mask": torch.randn(5, 5)} if how != "sink" else {}
     spec = AttentionSpec(normalizer=Sink()) if how == "sink" else preset("baseline")
     call = call_of(spec, 5, 5, torch.float32, **more)
     assert contract.row_fields(call, 0.5) is None

@@ -24,6 +24,7 @@ from qkeel.kernels.triton.statistics import Spans, bounds, capped, dense, first_
 # smaller than those of the pass for entropies.
 _TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (128, 64, 8), 256: (64, 32, 8)}
 _TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+_MASKED = (64, 32, 4)  # where keys or pairs are masked: what a larger tile needs more would not fit in the registers
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _NONE = tl.constexpr(2**31 - 1)  # no key
 _YES, _NO = tl.constexpr(True), tl.constexpr(False)
@@ -83,12 +84,13 @@ def _add(
 
 @triton.jit
 def _fields(
-    q, k, inverses, keys, starts, stops, scales, fields, counts, scale, cap, threshold,
+    q, k, inverses, keys, pairs, starts, stops, scales, fields, counts, scale, cap, threshold,
     heads, share, times, length, window, tiles, rows_in_all,
-    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s, scales_b, scales_h, scales_t,
+    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s, pairs_b, pairs_h, pairs_t, pairs_s,
+    scales_b, scales_h, scales_t,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, CAP: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
@@ -104,7 +106,7 @@ def _fields(
         factor = tl.load(scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0)
     low_key, high_key, begin, whole, stop = bounds(
         starts, stops, row, ok, start + past_keys, start + ROWS - 1 + past_keys, length, window,
-        KEYS, CAUSAL, WINDOW, MASK, SPANS,
+        KEYS, CAUSAL, WINDOW, MASK or PAIRS, SPANS,
     )  # fmt: skip
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
@@ -119,8 +121,8 @@ def _fields(
         nothing,
     )
     above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
-    first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK else 0)
-    if not MASK:
+    first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK or PAIRS else 0)
+    if not (MASK or PAIRS):
         if SPANS:
             first = low_key
         if WINDOW:
@@ -132,7 +134,8 @@ def _fields(
         inverse = tl.load(turns + key)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
             x, y, inverse, factor, cap, threshold, True, key,
-            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first, CAP, MASK, _YES,
+            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first,
+            CAP, MASK or PAIRS, _YES,
         )  # fmt: skip
     for past in range(whole, stop, KEYS):
         key = past + tl.arange(0, KEYS)
@@ -143,10 +146,15 @@ def _fields(
         seen = visible(
             keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
         )
+        if PAIRS:
+            to_pairs = pairs + n * pairs_b + h * pairs_h + row.to(tl.int64)[:, None] * pairs_t
+            shown = tl.load(to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=seen, other=0)
+            seen = seen & (shown != 0)
         inverse = tl.load(turns + key, mask=key < length, other=0.0)
         top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
             x, y, inverse, factor, cap, threshold, seen, key,
-            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first, CAP, MASK, _NO,
+            top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first,
+            CAP, MASK or PAIRS, _NO,
         )  # fmt: skip
     some = seen_keys > 0
     there = some & ok
@@ -189,6 +197,12 @@ def _fields(
 LAUNCHED: dict[str, Any] = {"fields": _fields}
 
 
+def _bytes_of(pairs: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns a mask of pairs as bytes, with its strides when it is broadcast to [b h t s]; copies nothing."""
+    wide = pairs.view(torch.uint8).expand(shape)
+    return wide, wide.stride()
+
+
 def row_fields(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g s d"],
@@ -199,6 +213,7 @@ def row_fields(
     window: int | Spans | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
+    pairs: Bool[Tensor, "#b #h #t s"] | None = None,
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
     """Returns ROW_FIELDS of all rows, the number of keys that each row sees, and the key norms.
 
@@ -213,6 +228,7 @@ def row_fields(
         causal: a query sees the keys up to its position, with positions aligned at the end.
         window: as in `statistics.row_statistics`, like keys.
         cap: cap of a softcap, or None.
+        pairs: True where a query may see a key.
     """
     assert len(ROW_FIELDS) == 11
     b, h, t, d = q.shape
@@ -220,6 +236,9 @@ def row_fields(
     q, k = dense(q), dense(k)
     wide, _ = tile_sizes(q)
     rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
+    masked = keys is not None or pairs is not None or isinstance(window, tuple)
+    if masked and q.dtype != torch.float32 and wide <= 128:
+        rows, columns, warps = _MASKED
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
     inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()  # of a key of zeros all products are 0
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
@@ -227,15 +246,16 @@ def row_fields(
     number = not isinstance(scale, Tensor)
     scales = norms if number else scale.float().expand(b, h, t, 1)
     near, (mask, over) = None if isinstance(window, tuple) else window, key_mask(q, keys)
+    shown, strides = (q, (0, 0, 0, 0)) if pairs is None else _bytes_of(pairs, (b, h, t, s))
     tiles = triton.cdiv(t, rows)
     with torch.cuda.device_of(q):
         LAUNCHED["fields"][(tiles * b * h,)](
-            q, k, inverse, mask, *first_and_last(window, q), scales, fields, counts,
+            q, k, inverse, mask, shown, *first_and_last(window, q), scales, fields, counts,
             scale if number else 1.0, cap or 1.0, threshold,
             h, h // g, t, s, near or 0, tiles, b * h * t,
-            *q.stride()[:3], *k.stride()[:3], *over, *((0, 0, 0) if number else scales.stride()[:3]),
+            *q.stride()[:3], *k.stride()[:3], *over, *strides, *((0, 0, 0) if number else scales.stride()[:3]),
             D=d, WIDE=wide, ROWS=rows, KEYS=columns, CAUSAL=causal, WINDOW=near is not None,
             MASK=keys is not None, SPANS=isinstance(window, tuple), CAP=cap is not None,
-            SCALED=not number, num_warps=warps,
+            SCALED=not number, PAIRS=pairs is not None, num_warps=warps,
         )  # fmt: skip
     return fields, counts, norms
