@@ -205,6 +205,7 @@ class BoundChange:
         self._now: Tensor | None = None
         self._before: float | None = None
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._room: Tensor | None = None  # pinned memory of the host; to allocate it can make the host wait
 
     def see(self, bound: Tensor) -> None:
         """Notes the bound of one more pass of this step."""
@@ -218,14 +219,18 @@ class BoundChange:
     def step(self) -> None:
         """Ends the step."""
         self._arrive()
+        if self._coming is not None:  # the device is behind: this step's bound goes with the next one that is sent
+            return
         now, self._now = self._now, None
         if now is None or dist.world() > 1:
             return
         if now.device.type == "cuda":
-            host = torch.empty(now.shape, dtype=now.dtype, pin_memory=True).copy_(now, non_blocking=True)
+            if self._room is None:
+                self._room = torch.empty(now.shape, dtype=now.dtype, pin_memory=True)
             event = torch.cuda.Event()
+            self._room.copy_(now, non_blocking=True)
             event.record()
-            self._coming = host, event
+            self._coming = self._room, event
         else:
             self._coming = now.cpu(), None
             self._arrive()
