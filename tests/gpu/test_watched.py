@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import qkeel
 from qkeel.errors import QkeelError
+from qkeel.monitor.cadence import BoundChange
 from qkeel.remedies import REMEDIES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
@@ -138,3 +139,28 @@ def test_sites_are_those_of_a_cpu(name: str) -> None:
         found.append([(site.name, site.n_heads, site.n_kv_heads) for site in qkeel.find_sites(model, tokens)])
     assert found[0] == found[1]
     assert len(found[0]) == 2
+
+
+def test_a_bound_arrives_without_waiting_and_none_is_lost() -> None:
+    change, before = BoundChange(), torch.cuda.get_sync_debug_mode()
+    for bound in (2.0, 3.0):
+        change.see(torch.tensor(bound, device="cuda"))
+        change.step()
+        torch.cuda.synchronize()
+    change.step()
+    assert change.factor == 1.5
+    bounds = [torch.tensor(bound, device="cuda") for bound in (8.0, 4.0, 4.0)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(200_000_000)  # the device is behind while these three are noted
+        for bound in bounds:
+            change.see(bound)
+            change.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    seen = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        change.step()
+        seen.append(change.factor)
+    assert max(seen) == 4.0
