@@ -43,7 +43,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("docs/what-we-found.md", "undecided"): [
         (
-            "(0.01) it costs {mean:.3f} nats at this size, which is undecided",
+            "At 0.01 it costs {mean:.3f} nats at this size, which is undecided",
             "QK-norm costs nothing at a healthy rate (LR 0.01)",
         ),
     ],

@@ -337,7 +337,9 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
     per_head, rest = divmod(query.shape[0], heads)
     gated = geometry.model_type in GATED
     if rest or (gated and per_head % 2):
-        return Unknown("", f"{q} has {query.shape[0]} rows, which {heads} heads do not divide; give --n-heads")
+        return Unknown(
+            "", f"{q} has {query.shape[0]} rows, which do not split evenly into {heads} heads; give --n-heads"
+        )
     size = per_head // 2 if gated else per_head
     groups, rest = divmod(key.shape[0], size)
     wrong = _contradiction(geometry, size, groups, heads) if not rest else f"{k} has {key.shape[0]} rows"
@@ -463,7 +465,7 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan | Unk
     if heads is None:
         return Unknown("", "the number of heads is not known; give --n-heads")
     if any(s is None or len(s.shape) != 2 for s in stored) or any(s.shape[0] % heads for s in stored[:3] if s):
-        return Unknown("", f"expected matrices {', '.join(names)} whose rows {heads} heads divide")
+        return Unknown("", f"expected matrices {', '.join(names)} whose rows split evenly into {heads} heads")
     up, _, rope, shared = (s.shape[0] for s in stored if s)
     return SitePlan(
         name=at[:-1],

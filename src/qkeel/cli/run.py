@@ -251,7 +251,7 @@ def print_config(
     recipe: Path | None = None,
     flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
-    """Print the configuration that a recipe and flags make, as a TOML recipe.
+    """Print the configuration that results from a recipe and flags, as a TOML recipe.
 
     Args:
         recipe: TOML file of settings; flags override it.

@@ -101,8 +101,8 @@ def is_flat(wrapper: nn.Module) -> bool:
 def zero_stage(model: nn.Module) -> int:
     """Returns the stage of DeepSpeed's ZeRO under which a model trains, 1 to 3; 0 without it.
 
-    From stage 1 on the optimizer steps flat pieces of the weights, which are copied back behind its hooks; in stage 3 a
-    process holds no weights between two passes.
+    From stage 1 on the optimizer steps flat pieces of the weights, which are copied back out of reach of its hooks; in
+    stage 3 a process holds no weights between two passes.
     """
     home = sys.modules.get(_DEEPSPEED)
     engines = [] if home is None else _living(home.DeepSpeedEngine)
@@ -216,7 +216,7 @@ class Layout:
 
     @classmethod
     def of_model(cls, model: nn.Module, attentions: Iterable[nn.Module], stage: int | None) -> Self:
-        """Returns the role that a model's weights show; `attentions` are its modules with heads.
+        """Returns the role that a model's weights imply; `attentions` are its modules with heads.
 
         Raises:
             RefusedError: the weights of its attention layers are split over more than one axis.

@@ -102,7 +102,7 @@ def sum_terms(
     for i, (q, k) in enumerate(products):
         try:
             if q is None or k is None:
-                raise UnknownRowsError("the operations on it hide which q and k it is made of")
+                raise UnknownRowsError("the operations on it hide the q and k from which it is computed")
             own, after_norm = logit_terms(q, k, frame, names)
         except UnknownRowsError as error:
             which = f"its logit is a sum of {len(products)} products, and number {i + 1} is not known: "

@@ -86,7 +86,7 @@ class HeadSlice:
         return self.axis == other.axis and torch.equal(self.index, other.index)
 
     def heads(self, weight: Shaped[Tensor, ...]) -> Shaped[Tensor, "n r m"]:
-        """The weight as [n r m], m = 1 of a vector: a view where the heads are evenly spaced, else a copy."""
+        """The weight as [n r m], m = 1 for a vector: a view where the heads are evenly spaced, else a copy."""
         rows = self.rows_of(weight)
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
 
@@ -253,11 +253,11 @@ class NormGain:
 class AttentionSite:
     """One attention layer of a model.
 
-    `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
+    `terms` is empty where the weights of the logit or of a part of it are unknown; `why` then states the reason.
     `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only a CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
+    `below`: only a CaptureMode with dispatch=True sees it. `description` is set for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of written-out scores; `layout.guess` says why they are a guess, if they are. `head_dim` counts
@@ -366,10 +366,10 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecognizedAttention:
-    """Attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
+    """Attention that was seen but not understood: no statistics are computed for it, and no remedy changes it.
 
-    `module` is the name of the module in which it happens, `operation` what its logits could not be followed through,
-    `reason` a clause that says why.
+    `module` is the name of the module in which it happens, `operation` the operation through which its logits could not
+    be traced, `reason` a clause that says why.
     """
 
     module: str
@@ -388,8 +388,8 @@ class Sites(list[AttentionSite]):
         missed: attention layers that were seen but not understood.
         indexers: modules whose scores choose keys for one of the sites: a top-k uses them and not a softmax, and no
             remedy acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
-        linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
-            attention and state-space layers: nothing is measured of them, and no remedy acts on them.
+        linear: the names of the modules that mix positions without logits, such as linear attention and state-space
+            layers, in a model that also has attention: nothing is measured in them, and no remedy acts on them.
     """
 
     def __init__(

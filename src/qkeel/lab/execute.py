@@ -377,7 +377,7 @@ def _check_places(places: Sequence[Path], out: Path) -> None:
         seen.add(os.path.realpath(place))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
-            f"cannot merge into {out}: something is there already. Name a new directory; nothing was changed."
+            f"cannot merge into {out}: it is not an empty directory. Name a new directory; nothing was changed."
         )
 
 

@@ -38,7 +38,7 @@ class Grid:
 
     Every other non-empty axis (blocks, optimizers, data mixes, settings) divides the study into parts, one per
     combination of values. Remedies are compared only within a part, because a learning rate means something different
-    to another optimizer or width.
+    for another optimizer or width.
 
     With tuning seeds, each remedy runs in every part at its best rate on those seeds.
     """

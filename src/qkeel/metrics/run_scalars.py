@@ -122,7 +122,7 @@ def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> in
 def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
     """Fits values ~ steps^p and returns p, by least squares of ln value on ln step over the positive records.
 
-    Returns NaN with fewer than `least` usable records, since a power law fits anything through few points.
+    Returns NaN with fewer than `least` usable records, since a power law fits almost any few points.
 
     >>> round(growth_exponent(range(1, 9), [2.0 * step**0.5 for step in range(1, 9)]), 6)
     0.5
@@ -194,7 +194,8 @@ def largest_stable_lr(rows: Sequence[Row]) -> float | None:
 
 
 def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
-    """Returns val_loss(baseline) - val_loss(remedy) for each seed that both have at `lr`; positive: the remedy wins.
+    """Returns val_loss(baseline) - val_loss(remedy) for each seed that both were run with at `lr`; positive: the remedy
+    wins.
 
     The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
 
@@ -202,7 +203,7 @@ def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> l
         rows: rows of a study's table.
         remedy: the remedy to judge.
         baseline: the remedy to compare it with.
-        lr: the learning rate of both.
+        lr: the learning rate of both remedies.
 
     >>> rows = [{"remedy": r, "lr": 0.1, "seed": 0, "val_loss": v} for r, v in (("qk_norm", 2.0), ("none", 2.5))]
     >>> paired_gain(rows, "qk_norm", "none", lr=0.1)

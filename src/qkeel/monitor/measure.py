@@ -508,7 +508,7 @@ class WatchedSites:
         if split and not self._given and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "
-                "attention is a forward pass of all processes"
+                "attention runs a forward pass in all processes"
             )
         if self._given:
             return True
@@ -575,7 +575,7 @@ class WatchedSites:
         if not seen and (self._seen or self.all) and not self._silent:
             self._silent = True
             caution(
-                f"a pass that was to be measured made no attention call, although {share(len(self.all), 0)} of "
+                f"a pass that should have been measured made no attention call, although {share(len(self.all), 0)} of "
                 f"{type(self.model).__name__} are known; such passes are not recorded"
             )
         self._seen = self._seen or seen

@@ -118,8 +118,8 @@ class Sample:
         """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. If layers have
         several types, attn/window/max_logit covers all layers of the type "window".
 
-        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
-            say so.
+        per_layer: which fields each layer gets a key for; None for those that records.HEAD_FIELDS and LAYER_FIELDS
+            mark.
 
         The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
         """

@@ -55,7 +55,8 @@ class Sink(abc.ABC):
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
         """Called by `qkeel.watch` before anything is measured.
 
-        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost for it.
+        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost because of
+            it.
         """
 
     @abc.abstractmethod
@@ -88,8 +89,8 @@ class RunDirectorySink(Sink):
     complete. If the process is killed, the directory can be read up to its last complete record.
 
     A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
-    layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
-    left out.
+    layers and heads are those of the first sample. A field that appears later is named in events.jsonl, once, and left
+    out.
 
     Args:
         path: the directory.
@@ -351,7 +352,8 @@ def load(run: str | Path) -> Run:
     Args:
         run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; the run may be unfinished.
 
-    Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that is not as it was written.
+    Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that has changed since it was
+    written.
 
     >>> from qkeel.records import write_json
     >>> write_json(Path("config.json"), {"kind": "watch", "model": "GPT"})

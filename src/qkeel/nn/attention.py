@@ -36,7 +36,8 @@ Inverse = Float[Tensor, "b #h t"]
 
 
 class Cache:
-    """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles.
+    """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles its
+    capacity when full.
 
     Under a position that depends on the pair (ReRope, a bias) or on the length (DynamicNTK) it holds raw keys and
     values.

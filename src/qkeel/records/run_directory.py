@@ -118,7 +118,7 @@ class RunDirectory:
 
     @property
     def status(self) -> RunStatus:
-        """The state; DONE wins over FAILED, because a run that failed may be resumed and finish."""
+        """The state; DONE takes precedence over FAILED, because a failed run may be resumed and finish."""
         if (self.path / "DONE").exists():
             return RunStatus.DONE
         if (self.path / "FAILED").exists():
@@ -132,7 +132,8 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether all files must have checksums, as config.json or env.json has one; earlier versions wrote none."""
+        """Whether all files must have checksums, which holds if config.json or env.json has one; earlier versions wrote
+        none."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 

@@ -44,7 +44,7 @@ class Target:
         return self.trace or seen(self.model, args, kwargs)
 
     def short(self) -> Arguments:
-        """Returns arguments of a pass that shows the sites, as small a part of the example as suffices."""
+        """Returns the arguments of a pass that shows the sites, as small a part of the example as possible."""
         if self.trace is None:
             return self.example
         args, kwargs = self.trace.given
@@ -73,7 +73,7 @@ class Target:
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:
-        """Yields the heads' slices of every weight that a logit is made from, site by site and term by term."""
+        """Yields the heads' slices of every weight from which a logit is computed, site by site and term by term."""
         for site in self.sites:
             for term in site.terms:
                 yield from (*term.query, *term.key)

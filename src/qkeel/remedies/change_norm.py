@@ -103,7 +103,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
                 "parallel and fused blocks have another form; foreign blocks are recognised on an example "
-                "batch: apply(..., example=batch)); build the model with the order you mean"
+                "batch: apply(..., example=batch)); build the model with the order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
@@ -331,7 +331,9 @@ def heads_of(
         if site.module in module.modules() or (len(apart) > 1 and not whole):
             return refuse_heads(f"the {side} are not the output of a single module: they are made by {made}")
         if index is None or not whole:
-            return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
+            return refuse_heads(
+                f"no module outputs complete heads of the {side}, {heads} of {site.head_dim}: {made} do"
+            )
         weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
         if len(apart) > 1 and not all(bool(w.any()) for w in weights):
             # A zero part of a sum, such as a fresh low-rank adapter, would be normed to full size.
@@ -554,7 +556,7 @@ class ChangeNorm(ChangeSpec):
         norm = self.norm()
         refusal = refuse_norm(site, norm)
         if refusal is None and site.unscaled:
-            refusal = Refusal(site.unscaled, "use softcap, which bounds what the softmax gets")
+            refusal = Refusal(site.unscaled, "use softcap, which bounds the input of the softmax")
         return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:

@@ -241,7 +241,7 @@ class HeadWeights:
         for s in target.logit_slices():
             parameter = target.parameter(s.parameter)
             if any(p is parameter and other.axis != s.axis for p, other in zip(parameters, slices)):
-                raise RefusedError(f"{s.parameter} makes heads of its rows and of its columns; no factor fits both")
+                raise RefusedError(f"{s.parameter} has heads in its rows and in its columns; no factor fits both")
             same = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
             i = next(same, len(slices))
             if i == len(slices):

@@ -315,8 +315,8 @@ class SharedMaxima:
                 some = ((s.index >= first) & (s.index < last)).any(1)
                 if not torch.equal(here, some):
                     raise RefusedError(
-                        f"qk_clip at {where(site)}: {s.parameter} is split in the middle of a head, so no process sees "
-                        "the logits of that head; split it at whole heads"
+                        f"qk_clip at {where(site)}: {s.parameter} is split in the middle of a head, so no process "
+                        "sees the logits of that head; split it between heads"
                     )
                 self._first[site.name] = int(here.int().argmax())
 

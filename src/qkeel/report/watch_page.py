@@ -460,7 +460,7 @@ def _cautions(run: Watched) -> list[str]:
             f"The largest logit reached {h.number(peak)}, over {h.number(ALARM_THRESHOLD)}; no alarm is recorded."
         )
     if len(run.records) and not math.isfinite(run.exponent()):
-        found.append(f"{h.count(len(run.records), 'sample')}: too few to say how the logits grow.")
+        found.append(f"{h.count(len(run.records), 'sample')}: too few to tell how the logits grow.")
     notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
     return found + ([f"Noted while watching: {h.listing(notes)}."] if notes else [])
 
@@ -470,7 +470,7 @@ def _cautions(run: Watched) -> list[str]:
 RUNS = Chart(
     "runs",
     "The runs side by side",
-    "Largest attention logit, entropy or training loss of each run. The red line is the alarm line of logits.",
+    "Largest attention logit, entropy or training loss of each run. The red line is the alarm threshold for logits.",
     "Line chart: the chosen number against step, one line per run.",
 )
 GROWTH = Chart(

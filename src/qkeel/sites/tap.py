@@ -381,9 +381,9 @@ class Tap(Handle):
     def places(self, phase: Phase) -> Places | None:
         """The modules in which the pass that begins is searched for attention of other code; None for everywhere.
 
-        To look everywhere costs a callback per function of torch, so it is done where something may have changed: in
-        the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after a
-        module was added or replaced; and after a pass in which a module that has attention showed none. What changes
+        Searching everywhere costs a callback per function of torch, so this is done where something may have changed:
+        in the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after
+        a module was added or replaced; and after a pass in which a module that has attention showed none. What changes
         without any of these signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
@@ -433,7 +433,8 @@ class Tap(Handle):
                 module.observers.remove(part)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
-        """Takes a call of an own module outside a pass of the model, with the statistics of its rows if known."""
+        """Receives a call of one of qkeel's own modules outside a pass of the model, with the statistics of its rows if
+        known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
         known = self.measure_rows is not None and rows is not None

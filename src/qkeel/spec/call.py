@@ -44,7 +44,7 @@ class AttentionCall:
 
     `plain` is True for default positions (0 .. s-1, queries aligned to the end of the keys), where a kernel may use
     a causal flag instead of comparing positions. Only statistics read `query_mask` [b t]: False excludes a query row,
-    for instance a padded one. Attention computes that row all the same. `classes` splits statistics by token class.
+    for instance a padded one. Attention still computes that row. `classes` splits statistics by token class.
     """
 
     spec: AttentionSpec  #: what is computed
@@ -495,7 +495,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             "without cu_seqlens each row of a batch is a sequence"
         )
     if not call.plain:
-        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions start again in each sequence")
+        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions restart in each sequence")
     for x, total in zip(ends, (call.q.shape[2], call.k.shape[2])):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

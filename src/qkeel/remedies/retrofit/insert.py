@@ -76,8 +76,8 @@ class Retrofit(Handle):
     """A norm in a trained model, made by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
     for bit.
 
-    While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` carry the
-    progress over a checkpoint.
+    While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and
+    restore the progress of the blending.
     """
 
     def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:
@@ -92,7 +92,7 @@ class Retrofit(Handle):
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
     def advance(self, steps: int = 1) -> None:
-        """Advances the blending by `steps`. With an optimizer, each of its steps does this."""
+        """Advances the blending by `steps`. With an optimizer, each of its steps advances the blending by one."""
         self.step += steps
         for norm in self._norms:
             if norm.active:
