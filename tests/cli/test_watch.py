@@ -124,7 +124,7 @@ train(net, optimizer, 3)
 
 def fixes(stderr: str) -> tuple[list[str], list[str]]:
     """The command and the line of code that the alarms of a script print."""
-    command, paste = "qkeel: to fix it: qkeel ", "qkeel: or in the script, after the optimizer is made: "
+    command, paste = "qkeel: to fix it: qkeel ", "qkeel: or in the script, after the optimizer is created: "
     lines = stderr.splitlines()
     commands = [line.removeprefix(command) for line in lines if line.startswith(command)]
     return commands, [line.removeprefix(paste).partition("  (")[0] for line in lines if line.startswith(paste)]

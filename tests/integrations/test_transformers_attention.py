@@ -41,7 +41,7 @@ FEW = (
 )
 ALL = list(entries("causal"))
 # What is refused: sinks of each query, chosen blocks; models that write attention out, or have their own table of it.
-REFUSED = ("gives attention sinks=", "gives attention block_indices=", "writes its attention out itself", "'qkeel'")
+REFUSED = ("gives attention sinks=", "gives attention block_indices=", "implements its attention itself", "'qkeel'")
 # What cannot be compared: it fails with eager attention as well, here or in the backward pass.
 NOT_COMPARED = ("Gemma3nForConditionalGeneration", "ReformerModelWithLMHead")
 
@@ -191,7 +191,7 @@ def test_what_changes_attention_otherwise_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"sinks=.*eager"):
         attend(nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
     mpt = next(e for e in ALL if e.name == "mpt")
-    assert "MptModel writes its attention out itself" in check(mpt)
+    assert "MptModel implements its attention itself" in check(mpt)
 
 
 @pytest.mark.parametrize("name", ["num_items_in_batch", "shift_labels", "weights_of_my_loss"])

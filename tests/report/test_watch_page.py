@@ -95,7 +95,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_a_plain_sentence_and_one_fix_t
     assert header.count(line) == 1
     assert header.count('class="copy"') == 1
     assert ">Copy fix</button>" in header
-    assert "<strong>What to do:</strong> add this line to the script, after the optimizer is made:" in header
+    assert "<strong>What to do:</strong> add this line to the script, after the optimizer is created:" in header
     assert 'class="lead signal signal-bad"' in header
 
 

@@ -124,7 +124,7 @@ _OFF = (
 
 @final
 class Autopilot(Handle):
-    """Watches a training run and carries out the decisions of its policy; made by `qkeel.autopilot`.
+    """Watches a training run and carries out the decisions of its policy; created by `qkeel.autopilot`.
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
     steps, but keeps a norm, which the model was trained with. `events` lists every action of the autopilot, as the
@@ -385,7 +385,7 @@ def attach(
     """Adds an autopilot to a model that is already watched, before its first step; the autopilot closes the monitor.
 
     Args:
-        monitor: a monitor made with this optimizer, or with the first of several.
+        monitor: a monitor created with this optimizer, or with the first of several.
         optimizer: the optimizer or optimizers of the model.
         policy: see `autopilot`.
         example: see `autopilot`.

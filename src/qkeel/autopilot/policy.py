@@ -292,7 +292,7 @@ class Ladder(Policy):
     follows when the clipped heads of a site stay within a fifth of the threshold for `patience` records, which means
     that they keep pushing, or when the site's entropy is below 0.05 nats despite the clip. *Norm*, of the whole model
     and only with `allow_new_parameters`, follows after 2 · `patience` records under lalr if a logit of the site exceeds
-    three times the threshold or its entropy is below 0.05. Last comes the request for a lower rate, with
+    three times the threshold or its entropy is below 0.05. The last action is the request for a lower rate, with
     `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
 
     Releases happen in reverse order. lalr is released if the site stayed below half of the threshold for the last

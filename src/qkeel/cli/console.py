@@ -33,12 +33,12 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Prints one line as it is, however long: paths stay whole, and brackets are not markup."""
+    """Prints one line unchanged, however long: paths are not broken, and brackets are not read as markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def number(value: float | None) -> str:
-    """Returns a number as people read it: three digits, thousands separated, a dash for none.
+    """Returns a number in readable form: three digits, thousands separated, a dash for none.
 
     >>> number(2213.4), number(58.003), number(None)
     ('2,213', '58.0', '–')

@@ -108,9 +108,10 @@ _kinds = functools.cache(typing.get_type_hints)  # without the bounds, which the
 
 
 def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
-    """Returns a dataclass of flags, None where not given: one per plain field of RunConfig and its parts, and more.
+    """Returns a dataclass of flags: one per plain field of RunConfig and its parts, and `more`. Flags not given are
+    None.
 
-    Those of `several` take a list of values.
+    The fields in `several` take a list of values.
     """
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     flags = list(more)
@@ -517,7 +518,7 @@ def merge(parts: Several[Path], /, *, out: Path) -> int:
 
     Args:
         parts: Directories of the study.
-        out: The directory to make; it must be new or empty.
+        out: The directory to create; it must be new or empty.
     """
     merged = merge_studies(parts, out)
     write(out, out / "report.html")

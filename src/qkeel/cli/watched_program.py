@@ -76,7 +76,7 @@ class Fix:
         if self.launched:
             again = f"start it again with --apply {spec} before the --"
         why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
-        return [f"to fix it: {again}", f"or in the script, after the optimizer is made: {found[0]}{why}"]
+        return [f"to fix it: {again}", f"or in the script, after the optimizer is created: {found[0]}{why}"]
 
 
 # In the workers of torchrun: the command that was typed behind `qkeel watch --`.
@@ -87,7 +87,7 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 
 @final
 class MessageSink(Sink):
-    """Prints the directory of the run, what alarms say, and at the end the last numbers.
+    """Prints the directory of the run, the messages of alarms, and at the end the last numbers.
 
     Alarms with one cause are grouped: the first severe one says what to do, and later ones only report the progress.
     If there are several at one step, only the most severe is printed.
@@ -230,12 +230,12 @@ LOOKS = 3  # steps of an optimizer after which its model is looked for, if there
 
 @final
 class ModelFinder(Handle):
-    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made. The models
-    are those that hold its parameters, found among all living objects, so a copy that averages weights is excluded. If
-    no model holds them yet, the search is repeated after the optimizer's first step. A module without an observed pass
-    by the first step, such as a container whose forward is never called, is replaced by its submodule that holds the
-    same parameters. Two optimizers of one model share a Monitor, which counts the steps of the first one; an optimizer
-    made after the first has stepped begins a new phase of training, with a new Monitor.
+    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is created. The
+    models are those that hold its parameters, found among all living objects, so a copy that averages weights is
+    excluded. If no model holds them yet, the search is repeated after the optimizer's first step. A module without an
+    observed pass by the first step, such as a container whose forward is never called, is replaced by its submodule
+    that holds the same parameters. Two optimizers of one model share a Monitor, which counts the steps of the first
+    one; an optimizer created after the first has stepped begins a new phase of training, with a new Monitor.
 
     Optimizers and models are referenced weakly. Processes that the program starts are not searched.
     """

@@ -157,8 +157,8 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
     Args:
         what: name of the matter.
         word: this process's report.
-        patience: seconds after which a silent process is an error. None allows processes to arrive at very different
-            times: the waiting ones warn after 8 seconds and wait as long as the process group waits in a collective.
+        patience: seconds after which a silent process is an error. With None, processes may arrive at very different
+            times: those that wait warn after 8 seconds, and wait as long as the process group waits in a collective.
 
     Raises:
         ApartError: a process does not report, reports on another matter, or has reported a failure. In the last case

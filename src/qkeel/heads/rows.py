@@ -86,7 +86,7 @@ def logit_terms(
         if (shared := a.dims & b.dims)
     )
     if not terms:
-        raise UnknownRowsError("no part of a head is made by projections on both sides")
+        raise UnknownRowsError("no part of a head is computed by projections on both sides")
     return terms, query.normed or key.normed
 
 
@@ -152,7 +152,8 @@ def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *
             break
     if found.opaque:
         raise UnknownRowsError(
-            f"{what} is a product with {', '.join(found.opaque)}, and it is not known which of its rows make which head"
+            f"{what} is a product with {', '.join(found.opaque)}, and it is not known which of its rows belong to "
+            "which head"
         )
     if not found.nearest:
         return Walk(nearest=_tables(x, names, what))

@@ -254,16 +254,16 @@ class AttentionSite:
     """One attention layer of a model.
 
     `terms` is empty where the weights of the logit or of a part of it are unknown; `why` then states the reason.
-    `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
+    `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
     `below`: only a CaptureMode with dispatch=True sees it. `description` is set for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
-    gives the dimensions of written-out scores; `layout.guess` says why they are a guess, if they are. `head_dim` counts
-    the numbers of all products that the logit is a sum of, each query once.
+    gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.
+    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
 
-    `visible` says which keys its queries were seen to reach, and `origin` what the keys are made of; see
+    `visible` says which keys its queries were seen to reach, and `origin` what the keys are computed from; see
     `capture.visible_sets`.
     """
 
@@ -341,7 +341,7 @@ class AttentionSite:
 
     @property
     def reparametrised(self) -> bool:
-        """True if a weight on a logit path is made from another (spectral or weight norm, sigma_reparam)."""
+        """True if a weight on a logit path is computed from another (spectral or weight norm, sigma_reparam)."""
         return any("parametrizations." in s.parameter for s in (*self.query, *self.key))
 
 

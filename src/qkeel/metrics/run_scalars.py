@@ -194,8 +194,8 @@ def largest_stable_lr(rows: Sequence[Row]) -> float | None:
 
 
 def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
-    """Returns val_loss(baseline) - val_loss(remedy) for each seed that both were run with at `lr`; positive: the remedy
-    wins.
+    """Returns val_loss(baseline) - val_loss(remedy) at `lr` for each seed that both have; positive: the remedy is
+    better.
 
     The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
 

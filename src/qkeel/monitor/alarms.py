@@ -122,9 +122,9 @@ class IdleNorm(Rule):
     """A q/k norm is configured but does not act: q or k does not have the length that the norm produces, or a logit is
     too large.
 
-    With gains of 1, RMS and layer norm make every head √head_dim long, L2 norm 1 long. This is checked once, when the
-    norms are first recorded, and only if the gains are `fresh`, that is, still 1, and not in a model that was trained
-    before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
+    With gains of 1, RMS and layer norm give every head the length √head_dim, L2 norm the length 1. This is checked
+    once, when the norms are first recorded, and only if the gains are `fresh`, that is, still 1, and not in a model
+    that was trained before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
     """
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured

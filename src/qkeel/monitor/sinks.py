@@ -82,7 +82,8 @@ class Sink(abc.ABC):
 
 @final
 class RunDirectorySink(Sink):
-    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is made.
+    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is
+    created.
 
     config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
     samples in evaluation mode separately, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is
@@ -109,7 +110,7 @@ class RunDirectorySink(Sink):
         self._summary: dict[str, float] = {}
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Makes the directory; config.json comes last, so that a directory with one is complete."""
+        """Creates the directory; config.json is written last, so that a directory with one is complete."""
         self.path = path = fresh_directory(self.asked)
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
@@ -266,7 +267,7 @@ def _build(term: Term) -> Sink:
 
 @final
 class Run:
-    """A run directory of `qkeel.watch`, `qkeel watch` or `qkeel run`, as tables; made by `qkeel.load`.
+    """A run directory of `qkeel.watch`, `qkeel watch` or `qkeel run`, as tables; returned by `qkeel.load`.
 
     Everything is read on first access, and nothing is changed.
     """
@@ -277,7 +278,7 @@ class Run:
         if self.status is RunStatus.MISSING or not {"kind", "optim"} & self.config.keys():
             raise RunDirectoryError(
                 f"expected the directory of a run, but {path} has no config.json of a run. Give a directory that "
-                "qkeel.watch, qkeel watch or qkeel run made; those of a study are the folders in it."
+                "qkeel.watch, qkeel watch or qkeel run created; those of a study are the folders in it."
             )
 
     @property

@@ -85,13 +85,13 @@ class Cache:
         length = self.length + new[0].shape[2]
         if self.max_length is not None and length > self.max_length:
             raise InvalidValueError(
-                f"the cache holds {self.max_length} tokens, but {length} are needed; "
-                f"make a longer {type(self).__name__}"
+                f"the cache holds {self.max_length} tokens, but {length} are needed; create a longer "
+                f"{type(self).__name__}"
             )
         if self._held and len(self._held) != len(new):
             raise ShapeError(
                 f"this cache holds {len(self._held)} tensors and cannot take {len(new)}: the module's norm has "
-                "changed since the cache was made; start a new cache"
+                "changed since the cache was created; start a new cache"
             )
         self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
         for held, x in zip(self._held, new):
@@ -242,7 +242,7 @@ class SpecModule(nn.Module):
             seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
             return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen)
         if not isinstance(cache, KVCache):
-            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
+            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one")
         cache.check_positions(pos, mask)
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()

@@ -320,7 +320,7 @@ class MLA(SpecModule):
     def _check(self, cache: object, mask: GivenMask | None, pos: GivenPosQ | None) -> None:
         if not isinstance(cache, LatentCache):
             raise InvalidTypeError(
-                f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() makes one"
+                f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() creates one"
             )
         check_latents(self.spec)
         cache.check_positions(pos, mask)

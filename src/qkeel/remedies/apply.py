@@ -175,8 +175,8 @@ def apply(
     others as long as the process group waits in a collective, and warns after 8 seconds.
 
     A model that `qkeel.watch` has seen in a forward pass needs no example: its attention and last batch are known. Any
-    other model needs none either if an optimizer is given; the remedies are then applied at the beginning of its next
-    forward pass, with that pass's batch, and an optimizer step before any pass raises an error.
+    other model needs no example either if an optimizer is given; the remedies are then applied at the beginning of its
+    next forward pass, with that pass's batch, and an optimizer step before any pass raises an error.
 
     Args:
         named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.

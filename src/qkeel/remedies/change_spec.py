@@ -73,7 +73,7 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
         return None
     other = "qk_norm" if remedy == "cosine" else "kind=rms"
     return Refusal(
-        f"unit vectors need a scale of their own in place of 1/√d, and this site's is {scale.base.formula()}",
+        f"unit vectors need a scale of their own in place of 1/√d, and this site has the scale {scale.base.formula()}",
         f"use {other}, which keeps the scale, or build the model with the spec you want",
     )
 
@@ -302,8 +302,8 @@ def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
     for site in new:
         if (low := least.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
-                f"{where(site)}: an unmasked logit is {low:.3g} on this example; where attention is written "
-                f"out, scores up to {HIDES:.0f} are treated as masked; use the model's fused attention, or reduce "
+                f"{where(site)}: an unmasked logit is {low:.3g} on this example; in hand-written attention, scores up "
+                f"to {HIDES:.0f} are treated as masked; use the model's fused attention, or reduce "
                 "the logits first"
             )
 
@@ -403,7 +403,7 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
         )
     if hidden and len({*calls.specs.values()}) > 1:
         raise RefusedError(
-            f"{name} writes out attention several times with different scales, which cannot be distinguished"
+            f"{name} computes hand-written attention several times with different scales, which cannot be distinguished"
         )
     known = [h for h in hidden if h > -math.inf]
     if known:

@@ -761,7 +761,7 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
     why = h.tag("p", {"class": "why"}, found.why) if found.why else ""
     if not lines:
         return h.join([sentence, why])
-    todo = "" if not _APPLY.search(lines[-1]) else " add this line to the script, after the optimizer is made:"
+    todo = "" if not _APPLY.search(lines[-1]) else " add this line to the script, after the optimizer is created:"
     todo = " start the run again with this command, which keeps the logits small:" if len(lines) > 1 else todo
     parts = [
         h.tag("p", {"class": "todo"}, h.tag("strong", {}, "What to do:"), todo),
@@ -769,7 +769,7 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
     ]
     if len(lines) > 1:
         other = h.tag("code", {}, lines[1])
-        parts.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
+        parts.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is created: ", other))
     return h.join([sentence, why, h.tag("div", {"class": "fix"}, *parts)])
 
 

@@ -294,16 +294,16 @@ class Visitor:
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` returns the statistics since the last read.
 
-    The tap computes statistics without gradients, from tensors that the forward pass makes anyway, and changes nothing.
-    qkeel's own modules report their calls. A function mode around the whole pass finds other attention of eager code;
-    once the modules that contain it are known, the mode is entered in their calls only, and the whole pass is searched
-    from time to time (see `places`).
+    The tap computes statistics without gradients, from tensors that the forward pass computes anyway, and changes
+    nothing. qkeel's own modules report their calls. A function mode around the whole pass finds other attention of
+    eager code; once the modules that contain it are known, the mode is entered in their calls only, and the whole pass
+    is searched from time to time (see `places`).
 
     Two kinds of models are measured in an additional pass before their own: eager, without gradients, after which
-    random streams and buffers are restored. One is compiled code, which must not run inside a mode. The other is torch
-    modules with a fast path for evaluation, which a mode would turn off, so that results would differ in the last bits.
-    Where no sites are known, one more pass before the first measured one shows whether there is attention inside
-    torch.jit.script or torch.func.vmap; such attention is then observed operator by operator.
+    random number generators and buffers are restored. Compiled code must not run inside a mode; torch modules with a
+    fast path for evaluation would lose it inside a mode, so that results would differ in the last bits. Where no sites
+    are known, one more pass before the first measured one shows whether there is attention inside torch.jit.script or
+    torch.func.vmap; such attention is then observed operator by operator.
 
     Activations that gradient checkpointing recomputes are counted once. Passes that end in an exception are not
     counted, nor are passes over a batch without sequences or tokens; `empty` is the number of the latter.
@@ -418,7 +418,7 @@ class Tap(Handle):
         """Returns, by site name, the statistics since the last read; sites without a call are absent.
 
         Passes in training and in eval mode are kept apart. Without a phase: those of training passes or, if there were
-        none, of eval passes. Where a module computes its heads one by one, they are joined to one site.
+        none, of eval passes. Where a module computes its heads one by one, they are combined into one site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"
@@ -484,7 +484,7 @@ class Tap(Handle):
 
     @property
     def known(self) -> _Known:
-        """What is known of the sites; gathered again when `sites` has changed."""
+        """The facts known about the sites; they are collected again when `sites` has changed."""
         sites = [*self.sites]
         if self._known is None or self._known.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # a plain list of sites has none

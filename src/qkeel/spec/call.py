@@ -152,7 +152,7 @@ class Visibility:
     ) -> AttentionCall:
         """Validates raw q [b h t d], k [b g s d], v [b g s e] and returns their call under `spec`."""
         if not isinstance(spec, AttentionSpec):
-            raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
+            raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}")
         _check_tensors(q, k, v)
         spec.position.check(q.shape[-1])
         if not 0 <= dropout < 1:
@@ -321,7 +321,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
         if name not in given:
             raise InvalidValueError(
                 f"this spec needs the parameter {name!r} of shape {shape}; "
-                "make a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
+                "create a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
             )
         _check_tensor(f"parameter {name!r}", given[name])
         _check_device(f"parameter {name!r}", given[name], q)

@@ -365,8 +365,9 @@ class NoPosition(Position):
 class Rope(Position):
     """Rotary embedding of the first `rotary` share of each head.
 
-    `order` places the norm before or after the rotation. Both are equal for a norm without a gain per dimension. With
-    such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF), set `base`.
+    `order` places the norm before or after the rotation. The two orders are equivalent for a norm without a gain per
+    dimension. With such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF),
+    set `base`.
     """
 
     base: float = 10_000.0  #: of the frequencies base^(-2i/d)

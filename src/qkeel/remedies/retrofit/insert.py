@@ -73,7 +73,7 @@ class RetrofitConfig:
 
 @final
 class Retrofit(Handle):
-    """A norm in a trained model, made by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
+    """A norm in a trained model, inserted by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
     for bit.
 
     While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and
