@@ -321,7 +321,7 @@ def scan(
     given = flags or Geometry()
     for name, value in (("n_heads", given.n_heads), ("n_kv_heads", given.n_kv_heads), ("head_dim", given.head_dim)):
         if value is not None and value < 1:
-            raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the model's own number")
+            raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the model's actual number")
     checkpoint = open_checkpoint(path)
     found = recognise(checkpoint.tensors, lambda name: read_geometry(checkpoint.config, name, given)) if heads else []
     if heads and not found:

@@ -438,7 +438,7 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePla
         stored = tensors.get(f"{at}{name}.weight")
         if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
             shape = "missing" if stored is None else f"of shape {list(stored.shape)}"
-            return Unknown("", f"{name} is {shape}, config.json asks for {rows} rows")
+            return Unknown("", f"{name} is {shape}, config.json requires {rows} rows")
     latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
     if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
         return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")

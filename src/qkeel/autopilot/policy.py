@@ -297,7 +297,7 @@ class Ladder(Policy):
 
     Releases happen in reverse order. lalr is released if the site stayed below half of the threshold for the last
     `calm` records and would end below it even if it grew 1/tau times as fast; qk_clip is released per head by the same
-    rule at the present speed. Each release doubles `calm` for that action and site. The norm is never released.
+    rule at the current speed. Each release doubles `calm` for that action and site. The norm is never released.
     """
 
     threshold: Positive = 15.0

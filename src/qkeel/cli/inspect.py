@@ -259,7 +259,7 @@ def bench(
     kernel.
 
     Args:
-        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only shows that it runs.
+        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only checks that it runs.
         device: Where to measure [default: cuda if there is one].
         json_: Print one JSON object with everything.
     """

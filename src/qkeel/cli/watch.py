@@ -149,7 +149,7 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
     ]
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
-    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script come after --")
+    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script belong after --")
 
 
 @contextlib.contextmanager

@@ -466,7 +466,8 @@ class _Remedied:
         left = [name for name, p in own.items() if id(p) not in stepped]
         if left:
             write(
-                f"the new {type(optimizer).__name__} does not train {', '.join(left)}, which --apply added: they stay"
+                f"the new {type(optimizer).__name__} does not train {', '.join(left)}, which --apply added: these "
+                "parameters stay unchanged"
             )
 
     def _at_next_pass(

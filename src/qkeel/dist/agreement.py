@@ -473,7 +473,8 @@ class StepExchange:
         return [mine, *others]
 
     def largest(self, wanted: StepMaxima) -> Tensor:
-        """Returns maxima over all processes, once per step. Maxima that no exchange has sent share one collective."""
+        """Returns maxima over all processes, once per step. Maxima that were not sent with an exchange are reduced in
+        one common collective."""
         if wanted.found is None:
             left = [one for one in self.maxima if one.found is None]
             own = [one.own() for one in left]

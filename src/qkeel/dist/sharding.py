@@ -84,7 +84,7 @@ _DEEPSPEED = "deepspeed.runtime.engine"
 def wrappers(model: nn.Module) -> list[nn.Module]:
     """Returns the DistributedDataParallel and FullyShardedDataParallel modules around a model or inside it.
 
-    A module does not know its wrapper, and trainers hand out the module inside, so all objects are searched.
+    A module has no reference to its wrapper, and trainers return the inner module, so all objects are searched.
     """
     if world() == 1:
         return []

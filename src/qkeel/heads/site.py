@@ -91,7 +91,7 @@ class HeadSlice:
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
 
     def rows_of(self, weight: Tensor) -> Tensor:
-        """A view of the weight whose rows are those that the index numbers; a vector gives one column."""
+        """A view of the weight whose rows are those that the index selects; a vector gives one column."""
         if weight.ndim == 1:
             return weight[:, None]
         if weight.ndim > 2:

@@ -112,7 +112,7 @@ def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
         chosen = name == "indices" and isinstance(given, Tensor) and given.ndim != 3
         if unknown or several or chosen or (name == "cache" and given is not None):
             raise RefusedError(
-                f"{type(module).__name__} gives attention {name}=, which {NAME!r} does not compute; "
+                f"{type(module).__name__} passes {name}= to its attention, which {NAME!r} does not compute; "
                 'load the model with attn_implementation="eager"'
             )
 

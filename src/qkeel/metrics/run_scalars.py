@@ -98,7 +98,7 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
 def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
     """Returns whether attention has collapsed: mean entropy below 0.1 nats, or a loss that is NaN or did not improve.
 
-    Tiny models rarely diverge to NaN; they freeze with one-hot attention, whose entropy is 0.
+    Tiny models rarely diverge to NaN; instead, their attention collapses to one-hot weights, whose entropy is 0.
 
     >>> collapsed(0.01, 2.0, 5.5), collapsed(1.2, 2.0, 5.5)
     (True, False)

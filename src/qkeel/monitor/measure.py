@@ -738,9 +738,8 @@ class StepNumbers(Visitor):
         others = [site.name or "the model itself" for site in self._sites.all if site not in sites]
         if others:
             caution(
-                f"what a step adds is not measured for {', '.join(others)}: the q and k weights are unknown, split "
-                "over "
-                "processes, or not matrices that are multiplied with each other"
+                f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
+                "unknown, split over processes, or not matrices that are multiplied with each other"
             )
         return StepSpectra(self._sites.model, sites)
 

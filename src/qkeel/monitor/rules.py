@@ -297,7 +297,8 @@ class Growth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Approach(Rule):
-    """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
+    """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
+    far.
 
     Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold is
     for all layers or by layer type.
@@ -470,9 +471,10 @@ class NonFinite(Rule):
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
-    It ignores layers that began like this, layers of one head, and those whose heads weigh all keys alike: over short
-    sequences even uniform attention gives the first key that much weight. It is not a default rule: it was measured at
-    contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
+    It ignores layers that were already like this at the start, layers of one head, and those whose heads weigh all keys
+    alike: over short sequences even uniform attention gives the first key that much weight. It is not a default rule:
+    it was measured at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs
+    (research/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalised entropy from which on a head has no preference

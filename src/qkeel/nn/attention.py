@@ -139,7 +139,7 @@ class LatentCache(Cache):
     """Cache of multi-head latent attention: one kv latent and one rotated key for all heads, plus key norms.
 
     A token takes l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also takes one
-    inverse size per head in float32 or wider, which is all that is needed to divide key k_h by its size.
+    inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
     For `max_length` see `Cache`.
     """
 

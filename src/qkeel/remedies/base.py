@@ -129,7 +129,7 @@ class Remedy(abc.ABC):
         return self.holds(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        """Returns None if the applied remedy still makes sense after another remedy changed the site, else the
+        """Returns None if the applied remedy is still valid after another remedy changed the site, else the
         reason."""
         return None
 

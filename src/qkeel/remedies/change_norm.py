@@ -630,7 +630,7 @@ def _norm_projections(
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
             # If an earlier site owns only some modules of a sum, its norms already cover those.
             if theirs and len(theirs) == len(found):
-                raise RefusedError(f"{remedy.name} at {name}: its projections also make heads of {theirs[0]}")
+                raise RefusedError(f"{remedy.name} at {name}: its projections also produce heads of {theirs[0]}")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
         if not any(plan.values()):  # a second attention call of the same module
             continue

@@ -796,7 +796,7 @@ def _story(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup
     advised = dict.fromkeys(str(alarm["remedy"]) for alarm in grave or alarms if alarm.get("remedy"))
     fixes = [h.tag("div", {"class": "remedy-line"}, h.command_block(line)) for line in list(advised)[:1]]
     if run.acted and cause == CAUSE:
-        fixes = [h.tag("p", {"class": "source"}, "The autopilot acts on this; what it did is below.")]
+        fixes = [h.tag("p", {"class": "source"}, "The autopilot responds to this alarm; its actions are listed below.")]
     sources = dict.fromkeys(str(alarm.get("source")) for alarm in alarms if alarm.get("source"))
     about = h.tag("ul", {}, *(h.tag("li", {"class": "source"}, source) for source in sources))
     more = h.details("Where the thresholds come from", about) if sources else ""

@@ -379,12 +379,12 @@ class Tap(Handle):
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """The modules in which the pass that begins is searched for attention of other code; None for everywhere.
+        """The modules in which the next pass is searched for attention outside qkeel's modules; None for everywhere.
 
         Searching everywhere costs a callback per function of torch, so this is done where something may have changed:
         in the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after
-        a module was added or replaced; and after a pass in which a module that has attention showed none. What changes
-        without any of these signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
+        a module was added or replaced; and after a pass in which a module that has attention showed none. Changes
+        without any of these signs are found by searching every 17th pass up to the 68th, and every 257th from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
@@ -398,8 +398,8 @@ class Tap(Handle):
         return len(known) < _FORMS and self._form not in known
 
     def searched(self, phase: Phase, places: Places | None) -> None:
-        """Takes the modules that had attention in a pass that was searched as a whole, which are added to those of
-        earlier passes; with None the next pass is searched as a whole too."""
+        """Adds the modules that had attention in a fully searched pass to those of earlier passes; with None, the next
+        pass is fully searched too."""
         if places is not None:
             same = self._searched.get(phase) is self.tree.named()
             for name, (module, only) in (self._places[phase] or {}).items() if same else ():

@@ -297,8 +297,9 @@ def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, o
     window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
     if train_length is not None and window >= train_length:
         raise InvalidValueError(
-            f"expected a window under the training length, got {window} of {train_length}: distances between them "
-            "were never trained (kexue.fm 9708: accuracy falls to 8 %); a quarter to a half of it is best"
+            f"expected a window under the training length, got {window} of {train_length}: distances between the "
+            "two were never trained (kexue.fm 9708: accuracy falls to 8 %); a quarter to a half of the training length "
+            "is best"
         )
     if method == "rerope":
         return ReRope(window=window, base=rope.base, rotary=rope.rotary)

@@ -304,7 +304,7 @@ def _locked(folder: int, name: str) -> Iterator[int]:
             print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
             held = hold_lock(lock, PATIENCE - REPORT_AFTER)
         if not held:
-            raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
+            raise BuildError(f"another process has held {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
         yield lock
     finally:
         os.close(lock)
