@@ -27,9 +27,9 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
     numbers.
 
     Attention is not healthy if a logit is NaN, infinite or above `threshold`, or if a layer's mean attention entropy is
-    below 0.05 nats. A model is judged by one forward pass on the batch and left unchanged, a run by all its records. A
-    checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the threshold
-    is therefore "not known", not "not healthy".
+    below 0.05 nats. A model is judged by one forward pass on the batch, which leaves it unchanged; a run is judged by
+    all its records. A checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound
+    above the threshold is therefore "not known", not "not healthy".
 
     Args:
         what: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder of shards

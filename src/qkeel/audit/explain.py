@@ -320,9 +320,9 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
 
     Args:
         model: any PyTorch model whose attention `find_sites` finds. Compiled models run eagerly.
-        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Positions
-            need three tokens or more, and details that bfloat16 rounds away need float32. Default: the last batch, if
-            `qkeel.watch` has seen the model train.
+        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Finding
+            positions requires three tokens or more, and details that bfloat16 rounds away require float32. Default: the
+            last batch, if `qkeel.watch` has seen the model train.
 
     Returns:
         An Explanation: print it, or read `sites` and `differences` (from `model.config`, if there is one).

@@ -172,7 +172,7 @@ class Autopilot(Handle):
         """Continues from a state that `state_dict()` returned; call it before the first step.
 
         If a norm was active, it is added again with fresh gains: load the state dicts of the model and of the optimizer
-        after this one, to restore them.
+        afterwards, to restore the gains.
 
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.5
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Returns a console; into a pipe or file its lines are as wide as they need to be."""
+    """Returns a console; in a pipe or file, its lines are as wide as needed."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200)
 
@@ -103,7 +103,7 @@ class StudyView:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A context that shows the bar on a terminal, and nothing elsewhere."""
+        """A context manager that shows the bar on a terminal, and nothing elsewhere."""
         if not self.console.is_terminal:
             yield
             return

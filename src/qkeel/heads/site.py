@@ -39,8 +39,8 @@ class HeadSlice:
     indices, plus `bias_shift`.
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
-    after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no step needs
-    the index again.
+    after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a view, and no
+    step needs the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
@@ -368,7 +368,7 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
 class UnrecognizedAttention:
     """Attention that was seen but not understood: no statistics are computed for it, and no remedy changes it.
 
-    `module` is the name of the module in which it happens, `operation` the operation through which its logits could not
+    `module` is the name of the module that computes it, `operation` the operation through which its logits could not
     be traced, `reason` a clause that says why.
     """
 

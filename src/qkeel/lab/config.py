@@ -279,7 +279,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Reads nested plain values (TOML, JSON). Missing keys get their defaults, unknown keys are rejected."""
+        """Reads nested plain values (TOML, JSON). Missing keys get their defaults; unknown keys are rejected."""
         return read_fields(cls, values, "")
 
 

@@ -33,7 +33,7 @@ ONE_OF_EACH = (
 class Grid:
     """The axes of a study, which has one run for every combination of a remedy, a learning rate and a seed.
 
-    Remedies keep their order, rates and seeds are sorted, duplicates are dropped. In studies that compare forms of
+    Remedies keep their order; rates and seeds are sorted; duplicates are dropped. In studies that compare forms of
     attention, the forms take the place of remedies.
 
     Every other non-empty axis (blocks, optimizers, data mixes, settings) divides the study into parts, one per

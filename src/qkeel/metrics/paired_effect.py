@@ -146,7 +146,7 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
 
     The means of all 2ⁿ - 1 non-empty subsets, sorted, cut the line into 2ⁿ parts, and each part contains the centre
     with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with
-    probability 1 - 2k / 2ⁿ, whatever the distribution; it contains the values that a sign permutation test does not
+    probability 1 - 2k / 2ⁿ, for any such distribution; it contains the values that a sign permutation test does not
     reject. k is the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends
     are infinite. Ties count as if drawn from a continuous distribution. With more than 18 differences, random subsets
     are used.
@@ -295,7 +295,7 @@ class PairedEffect:
 
     @property
     def seeds(self) -> int | None:
-        """The number of seeds that decide in 80 % of studies, if mean and spread are as observed.
+        """The number of seeds with which 80 % of studies reach a verdict, if mean and spread are as observed.
 
         It is n if the verdict is already decided, and None if 100,000 seeds are not enough.
         """

@@ -28,7 +28,7 @@ def fused_logit_error(
     """Returns the standard deviation, in nats, of a logit with rounded q and k: scale · √2 · r · ‖q‖ ‖k‖ / √d.
 
     This is the error of fused kernels: they accumulate in float32 but read q and k in `dtype`, each with a relative RMS
-    error r. The errors of the d products are assumed independent, and q and k spread over all dimensions.
+    error r. The errors of the d products are assumed to be independent, and q and k to be spread over all dimensions.
 
     Args:
         query_norm: ‖q‖ as it enters the product.
@@ -289,7 +289,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong, as far as known."""
+        """Whether nothing is known to be wrong."""
         return self.status is Status.HEALTHY
 
     def table(self) -> str:

@@ -123,8 +123,8 @@ class IdleNorm(Rule):
     too large.
 
     With gains of 1, RMS and layer norm give every head the length √head_dim, L2 norm the length 1. This is checked
-    once, when the norms are first recorded, and only if the gains are `fresh`, that is, still 1, and not in a model
-    that was trained before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
+    once, when the norms are first recorded, and only if the gains are `fresh`: still 1, in a model that was not trained
+    before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
     """
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured

@@ -345,7 +345,7 @@ class History:
 
     def frame(self, rows: Rows = "heads") -> Frame:
         """The records as a table: one row per step, layer and head; one per step and layer, with numbers of heads
-        folded; or one per step. Where types of layers are known, rows of layers and heads have a column of them."""
+        folded; or one per step. If layer types are known, rows of layers and heads have a column for the type."""
         if rows == "heads":
             return heads_frame(self.steps, self.layers, self.heads, self.types)
         if rows == "layers":

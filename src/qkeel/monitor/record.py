@@ -107,7 +107,7 @@ class Sample:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values and, as monitor_NAME, the monitor's numbers about itself: a line of metrics.
+        """The values, and the monitor's numbers about itself as monitor_NAME: a line of metrics.
 
         >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
         {'step': 0.0, 'monitor_calls': 2.0}

@@ -90,7 +90,8 @@ class Rule(abc.ABC):
 
     @property
     def name(self) -> str:
-        """The name of the rule, by default the words of its class's name; each name raises one alarm a run."""
+        """The name of the rule, by default the words of its class's name; at most one alarm is raised per name and
+        run."""
         return re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
 
     @abc.abstractmethod

@@ -403,7 +403,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
 MONITOR_FIELDS: dict[str, Field] = {
     "sites": Field("attention layers", "sites found in the model, or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field("attention layers", "attention layers that the search for sites saw but did not recognise"),
+    "missed": Field("attention layers", "attention layers that were found by the search for sites but not recognised"),
     "silent": Field("attention layers", "sites without a call in the step"),
     "errors": Field(
         "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"

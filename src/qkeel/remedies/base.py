@@ -121,7 +121,7 @@ class Remedy(abc.ABC):
                 check_bound(value, Bound(0.0, included=option in self.may_be_zero), name)
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Returns the sites that the remedy is for: all, unless an option names some."""
+        """Returns the sites to which the remedy applies: all, unless an option names some."""
         return list(sites)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
@@ -139,7 +139,7 @@ class Remedy(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
-        """Makes the change and returns the handle that undoes it. A failing change leaves everything unchanged."""
+        """Applies the change and returns the handle that undoes it. A failing change leaves everything unchanged."""
 
 
 @contextmanager

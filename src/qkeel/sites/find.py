@@ -246,15 +246,15 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
     and every attention call that it computes is a site, in the order of the calls. An experiment on its operators then
-    confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these show
-    the same. The `missed` attribute of the result lists the attention layers that were seen but not understood. The
-    model, its buffers and caches, gradients and random number generators are left unchanged.
+    confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these give
+    the same result. The `missed` attribute of the result lists the attention layers that were seen but not understood.
+    The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     Where fully_shard has split the model, all processes must call this function, and each holds all weights meanwhile.
     If the model does not fit into the memory of one process, or if its heads will be split, which hides its weights,
     find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta device, a copy
-    with random weights is searched on the CPU, with an example there, which takes the memory of the whole model; the
-    sites are those of the given model.
+    with random weights is searched on the CPU, with an example on the CPU. This takes the memory of the whole model;
+    the sites are those of the given model.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.

@@ -375,7 +375,7 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """The phase that a pass would have now."""
+        """The phase of a pass that begins now."""
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
@@ -417,8 +417,9 @@ class Tap(Handle):
     def read(self, phase: Phase | None = None) -> SiteStats:
         """Returns, by site name, the statistics since the last read; sites without a call are absent.
 
-        Passes in training and in eval mode are kept apart. Without a phase: those of training passes or, if there were
-        none, of eval passes. Where a module computes its heads one by one, they are combined into one site.
+        Passes in training and in eval mode are kept apart. Without a phase, the statistics are those of training passes
+        or, if there were none, of eval passes. Where a module computes its heads one by one, they are combined into one
+        site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"

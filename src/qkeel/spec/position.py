@@ -45,7 +45,8 @@ class ALiBi(Position):
 class Kerple(Position):
     """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
 
-    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). The source draws them at random.
+    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). In the source they are drawn at
+    random.
     Source: Chi et al. 2022, arXiv 2205.09921.
     """
 
@@ -102,7 +103,7 @@ class ReRope(Position):
 
     @property
     def leak(self) -> float:
-        """Tokens of distance beyond the window that count as one."""
+        """The number of tokens of distance beyond the window that count as one."""
         return math.inf
 
     def check(self, head_dim: int) -> None:
