@@ -45,11 +45,11 @@ LOOK = "print(qkeel.explain_model(model))  # says which norm each attention laye
 class Resolution(Rule):
     """The rounding error of a logit reaches `tolerance` (nats, standard deviation), so attention ranks noise.
 
-    kernel "fused": q and k are rounded, see metrics.fused_logit_error; "eager": stored scores are, see
-    metrics.stored_logit_error (code that rounds the product and again the scaled one is up to √2 worse). Both are
-    computed from per-head records. scale: the factor that attention multiplies q·k with, where query_norm and key_norm
-    are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because maximal logits are
-    recorded scaled.
+    kernel "fused": the error of rounded q and k, see metrics.fused_logit_error; "eager": that of stored scores, see
+    metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
+    are computed from per-head records. scale: the factor by which attention multiplies q·k, where query_norm and
+    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because maximal logits
+    are recorded scaled.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores

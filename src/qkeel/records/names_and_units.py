@@ -284,13 +284,13 @@ LAYER_FIELDS: dict[str, LayerField] = {
     ),
     "gate_min_ratio": LayerField(
         "1",
-        "smallest gate_mean of a head over the median head's; shows a single closed gate",
+        "smallest gate_mean of a head, divided by that of the median head; shows a single closed gate",
         of="gate_mean",
         fold="min_ratio",
     ),
     "gate_std_ratio": LayerField(
         "1",
-        "largest gate_std of a head over the heads' mean; shows a head that opens for a few queries",
+        "largest gate_std of a head, divided by the mean over heads; shows a head that opens for a few queries",
         of="gate_std",
         fold="max_over_mean",
     ),
