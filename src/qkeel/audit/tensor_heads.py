@@ -381,7 +381,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     if kind in OTHER and not geometry.layout:
         return Unknown("", f"{OTHER[kind]}: not read")
     if len(shape) != 2 or shape[0] == shape[1]:
-        return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix, wider on one side")
+        return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix that is not square")
     if heads is None:
         return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
     if layout is None:

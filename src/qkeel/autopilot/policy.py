@@ -28,7 +28,7 @@ from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """Everything a policy may know at one step.
+    """All information that a policy receives at one step.
 
     history: the merged training samples, in order. sites: in the order of the history's layers. missed: attention calls
     that were observed but not understood. decisions: earlier decisions. refused: actions that sites have refused so
@@ -93,7 +93,7 @@ class Action(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
-    """What a policy knows about a site."""
+    """The information about a site that a policy receives."""
 
     name: str  #: name of the site
     n_heads: int  #: number of query heads

@@ -119,7 +119,8 @@ def run_on_all(
 ) -> T:
     """Runs `act()` and returns its result if it succeeds on every process of the run with the same outcome.
 
-    In nested calls, a failure in the inner call is not reported again by the outer one, since every process knows.
+    In nested calls, a failure in the inner call is not reported again by the outer one, since every process is already
+    aware of it.
 
     Args:
         what: name of the action in errors.
@@ -130,7 +131,7 @@ def run_on_all(
 
     Raises:
         ApartError: another process failed, had another outcome, or did not arrive.
-        BaseException: what `act` itself raises, once the other processes know.
+        BaseException: what `act` itself raises, once the other processes have been informed.
     """
     if world() == 1:
         return act()

@@ -227,8 +227,8 @@ class Layout:
         if len(heads) > 1:
             raise RefusedError(
                 "the weights of this model's attention layers are split over more than one axis of its mesh, so it is "
-                "unknown which heads this process has. State it: "
-                "qkeel.watch(..., layout=Layout.of_mesh(mesh, heads=...)), Layout from qkeel.monitor"
+                "unknown which heads this process has. Specify it: qkeel.watch(..., layout=Layout.of_mesh(mesh, "
+                "heads=...)), Layout from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
         return cls(data=min(axis), head_part=part, head_parts=len(axis), stage=stage, shard=_shard(model))

@@ -49,7 +49,7 @@ class Resolution(Rule):
     metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
     are computed from per-head records. scale: the factor by which attention multiplies q·k, where query_norm and
     key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because maximal logits
-    are recorded scaled.
+    are recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores

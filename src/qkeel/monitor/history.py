@@ -205,7 +205,7 @@ class PlannedRates:
     def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
         """Builds the plan from the rate of each step of the run, in the unit of the recorded "lr".
 
-        rates: [steps], the first one that of step 1; or a function of the step, from 1 to `steps`.
+        rates: [steps], starting with the rate of step 1; or a function of the step, from 1 to `steps`.
 
         Raises: InvalidValueError if a rate is negative or not a number, or a function is given without `steps`.
 
@@ -283,7 +283,7 @@ class History:
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
     tops: name -> [n], the largest of all heads, if it was kept; planned: the learning rates to come, if known.
     types: layer -> its type (capture.visible_sets), where it is known.
-    phase: whether the records are of training, or, where a model was never seen training, of evaluation.
+    phase: whether the records are of training, or, where a model was never observed in training, of evaluation.
     """
 
     steps: np.ndarray
