@@ -514,7 +514,7 @@ def merge(parts: Several[Path], /, *, out: Path) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
     If a run appears more than once, the finished copy is used, otherwise the most advanced; two finished copies with
-    different results are an error. The study's own command with this directory as --out runs what is left.
+    different results are an error. The study's own command with this directory as --out executes the remaining runs.
 
     Args:
         parts: Directories of the study.

@@ -200,7 +200,7 @@ class MessageWriter(Handle):
 
     @property
     def here(self) -> bool:
-        """Returns whether this is the process that the run began in, not one that the script has forked."""
+        """Returns whether this is the process in which the run began, not one that the script has forked."""
         return os.getpid() == self._pid
 
     def __call__(self, line: str) -> None:
@@ -337,7 +337,7 @@ class _Watch:
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 
     def inwards(self) -> list[nn.Module]:
-        """The modules that remain if the outermost is not the one that is called."""
+        """The modules that remain if the outermost module is not the one that is called."""
         return [module for ref in self._chain[1:] if (module := ref()) is not None]
 
     def end(self) -> None:

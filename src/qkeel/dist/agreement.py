@@ -437,7 +437,7 @@ class StepExchange:
     """The all-reduces at the end of some optimizer steps.
 
     Maxima that are needed after each step are sent along, so that they need no collective of their own in such a step.
-    All processes must have agreed on this.
+    All processes must have agreed on this exchange.
     """
 
     def __init__(self) -> None:

@@ -35,8 +35,8 @@ class HeadSlice:
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
     parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share the
-    whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns its entries: those at the same
-    indices, plus `bias_shift`.
+    whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at the
+    same indices, plus `bias_shift`.
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
     after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a view, and no
@@ -386,8 +386,9 @@ class Sites(list[AttentionSite]):
 
     Attributes:
         missed: attention layers that were seen but not understood.
-        indexers: modules whose scores choose keys for one of the sites: a top-k uses them and not a softmax, and no
-            remedy acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
+        indexers: modules whose scores choose keys for one of the sites: a top-k uses the scores, not a softmax, and no
+            remedy acts on these modules. The name of an indexer is that of the first site of its layer, followed by
+            #index.
         linear: the names of the modules that mix positions without logits, such as linear attention and state-space
             layers, in a model that also has attention: nothing is measured in them, and no remedy acts on them.
     """

@@ -297,7 +297,7 @@ class PairedEffect:
     def seeds(self) -> int | None:
         """The number of seeds with which 80 % of studies reach a verdict, if mean and spread are as observed.
 
-        It is n if the verdict is already decided, and None if 100,000 seeds are not enough.
+        The result is n if the verdict is already decided, and None if 100,000 seeds are not enough.
         """
         if self.verdict != "undecided":
             return self.n

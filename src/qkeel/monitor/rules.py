@@ -341,7 +341,7 @@ def _soon(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook(Rule):
-    """The largest logit will exceed `threshold` at the end of the planned schedule if it keeps growing like this.
+    """The largest logit will exceed `threshold` at the end of the planned schedule if its growth continues.
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. The rule checks once z is over `floor` and `factor` times z_0, so it can fire during the warm-up,

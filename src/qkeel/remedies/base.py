@@ -90,12 +90,12 @@ class Remedy(abc.ABC):
         line: one line on what it does.
         source: its publication.
         rule: formula of a remedy that changes no slot of the spec, with options in braces.
-        on_steps: True if it acts only through optimizer hooks, so that a copy of the model lacks it.
+        on_steps: True if the remedy acts only through optimizer hooks, so that a copy of the model lacks it.
         may_be_zero: options that may be 0.
-        on_attention: True if it changes all attention of the model.
-        changes_spec: True if it gives sites a new spec, and runs their calls under it before it becomes active.
-        stacks: True if runs with it can be trained as one stack. Hooks on a forward pass, weights computed from other
-            weights, and random numbers prevent this.
+        on_attention: True if the remedy changes all attention of the model.
+        changes_spec: True if the remedy gives sites a new spec, and runs their calls under it before it becomes active.
+        stacks: True if runs with the remedy can be trained as one stack. Hooks on a forward pass, weights computed from
+            other weights, and random numbers prevent stacking.
     """
 
     name: ClassVar[str]

@@ -87,7 +87,7 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
         return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
         return Refusal(
-            f"its weights are {spec.normalizer.formula()} already, not a softmax",
+            f"its attention weights are already {spec.normalizer.formula()} instead of a softmax",
             "first remove the remedy that produces them, or keep them",
         )
     return None

@@ -244,11 +244,11 @@ _OWN = (Attention, MLA, GAU)
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention layer of the model; a module used twice in a forward pass is one site.
 
-    Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
-    and every attention call that it computes is a site, in the order of the calls. An experiment on its operators then
-    confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these give
-    the same result. The `missed` attribute of the result lists the attention layers that were seen but not understood.
-    The model, its buffers and caches, gradients and random number generators are left unchanged.
+    Without an example only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)` is
+    run and every attention call that it computes is a site, in the order of the calls. An experiment on its operators
+    then confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these
+    give the same result. The `missed` attribute of the result lists the attention layers that were seen but not
+    understood. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     Where fully_shard has split the model, all processes must call this function, and each holds all weights meanwhile.
     If the model does not fit into the memory of one process, or if its heads will be split, which hides its weights,

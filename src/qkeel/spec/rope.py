@@ -411,7 +411,7 @@ class Rope(Position):
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
         """The cos and sin of q and those of k, [b|1 1 t half] each, float32 or wider.
 
-        On a GPU they are cached for later layers and steps, so callers must not write into them.
+        On a GPU the tables are cached for later layers and steps, so callers must not write into them.
         """
         if torch.compiler.is_compiling() or q.device.type not in KEPT_ON:
             return self._made(q, k, pos_q, pos_k)

@@ -240,9 +240,9 @@ CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs diverge within ten
 
 CHAOS = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50 at 0.01, 0.03, 0.1 and 0.3. "
-    "The file chaos.json has the effect of rounding alone for each remedy and rate. Pages of other studies with the "
-    "same "
-    "configuration read it from the neighbouring directory runs/chaos, and mark differences that do not exceed it.",
+    "The file chaos.json has the effect of rounding alone for each remedy and rate. Reports on other studies with the "
+    "same configuration use this file from the neighbouring directory runs/chaos, and mark differences that do not "
+    "exceed this effect.",
     grid=CHAOS_GRID,
     runs=pairs,
     base=CHAOS_BASE,
