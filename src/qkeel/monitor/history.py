@@ -429,7 +429,7 @@ class History:
         return self.frame("steps")._repr_html_()
 
     def upto(self, n: int) -> History:
-        """Returns the first n records: what was known then."""
+        """Returns the history of the first n records, as known at that time."""
         return dataclasses.replace(
             self,
             steps=self.steps[:n],

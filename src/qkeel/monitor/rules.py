@@ -271,10 +271,10 @@ class Ceiling(Rule):
 class Growth(Rule):
     """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
 
-    The power law of `forecast` must predict this at the last record and at the one before, so that one odd batch raises
-    no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a single
-    head's, and its intervals are accurate (research/alarms.md). The alarm names the head that has the largest logit
-    now.
+    The power law of `forecast` must predict such growth at the last record and at the one before, so that one odd batch
+    raises no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a
+    single head's, and its intervals are accurate (research/alarms.md). The alarm names the head that has the largest
+    logit now.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
