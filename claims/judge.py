@@ -138,9 +138,10 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def counted(judged: Sequence[Judged]) -> str:
-    """The verdicts on published claims, and those on our own questions."""
+    """The verdicts on published claims, and those on the claims that we added."""
     theirs, ours = ([one for one in judged if one.claim.ours == mine] for mine in (False, True))
-    return f"Of {len(theirs)} published claims: {tally(theirs)}. Of our own {len(ours)} questions: {tally(ours)}."
+    added = f"Of the {len(ours)} claims that we added: {tally(ours)}."
+    return f"Of {len(theirs)} published claims: {tally(theirs)}. {added}"
 
 
 def page(results: Results) -> str:

@@ -149,7 +149,7 @@ def check_known(kind: str, name: object, known: Collection[str]) -> None:
 
 
 def check(holds: bool, expected: str, got: object) -> None:
-    """Raise InvalidValueError, with what was expected and what came, unless something holds.
+    """Raise InvalidValueError, with what was expected and what was given, unless a condition holds.
 
     >>> check(1 > 0, "a cap above 0", 1)
     """

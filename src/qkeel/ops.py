@@ -143,7 +143,7 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
 
 
 def run(call: AttentionCall, impl: str = "auto") -> Outputs:
-    """Runs a checked call by the kernel of that name."""
+    """Runs a checked call with the kernel of the given name."""
     return choose(call, impl)(call)
 
 

@@ -35,7 +35,10 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("docs/what-we-found.md", "reproduced"): [
         ("ends {mean:.3f} nats ahead of no remedy", "QK-norm trains better at a high learning rate (LR 0.1)"),
         ("QK-norm limits the logits", "QK-norm keeps the logits under 100 at LR 0.1"),
-        ("It allows 3 times the rate or more", 'QK-norm allows 3 times the rate or more ("up to 3× in some cases")'),
+        (
+            "QK-norm allows 3 times the rate or more",
+            'QK-norm allows 3 times the rate or more ("up to 3× in some cases")',
+        ),
         (
             "Mixing text and images makes logits grow at a high rate",
             "Mixing text and images makes logits grow (against text alone, LR 0.1)",
@@ -43,7 +46,7 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("docs/what-we-found.md", "undecided"): [
         (
-            "(0.01) it costs {mean:.3f} nats at this size, which is undecided",
+            "At 0.01 it costs {mean:.3f} nats at this size, which is undecided",
             "QK-norm costs nothing at a healthy rate (LR 0.01)",
         ),
     ],

@@ -117,7 +117,7 @@ WRONG = [
     (["--", "/nowhere/python", "s.py"], "expected this interpreter"),
     (["--", "python", "nope.py"], "nope.py is missing; name a file that exists"),
     (["--", "python", "."], "cannot use .: expected a regular file, got a directory"),
-    (["--", "python", "-m", "nope.at_all"], "expected a module that Python finds"),
+    (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
     (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),
     (["--sink", "wandbb", "--", "python", "s.py"], "Did you mean 'wandb'"),
@@ -156,7 +156,10 @@ def test_the_end_of_a_run_that_an_autopilot_held_is_not_told_as_if_it_still_grew
             sink.write(Sample(step=100, layers=("a",), heads={"max_logit": np.array([[last]])}))
             sink.summary()
         story = capsys.readouterr().err.splitlines()[-1]
-        held = "qkeel: attention logits have grown too large at step 10; since the autopilot acted the largest is 14.3"
+        held = (
+            "qkeel: attention logits have grown too large at step 10; "
+            "after the autopilot acted, the largest logit is 14.3"
+        )
         grows = (
             "qkeel: attention logits have grown too large, since step 10; alarm at step 12, a, head 0: max logit 240.7"
         )

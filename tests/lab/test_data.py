@@ -241,7 +241,7 @@ def test_windows_that_come_once_have_each_token_as_input_and_target_once_in_an_o
     every = np.concatenate([batch(marked, config, 3, step) for step in range(steps)])
     inputs, targets = every[:, :-1].ravel(), every[:, 1:].ravel()
     assert len(np.unique(inputs)) == len(inputs) == len(np.unique(targets)) == steps * 8 * 32
-    with pytest.raises(DataError, match="take fewer steps, more text, or windows drawn"):
+    with pytest.raises(DataError, match="use fewer steps, more text, or windows=drawn"):
         batch(marked, config, 3, steps)
 
 

@@ -88,7 +88,7 @@ def test_what_can_not_be_merged_is_told(tiny: Make, parts: tuple[Path, Path, Pat
         with pytest.raises(QkeelError, match=error):
             merge_studies(sources, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-    with pytest.raises(RunDirectoryError, match="something is there already"):
+    with pytest.raises(RunDirectoryError, match="it is not an empty directory"):
         merge_studies([a, b], other)
     shutil.copytree(a, tmp_path / "linked")
     run = next((tmp_path / "linked" / "runs").iterdir())
@@ -106,7 +106,7 @@ def test_the_command_merges_and_writes_the_page(
     assert capsys.readouterr().out.split("\n")[0] == "6 runs, 6 done"
     assert (out / "report.html").stat().st_size > 10_000
     assert main(["merge", str(parts[0]), "--out", str(out)]) == 2
-    assert "something is there already" in capsys.readouterr().err
+    assert "it is not an empty directory" in capsys.readouterr().err
 
 
 def test_parts_that_were_computed_otherwise_are_not_merged(parts: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -581,7 +581,7 @@ def a_late_stage_is_refused() -> None:
         schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().mean())
         schedule.step(x) if dist.rank() == 0 else schedule.step(target=x)
         before = weights(model)
-        with pytest.raises(RefusedError, match="before the PipelineStage of this model was made"):
+        with pytest.raises(RefusedError, match="before the PipelineStage of this model was created"):
             optimizer.step()
         assert farthest(weights(model), before, 3) == 0
         handle.remove()

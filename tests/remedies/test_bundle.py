@@ -146,7 +146,7 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -
     for key, refused in ((site.terms, False), (terms, True)):
         target = Target(model=model, optimizer=None, sites=[dataclasses.replace(site, terms=key)])
         if refused:
-            with pytest.raises(RefusedError, match="of its rows and of its columns"):
+            with pytest.raises(RefusedError, match="in its rows and in its columns"):
                 HeadWeights.of(target)
         else:
             assert len(HeadWeights.of(target).parameters) == 2

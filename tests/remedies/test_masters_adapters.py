@@ -215,7 +215,7 @@ def test_lalr_of_adapters_counts_the_frozen_base_as_a_partner() -> None:
 def test_dora_is_refused(remedy: str) -> None:
     model = adapted("llama", "q_proj", use_dora=True)
     optimizer = torch.optim.AdamW(trained(model))
-    with pytest.raises(RefusedError, match="self_attn: the weight that makes the logit is computed from another"):
+    with pytest.raises(RefusedError, match="self_attn: the weight on the logit path is computed from another weight"):
         qkeel.apply(remedy, model, optimizer, example=batch())
     model = adapted("llama", "v_proj", use_dora=True)  # of values: the logit does not know of it
     held = [*trained(model), *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n)]

@@ -107,7 +107,7 @@ def test_heads_concatenated_from_two_modules_are_refused() -> None:
             q, k = (torch.cat([parts(y[n]), parts(y[f"more_{n}"])], -1) for n in "qk")
             return q @ k.mT / 4
 
-    with pytest.raises(RefusedError, match="not the output of a single module: they are made by more_q, q"):
+    with pytest.raises(RefusedError, match="not the output of a single module: they are computed by more_q, q"):
         qkeel.apply("qk_norm", Concatenated(""), example=torch.randn(2, T, M))
 
 

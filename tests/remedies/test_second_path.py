@@ -40,7 +40,7 @@ def test_a_written_softmax_after_a_fused_example_is_refused_in_words(remedy: str
     changed = model(x)
     assert not torch.equal(changed, plain)
     model[1].weights = True
-    with pytest.raises(RefusedError, match=r"softmax that is written out, but the remedy"):
+    with pytest.raises(RefusedError, match=r"explicit softmax, but the remedy"):
         model(x)
     model[1].weights = False
     assert torch.equal(model(x), changed)

@@ -212,7 +212,7 @@ def test_a_single_run_is_described_by_itself():
     told = texts([run("qk_norm", 0.1, 3, 2.5, 24.91)])
     assert told == [
         "qk_norm at LR 0.1, seed 3: held-out loss 2.500 nats/token after 150 steps; it was 5.500 before training.",
-        "The largest attention logit reached 24.9 and never passed the alarm line of 100.",
+        "The largest attention logit reached 24.9 and never passed the alarm threshold of 100.",
         "Mean attention entropy ended at 1 nats; attention did not collapse.",
     ]
 
@@ -232,7 +232,7 @@ def test_the_drift_pair_leads():
     ]
     assert texts([*PAIR, *pair], "lead")[0] == (
         "Over 800 steps at LR 0.03, the largest attention logit of none grows from 5 to 2,400 and passes the alarm "
-        "line of 100 by step 100, while qk_norm stays at or below 22. Held-out loss at the end: 2.246 (none) and "
+        "threshold of 100 by step 100, while qk_norm stays at or below 22. Held-out loss at the end: 2.246 (none) and "
         "2.096 (qk_norm); one seed."
     )
 

@@ -95,7 +95,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_a_plain_sentence_and_one_fix_t
     assert header.count(line) == 1
     assert header.count('class="copy"') == 1
     assert ">Copy fix</button>" in header
-    assert "<strong>What to do:</strong> add this line to the script, after the optimizer is made:" in header
+    assert "<strong>What to do:</strong> add this line to the script, after the optimizer is created:" in header
     assert 'class="lead signal signal-bad"' in header
 
 
@@ -169,7 +169,7 @@ def test_a_run_before_its_first_sample_has_a_page(tmp_path: Path):
 def test_one_sample_without_alarm_or_loss_has_a_page(tmp_path: Path):
     seen = Seen(samples=1, alarms=0, loss=False, angle=False, evaluated=False, layers=1, heads=1, complete=False)
     html = page(make_watch(tmp_path / "run", seen), tmp_path)
-    assert "1 sample: too few to say how the logits grow." in html
+    assert "1 sample: too few to tell how the logits grow." in html
     assert 'data-chart="growth"' in html
     assert 'data-chart="loss"' not in html
     assert 'data-chart="angle"' not in html

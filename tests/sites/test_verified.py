@@ -149,7 +149,7 @@ def test_a_weight_that_is_computed_from_another_is_followed() -> None:
     assert site.verified
 
 
-UNKNOWN = r"(it is not known which (rows of which weights make its heads: |weights make the queries \()).*"
+UNKNOWN = r"(it is not known which (rows of which weights belong to its heads: |weights produce the queries \()).*"
 DOUBTFUL: dict[str, tuple[Scores, str]] = {
     "positions gated outside the graph": (
         gated_positions,

@@ -339,7 +339,7 @@ def test_no_keys_give_zeros(name: str) -> None:
 
 Q, K, V = draw(g=2)
 BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
-    "spec": ({"spec": "qwen3"}, InvalidTypeError, "expected an AttentionSpec (qkeel.preset(name) makes one)"),
+    "spec": ({"spec": "qwen3"}, InvalidTypeError, "expected an AttentionSpec (qkeel.preset(name) creates one)"),
     "list": ({"q": [1.0]}, InvalidTypeError, "expected q to be a tensor, got list"),
     "rank": ({"q": Q[0]}, ShapeError, "expected q of shape [batch heads tokens dim], got (4, 5, 8)"),
     "integers": ({"k": K.long()}, InvalidTypeError, "expected a floating-point k, got torch.int64"),
@@ -365,7 +365,7 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
     "missing parameter": (
         {"spec": preset("qwen3")},
         InvalidValueError,
-        "needs the parameter 'q_norm' of shape (8,); make a full set with spec.init_params",
+        "needs the parameter 'q_norm' of shape (8,); create a full set with spec.init_params",
     ),
     "unknown parameter": (
         {"spec": preset("qwen3"), "params": {"q_nrm": torch.ones(8)}},

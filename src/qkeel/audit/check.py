@@ -23,12 +23,13 @@ from qkeel.sites.tap import Tap
 
 
 def check(what: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
-    """Checks whether attention is healthy: print the result for one sentence, `table()` for the numbers of each layer.
+    """Checks whether attention is healthy; `print` shows the result in one sentence, `table()` has each layer's
+    numbers.
 
     Attention is not healthy if a logit is NaN, infinite or above `threshold`, or if a layer's mean attention entropy is
-    below 0.05 nats. A model is judged by one forward pass on the batch and left unchanged, a run by all its records. A
-    checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the threshold
-    is therefore "not known", not "not healthy".
+    below 0.05 nats. A model is judged by one forward pass on the batch, which leaves it unchanged; a run is judged by
+    all its records. A checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound
+    above the threshold is therefore "not known", not "not healthy".
 
     Args:
         what: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder of shards
@@ -37,7 +38,7 @@ def check(what: nn.Module | str | Path, batch: object = None, *, threshold: floa
         threshold: the largest accepted logit, in nats.
 
     Raises:
-        InvalidTypeError: `what` is something else, or a model comes without a batch.
+        InvalidTypeError: `what` is of another type, or a model is given without a batch.
         NoAttentionError: the forward pass shows no attention.
         InvalidValueError: the threshold is not above 0.
         RunDirectoryError, DataError: the files cannot be read.

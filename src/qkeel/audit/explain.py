@@ -311,7 +311,7 @@ _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)
 
 
 def explain_model(model: nn.Module, batch: object = None) -> Explanation:
-    """Finds out by forward passes what each attention layer of a model does to q, k and their product.
+    """Determines by forward passes what each attention layer of a model does to q, k and their product.
 
     Names and types are not trusted. Instead the projections of every site are made to output chosen numbers (twice as
     large, tiny, one number larger, equal at every token, …), and the q and k that arrive at attention are compared.
@@ -320,9 +320,9 @@ def explain_model(model: nn.Module, batch: object = None) -> Explanation:
 
     Args:
         model: any PyTorch model whose attention `find_sites` finds. Compiled models run eagerly.
-        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Positions
-            need three tokens or more, and details that bfloat16 rounds away need float32. Default: the last batch, if
-            `qkeel.watch` has seen the model train.
+        batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Finding
+            positions requires three tokens or more, and details that bfloat16 rounds away require float32. Default: the
+            last batch, if `qkeel.watch` has watched the model during training.
 
     Returns:
         An Explanation: print it, or read `sites` and `differences` (from `model.config`, if there is one).
@@ -364,7 +364,7 @@ def _last_batch(model: nn.Module) -> Arguments:
     if latest is None:
         raise InvalidTypeError(
             "expected a batch that the model accepts: qkeel.explain_model(model, batch). The batch may be left out "
-            "only for a model that qkeel.watch has seen train"
+            "only for a model that qkeel.watch has watched during training"
         )
     return tuple(latest.args), dict(latest.kwargs)
 

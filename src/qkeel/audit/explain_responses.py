@@ -48,7 +48,7 @@ class Answers:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """The dimensions of a head that turn with the position; pairing and base if known."""
+    """The dimensions of a head that rotate with the position; pairing and base if known."""
 
     dims: int  #: number of dimensions that turn; 0 if unknown
     of: int  #: d, all dimensions of a head
@@ -58,7 +58,7 @@ class Rotation:
 
     @property
     def whole_base(self) -> float | None:
-        """The base if the exponent -2i/n counts all dimensions of the head as n, not only those that turn."""
+        """The base if the exponent -2i/n counts all dimensions of the head as n, not only those that rotate."""
         return None if self.base is None else self.base ** (self.of / self.dims)
 
     def text(self) -> str:
@@ -360,7 +360,7 @@ def scale_text(scale: Sequence[float], head_dim: int) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The recipes of all attention layers of a model, and contradictions to the model's config."""
+    """The recipes of all attention layers of a model, and contradictions with the model's config."""
 
     model: str  #: name of the model's class
     sites: tuple[SiteRecipe, ...]  #: one recipe for each attention

@@ -321,7 +321,7 @@ def scan(
     given = flags or Geometry()
     for name, value in (("n_heads", given.n_heads), ("n_kv_heads", given.n_kv_heads), ("head_dim", given.head_dim)):
         if value is not None and value < 1:
-            raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the model's own number")
+            raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the model's actual number")
     checkpoint = open_checkpoint(path)
     found = recognise(checkpoint.tensors, lambda name: read_geometry(checkpoint.config, name, given)) if heads else []
     if heads and not found:
@@ -492,7 +492,7 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
     if scan.sites:
         rows = [row for site in scan.sites for row in _rows(site, every_head)]
         parts.append(text_table([("layer", "head", *_COLUMNS.values()), *rows]))
-        parts.append("bounds: no logit can be larger, whatever the input (nats); unrotated: without RoPE; -: not known")
+        parts.append("bounds: no logit can be larger, for any input (nats); unrotated: without RoPE; -: not known")
     parts += [line for line in (_outlier_line(scan), *_notes(scan)) if line]
     bad = [t for t in scan.tensors if t.non_finite]
     parts += [f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values" for t in bad]

@@ -337,7 +337,9 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
     per_head, rest = divmod(query.shape[0], heads)
     gated = geometry.model_type in GATED
     if rest or (gated and per_head % 2):
-        return Unknown("", f"{q} has {query.shape[0]} rows, which {heads} heads do not divide; give --n-heads")
+        return Unknown(
+            "", f"{q} has {query.shape[0]} rows, which do not split evenly into {heads} heads; give --n-heads"
+        )
     size = per_head // 2 if gated else per_head
     groups, rest = divmod(key.shape[0], size)
     wrong = _contradiction(geometry, size, groups, heads) if not rest else f"{k} has {key.shape[0]} rows"
@@ -379,7 +381,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     if kind in OTHER and not geometry.layout:
         return Unknown("", f"{OTHER[kind]}: not read")
     if len(shape) != 2 or shape[0] == shape[1]:
-        return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix, wider on one side")
+        return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix that is not square")
     if heads is None:
         return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
     if layout is None:
@@ -436,7 +438,7 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePla
         stored = tensors.get(f"{at}{name}.weight")
         if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
             shape = "missing" if stored is None else f"of shape {list(stored.shape)}"
-            return Unknown("", f"{name} is {shape}, config.json asks for {rows} rows")
+            return Unknown("", f"{name} is {shape}, config.json requires {rows} rows")
     latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
     if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
         return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")
@@ -463,7 +465,7 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan | Unk
     if heads is None:
         return Unknown("", "the number of heads is not known; give --n-heads")
     if any(s is None or len(s.shape) != 2 for s in stored) or any(s.shape[0] % heads for s in stored[:3] if s):
-        return Unknown("", f"expected matrices {', '.join(names)} whose rows {heads} heads divide")
+        return Unknown("", f"expected matrices {', '.join(names)} whose rows split evenly into {heads} heads")
     up, _, rope, shared = (s.shape[0] for s in stored if s)
     return SitePlan(
         name=at[:-1],

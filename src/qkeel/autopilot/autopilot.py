@@ -67,7 +67,7 @@ def state(pilot: Autopilot) -> State:
 
 
 def load(pilot: Autopilot, state: State) -> None:
-    """Restores such a state, before the first step.
+    """Restores a saved state, before the first step.
 
     Raises:
         InvalidValueError: the state is not that of an autopilot with this policy, or training has begun.
@@ -124,16 +124,17 @@ _OFF = (
 
 @final
 class Autopilot(Handle):
-    """Watches a training run and carries out the decisions of its policy; made by `qkeel.autopilot`.
+    """Watches a training run and carries out the decisions of its policy; created by `qkeel.autopilot`.
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
-    steps, but keeps a norm, which the model was trained with. `events` lists everything it did, as in the run's event
-    log. To make it part of a checkpoint, save its `state_dict()` there, and after loading the checkpoint pass it to
-    `load_state_dict()` before the next step.
+    steps, but keeps a norm, which the model was trained with. `events` lists every action of the autopilot, as the
+    run's event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass
+    that to `load_state_dict()` before the next step.
 
-    The measurements of step s are decided on when step s + 1 is done. By then they have arrived from the device and
-    from all processes, so nothing waits, and every process has the same lag. Decisions take effect after all hooks of
-    step s + 1 have run, never within a step. Until the first action, training is bit for bit that of a watched run.
+    The policy decides on the measurements of step s when step s + 1 is done. By then they have arrived from the device
+    and from all processes, so nothing waits, and every process has the same lag. Decisions take effect after all hooks
+    of step s + 1 have run, never within a step. Until the first action, training is bit-identical to that of a watched
+    run.
     """
 
     def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):
@@ -171,7 +172,7 @@ class Autopilot(Handle):
         """Continues from a state that `state_dict()` returned; call it before the first step.
 
         If a norm was active, it is added again with fresh gains: load the state dicts of the model and of the optimizer
-        after this one, to restore them.
+        afterwards, to restore the gains.
 
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.
@@ -336,11 +337,11 @@ def autopilot(
 ) -> Autopilot:
     """Watches a training run and limits the logits of the heads that need it with the cheapest remedy that suffices.
 
-    Until its first action, training is bit for bit the same as without it. Every process of a run must call it.
+    Until its first action, training is bit-identical to training without it. Every process of a run must call it.
 
     Args:
         model: see `qkeel.watch`.
-        optimizer: the optimizer or optimizers of the model; a step of the first one counts as a step.
+        optimizer: the optimizer or optimizers of the model; only the steps of the first one are counted.
         policy: "ladder" with options ("ladder:threshold=50,allow_new_parameters=true"), or your own Policy.
         planned: the learning rates of the run, if known; they let the autopilot act earlier.
         sinks: where records and events are written; see `qkeel.watch`.
@@ -353,7 +354,7 @@ def autopilot(
         `remove()` undoes everything.
 
     Raises:
-        InvalidTypeError: there is no optimizer, or something else in its place.
+        InvalidTypeError: there is no optimizer, or `optimizer` is of another type.
         UnknownNameError: the policy or an option does not exist.
         QkeelError: `qkeel.watch` or `find_sites` fails.
 
@@ -384,7 +385,7 @@ def attach(
     """Adds an autopilot to a model that is already watched, before its first step; the autopilot closes the monitor.
 
     Args:
-        monitor: a monitor made with this optimizer, or with the first of several.
+        monitor: a monitor created with this optimizer, or with the first of several.
         optimizer: the optimizer or optimizers of the model.
         policy: see `autopilot`.
         example: see `autopilot`.

@@ -28,7 +28,7 @@ from qkeel.options import Count, Positive, Term, build, lookup, parse, settle
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """Everything a policy may know at one step.
+    """All information that a policy receives at one step.
 
     history: the merged training samples, in order. sites: in the order of the history's layers. missed: attention calls
     that were observed but not understood. decisions: earlier decisions. refused: actions that sites have refused so
@@ -59,9 +59,9 @@ class Records:
 class Policy(abc.ABC):
     """A pure function of records. Subclasses are frozen dataclasses; their fields are the policy's options.
 
-    `decide` gets the records up to one step and returns the decisions for that step. It keeps no state between calls
-    and sees neither model nor optimizer, so the same records lead to the same decisions in training, in a replay, and
-    on every process of a run.
+    `decide` receives the records up to one step and returns the decisions for that step. It keeps no state between
+    calls and sees neither model nor optimizer, so the same records lead to the same decisions in training, in a replay,
+    and on every process of a run.
     """
 
     name: ClassVar[str]
@@ -93,7 +93,7 @@ class Action(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
-    """What a policy knows about a site."""
+    """The information about a site that a policy receives."""
 
     name: str  #: name of the site
     n_heads: int  #: number of query heads
@@ -114,7 +114,7 @@ class Refused:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An action at one site, or the release of one."""
+    """An action at one site, or the release of an action."""
 
     step: int  #: number of completed optimizer steps at the decision
     action: Action  #: the action to take or to release
@@ -290,14 +290,14 @@ class Ladder(Policy):
     doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it acts on
     the heads that are over the threshold or forecast to end above 500, and on the head that the alarm names. *lalr*
     follows when the clipped heads of a site stay within a fifth of the threshold for `patience` records, which means
-    that they keep pushing, or when the site's entropy is below 0.05 nats despite the clip. *Norm*, of the whole model
-    and only with `allow_new_parameters`, follows after 2 · `patience` records under lalr if a logit of the site exceeds
-    three times the threshold or its entropy is below 0.05. Last comes the request for a lower rate, with
-    `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
+    that they keep pushing against the clip, or when the site's entropy is below 0.05 nats despite the clip. *Norm*, of
+    the whole model and only with `allow_new_parameters`, follows after 2 · `patience` records under lalr if a logit of
+    the site exceeds three times the threshold or its entropy is below 0.05. The last action is the request for a lower
+    rate, with `ask_for_rate`. Actions that a site refuses are skipped; a site with no action left is reported once.
 
     Releases happen in reverse order. lalr is released if the site stayed below half of the threshold for the last
     `calm` records and would end below it even if it grew 1/tau times as fast; qk_clip is released per head by the same
-    rule at the present speed. Each release doubles `calm` for that action and site. The norm is never released.
+    rule at the current speed. Each release doubles `calm` for that action and site. The norm is never released.
     """
 
     threshold: Positive = 15.0

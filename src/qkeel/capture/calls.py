@@ -730,7 +730,7 @@ class SiteStatistics:
         if self._waiting:
             if in_vmap():
                 raise InvalidValueError(
-                    "attention inside torch.func.vmap cannot be measured: numbers made there are invalid outside; "
+                    "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
                     "watch a pass without vmap"
                 )
             self._stats = self._stats.merged(SiteStats([_reduced(g) for g in self._waiting.values()], self._order))

@@ -486,7 +486,7 @@ def describe(
         heads: the number of heads, or (query heads, key heads).
         spec: what is computed from q and k; by default softmax of q·k/√d. A norm or RoPE that the module applies
             belongs here, or in `then` of a Reading. No learned parameters.
-        causal: whether a query sees no later key; queries are aligned to the end of the keys.
+        causal: whether later keys are hidden from a query; queries are aligned to the end of the keys.
         mask: called like a function for q; returns a mask as `qkeel.attention` takes it, or None.
 
     Returns:

@@ -22,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout: no co
 def make_app(words: Sequence[str]) -> App:
     """Returns the program for a command line.
 
-    The commands that `words` name are described by their whole docstring, the others by their line of `commands`.
+    The commands that `words` name are described by their whole docstring, the others by their line in `commands`.
     """
     app = App(
         name="qkeel",

@@ -136,7 +136,7 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[Callable[[], object], int], float] = processor_ms,
 ) -> list[BenchRow]:
-    """Times every case once a round, the order reversed each round, and returns a row per case.
+    """Times every case once per round, reversing the order each round, and returns a row per case.
 
     Args:
         cases: name -> what to call. base: the case that ratios refer to. rounds: the number of rounds. warmup: calls

@@ -87,7 +87,7 @@ EXAMPLES = {
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Returns the place of each command and its line: those of COMMANDS, `qkeel demo`, and `qkeel study NAME`."""
+    """Returns the location and the line of each command: those of COMMANDS, `qkeel demo`, and `qkeel study NAME`."""
     found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
     for name, (_, line) in STUDIES.items():
         found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", line

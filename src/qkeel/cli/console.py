@@ -27,18 +27,18 @@ POLL_SECONDS = 0.5
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Returns a console; into a pipe or file its lines are as wide as they need to be."""
+    """Returns a console; in a pipe or file, its lines are as wide as needed."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200)
 
 
 def print_line(console: Console, text: str) -> None:
-    """Prints one line as it is, however long: paths stay whole, and brackets are not markup."""
+    """Prints one line unchanged, however long: paths are not broken, and brackets are not read as markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def number(value: float | None) -> str:
-    """Returns a number as people read it: three digits, thousands separated, a dash for none.
+    """Returns a number in readable form: three digits, thousands separated, a dash for none.
 
     >>> number(2213.4), number(58.003), number(None)
     ('2,213', '58.0', '–')
@@ -103,7 +103,7 @@ class StudyView:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A context that shows the bar on a terminal, and nothing elsewhere."""
+        """A context manager that shows the bar on a terminal, and nothing elsewhere."""
         if not self.console.is_terminal:
             yield
             return

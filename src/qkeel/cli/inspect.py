@@ -91,7 +91,7 @@ def scan(
 ) -> int:
     """Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they allow.
 
-    Exit code 1 if a weight is NaN or infinite.
+    The exit code is 1 if a weight is NaN or infinite.
 
     Args:
         checkpoint: A .safetensors file, a folder of shards, or a Hugging Face folder.
@@ -149,9 +149,9 @@ def check(
 ) -> int:
     """Say in one sentence whether the attention of a run or a checkpoint is healthy.
 
-    Exit code 0 if it is, 1 if not, 2 for wrong usage. The weights of a checkpoint give an upper bound on its logits; a
-    bound over the threshold gives "not known", with exit code 0, or 1 with --strict. In Python: qkeel.check(model,
-    batch).
+    The exit code is 0 if it is healthy, 1 if not, and 2 for wrong usage. The weights of a checkpoint give an upper
+    bound on its logits; a bound over the threshold gives "not known", with exit code 0, or 1 with --strict. In Python:
+    qkeel.check(model, batch).
 
     Args:
         path: Directory of a run, or a .safetensors file, a folder of shards, or a Hugging Face folder.
@@ -187,7 +187,7 @@ def check(
 def replay(run: Path, /, *, policy: Annotated[str, Parameter(alias="-p")] = "ladder") -> int:
     """Print what a policy of the autopilot would have done on a recorded run, when and why.
 
-    The records do not change: after the policy's first action, they show what happened without it.
+    The records do not change: after the policy's first action, they show what happened without this action.
 
     Args:
         run: The directory of a watched or trained run.
@@ -254,12 +254,12 @@ def bench(
 ) -> int:
     """Time every attention kernel on this machine, side by side.
 
-    Prints the median time of the first kernel and, for every other one, the ratio to it: least / median / greatest of
-    the rounds. It uses one thread. Times are process time on a CPU and stream time on a GPU. `impl=` in code pins a
-    kernel.
+    Prints the median time of the first kernel and, for every other kernel, the ratio to the first: least / median /
+    greatest of the rounds. It uses one thread. Times are process time on a CPU and stream time on a GPU. `impl=` in
+    code pins a kernel.
 
     Args:
-        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only shows that it runs.
+        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only checks that it runs.
         device: Where to measure [default: cuda if there is one].
         json_: Print one JSON object with everything.
     """

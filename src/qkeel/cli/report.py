@@ -100,7 +100,8 @@ def figures(
 ) -> int:
     """Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG.
 
-    They are drawn by matplotlib, which `pip install "qkeel[plot]"` installs; the same numbers give identical files.
+    Figures are drawn by matplotlib, which `pip install "qkeel[plot]"` installs; the same numbers produce identical
+    files.
 
     Args:
         run: Directory of a study, of a run, or of a watched model.

@@ -108,9 +108,10 @@ _kinds = functools.cache(typing.get_type_hints)  # without the bounds, which the
 
 
 def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
-    """Returns a dataclass of flags, None where not given: one per plain field of RunConfig and its parts, and more.
+    """Returns a dataclass of flags: one per plain field of RunConfig and its parts, and `more`. Flags not given are
+    None.
 
-    Those of `several` take a list of values.
+    The fields in `several` take a list of values.
     """
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     flags = list(more)
@@ -251,7 +252,7 @@ def print_config(
     recipe: Path | None = None,
     flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
-    """Print the configuration that a recipe and flags make, as a TOML recipe.
+    """Print the configuration that results from a recipe and flags, as a TOML recipe.
 
     Args:
         recipe: TOML file of settings; flags override it.
@@ -513,11 +514,11 @@ def merge(parts: Several[Path], /, *, out: Path) -> int:
     """Merge directories of one study that ran on several machines into a new one; the sources do not change.
 
     If a run appears more than once, the finished copy is used, otherwise the most advanced; two finished copies with
-    different results are an error. The study's own command with this directory as --out runs what is left.
+    different results are an error. The study's own command with this directory as --out executes the remaining runs.
 
     Args:
         parts: Directories of the study.
-        out: The directory to make; it must be new or empty.
+        out: The directory to create; it must be new or empty.
     """
     merged = merge_studies(parts, out)
     write(out, out / "report.html")

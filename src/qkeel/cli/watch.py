@@ -55,7 +55,7 @@ class When:
     """Measure 20 steps per decade of steps: often at the start, then less and less."""
 
     def cadence(self) -> Cadence:
-        """The cadence that the options mean.
+        """The cadence that the options specify.
 
         Raises: InvalidValueError if more than one is given.
         """
@@ -80,7 +80,7 @@ def watch(
     """Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.
 
     Everything before -- is for qkeel, everything after it is the command: python with a script or -m and a module, or
-    torchrun with its options. Training in processes that the script itself starts is not seen.
+    torchrun with its options. Training in processes that the script itself starts is not watched.
 
     Args:
         command: The command that trains, after --.
@@ -88,7 +88,7 @@ def watch(
         out: Directory of the run; if it is not empty, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
         live: Serve the page of the run while it trains, on this port of this machine or on a free one.
-        query_mask: Keyword argument of the model's forward that says which rows count, like attention_mask.
+        query_mask: Keyword argument of the model's forward that marks the rows to include, like attention_mask.
         apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script stays as it is.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
         policy: The autopilot's policy, like ladder:threshold=50 [default: ladder].
@@ -149,7 +149,7 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
     ]
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
-    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script come after --")
+    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script belong after --")
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class Fix:
         return shlex.join(["qkeel", *self.own, *self.command])
 
     def lines(self, remedy: str) -> list[str]:
-        """What to do about an alarm that advises `remedy`; nothing if an autopilot takes care of it."""
+        """What to do about an alarm that advises `remedy`; empty if an autopilot handles the alarm."""
         found = _APPLY.search(remedy)
         if self.piloted:
             return []
@@ -76,7 +76,7 @@ class Fix:
         if self.launched:
             again = f"start it again with --apply {spec} before the --"
         why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
-        return [f"to fix it: {again}", f"or in the script, after the optimizer is made: {found[0]}{why}"]
+        return [f"to fix it: {again}", f"or in the script, after the optimizer is created: {found[0]}{why}"]
 
 
 # In the workers of torchrun: the command that was typed behind `qkeel watch --`.
@@ -87,7 +87,7 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 
 @final
 class MessageSink(Sink):
-    """Prints the directory of the run, what alarms say, and at the end the last numbers.
+    """Prints the directory of the run, the messages of alarms, and at the end the last numbers.
 
     Alarms with one cause are grouped: the first severe one says what to do, and later ones only report the progress.
     If there are several at one step, only the most severe is printed.
@@ -159,7 +159,9 @@ class MessageSink(Sink):
             grave = max(own, key=lambda alarm: list(Severity).index(alarm.severity))
             now = math.nan if self._sample is None else self._sample.overall("max_logit")
             if cause == GROWTH and self._acted and now <= ALARM_THRESHOLD:
-                self.writer(f"{cause} at step {own[0].step:,}; since the autopilot acted the largest is {now:,.4g}")
+                self.writer(
+                    f"{cause} at step {own[0].step:,}; after the autopilot acted, the largest logit is {now:,.4g}"
+                )
             else:
                 self.writer(f"{cause}, since step {own[0].step:,}; {grave.line}")
 
@@ -177,7 +179,7 @@ class MessageSink(Sink):
 
 @final
 class MessageWriter(Handle):
-    """Writes lines, and qkeel's own warnings as one line each, to the stderr that the process started with.
+    """Writes lines, and qkeel's own warnings as one line each, to the original stderr of the process.
 
     With several processes only rank 0 prints messages, but all print warnings; forked processes print neither.
     """
@@ -198,7 +200,7 @@ class MessageWriter(Handle):
 
     @property
     def here(self) -> bool:
-        """Returns whether this is the process that the run began in, not one that the script has forked."""
+        """Returns whether this is the process in which the run began, not one that the script has forked."""
         return os.getpid() == self._pid
 
     def __call__(self, line: str) -> None:
@@ -228,14 +230,14 @@ LOOKS = 3  # steps of an optimizer after which its model is looked for, if there
 
 @final
 class ModelFinder(Handle):
-    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is made. The models
-    are those that hold its parameters, found among all living objects, so a copy that averages weights is excluded. If
-    none does yet, they are looked for again after the optimizer's first step. A module whose passes are not seen until
-    the first step, such as a container whose forward is never called, gives way to the part of it that holds the same
-    parameters. Two optimizers of one model share a Monitor, which counts the steps of the first one; an optimizer made
-    after the first has stepped begins a new phase of training, with a new Monitor.
+    """Calls `start(model, optimizer)` for each model that an optimizer trains, when the optimizer is created. The
+    models are those that hold its parameters, found among all living objects, so a copy that averages weights is
+    excluded. If no model holds them yet, the search is repeated after the optimizer's first step. A module without an
+    observed pass by the first step, such as a container whose forward is never called, is replaced by its submodule
+    that holds the same parameters. Two optimizers of one model share a Monitor, which counts the steps of the first
+    one; an optimizer created after the first has stepped begins a new phase of training, with a new Monitor.
 
-    Optimizers and models are held weakly. Processes that the program starts are not searched.
+    Optimizers and models are referenced weakly. Processes that the program starts are not searched.
     """
 
     def __init__(
@@ -335,7 +337,7 @@ class _Watch:
         return monitor is not None and not monitor.passes and len(self._chain) > 1
 
     def inwards(self) -> list[nn.Module]:
-        """The modules that remain if the outermost is not the one that is called."""
+        """The modules that remain if the outermost module is not the one that is called."""
         return [module for ref in self._chain[1:] if (module := ref()) is not None]
 
     def end(self) -> None:
@@ -346,9 +348,9 @@ class _Watch:
 
 
 def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
-    """The models that hold an optimizer's parameters, the one with most of them first.
+    """The models that hold an optimizer's parameters, the model with the most of them first.
 
-    Each is a list of modules that hold the same parameters: the outermost one, then the part of it that holds them all,
+    Each is a list of modules that hold the same parameters: the outermost one, then its submodule that holds them all,
     and so on. Wrappers that only pass their call on to a module are left out: the passes of that module are enough.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -420,7 +422,7 @@ class _WatchedModel:
 
     @property
     def used(self) -> bool:
-        """Returns whether it has a run directory or may get one."""
+        """Returns whether the session has a run directory or may get one."""
         monitor = self.monitor()
         return self.message_sink.run.path is not None or (monitor is not None and monitor.active)
 
@@ -453,8 +455,8 @@ class _Remedied:
     def begin_phase(
         self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
     ) -> None:
-        """Takes the optimizer of the next phase; `write` gets a line about parameters of remedies that this optimizer
-        lacks."""
+        """Continues with the optimizer of the next phase; `write` receives a line about parameters of remedies that
+        this optimizer lacks."""
         if self._steps is not None:
             self._steps.remove()
             self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
@@ -464,7 +466,8 @@ class _Remedied:
         left = [name for name, p in own.items() if id(p) not in stepped]
         if left:
             write(
-                f"the new {type(optimizer).__name__} does not train {', '.join(left)}, which --apply added: they stay"
+                f"the new {type(optimizer).__name__} does not train {', '.join(left)}, which --apply added: these "
+                "parameters stay unchanged"
             )
 
     def _at_next_pass(
@@ -547,7 +550,7 @@ class WatchSession:
         return out if first == model else out.with_name(f"{out.name}-{model}")
 
     def close(self, *, complete: bool) -> None:
-        """Stops watching and reports how it went and where the runs are. `complete`: whether the script ended
+        """Stops watching, and reports the outcome and the run directories. `complete`: whether the script ended
         without an error."""
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
@@ -555,7 +558,9 @@ class WatchSession:
             if (monitor := run.monitor()) is not None:
                 monitor.training_over(self.writer)
             elif (last := run.message_sink.last) is not None:
-                self.writer(f"{run.model} is measured up to step {last:,}: the script dropped it before it ended")
+                self.writer(
+                    f"{run.model} is measured up to step {last:,}: the script deleted the model before it ended"
+                )
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
         for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record
@@ -632,8 +637,8 @@ class Program:
 
 
 def parse(words: Sequence[str]) -> Program | list[str]:
-    """The program that a command starts. For torchrun, which itself starts the program several times, the words of the
-    command.
+    """Returns the program that a command starts, or the words of the command for torchrun, which starts the program
+    itself.
 
     Raises: InvalidValueError if it is not a command that runs Python here.
     """
@@ -694,7 +699,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
     given = get_args_parser().parse_args(list(words))
     if given.no_python:
-        raise InvalidValueError("torchrun's --no-python starts something that is not Python, which can't be watched")
+        raise InvalidValueError("torchrun's --no-python starts a program that is not Python, which can't be watched")
     options = list(words[: len(words) - 1 - len(given.training_script_args)])
     if not given.module:
         options.append("-m")
@@ -714,7 +719,7 @@ def prepare(program: Program) -> bytes | None:
     if not sys.flags.safe_path:
         sys.path[0] = str(folder)
     if program.module and importlib.util.find_spec(program.name.partition(".")[0]) is None:
-        raise DataError(f"expected a module that Python finds from {folder}, got {program.name!r}; is it installed?")
+        raise DataError(f"expected a module that Python can find from {folder}, got {program.name!r}; is it installed?")
     if program.unbuffered:
         raw = open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - stdout until the end
         how = sys.stdout.encoding, sys.stdout.errors

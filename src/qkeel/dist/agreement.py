@@ -119,7 +119,8 @@ def run_on_all(
 ) -> T:
     """Runs `act()` and returns its result if it succeeds on every process of the run with the same outcome.
 
-    In nested calls, a failure in the inner call is not reported again by the outer one, since every process knows.
+    In nested calls, a failure in the inner call is not reported again by the outer one, since every process is already
+    aware of it.
 
     Args:
         what: name of the action in errors.
@@ -130,7 +131,7 @@ def run_on_all(
 
     Raises:
         ApartError: another process failed, had another outcome, or did not arrive.
-        BaseException: what `act` itself raises, once the other processes know.
+        BaseException: what `act` itself raises, once the other processes have been informed.
     """
     if world() == 1:
         return act()
@@ -157,12 +158,12 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
     Args:
         what: name of the matter.
         word: this process's report.
-        patience: seconds after which a silent process is an error. None allows processes to arrive at very different
-            times: the waiting ones warn after 8 seconds and wait as long as the process group waits in a collective.
+        patience: seconds after which a silent process is an error. With None, processes may arrive at very different
+            times: those that wait warn after 8 seconds, and wait as long as the process group waits in a collective.
 
     Raises:
-        ApartError: a process stays silent, reports about another matter, or has reported a failure. In the last case
-            silent processes get 8 more seconds, and this error as soon as they report.
+        ApartError: a process does not report, reports on another matter, or has reported a failure. In the last case
+            the processes that have not reported get 8 more seconds, and receive this error as soon as they report.
     """
     at, words = _report(what, word, patience)
     fault = _fault(at)
@@ -173,7 +174,7 @@ def gather_messages(what: str, word: str, *, patience: float | None = None) -> l
         raise ApartError(
             f"{what} was called on only some processes of this run: {_processes(silent)} did not reach it within "
             f"{_limit(patience):g} seconds. Every process must call it; where they reach it at very different times, "
-            "let them wait for each other first with torch.distributed.barrier()"
+            "synchronise them first with torch.distributed.barrier()"
         )
     said = [one.partition("\n") for one in words if one is not None]
     if len({matter for matter, *_ in said}) > 1:
@@ -194,7 +195,7 @@ def fail_on_all(what: str, error: Exception) -> None:
 
 @contextmanager
 def agreed_collectives(what: str) -> Iterator[None]:
-    """Makes processes meet before each of their collectives inside this context.
+    """Synchronises the processes before each of their collectives inside this context.
 
     If one fails in `what`, the others get an error instead of waiting for it, and none of its later collectives is
     mistaken for this one."""
@@ -332,8 +333,8 @@ def _unlike(words: Sequence[str]) -> str:
 class Membership:
     """A change that every process of a run has made, and that all must remove after the same step.
 
-    Processes that train one model wait for each other in every step. What one stored before a step is therefore visible
-    to the others at the end of its passes, and reading the store without waiting is enough.
+    Processes that train one model wait for each other in every step. What a process stored before a step is therefore
+    visible to the others at the end of its passes, and reading the store without waiting is enough.
     """
 
     def __init__(self, what: str) -> None:
@@ -435,8 +436,8 @@ def _wait(work: Work | None, result: Tensor) -> None:
 class StepExchange:
     """The all-reduces at the end of some optimizer steps.
 
-    Maxima that are needed after each step are sent along, so that such a step has no collective for them. All processes
-    must have agreed on this.
+    Maxima that are needed after each step are sent along, so that they need no collective of their own in such a step.
+    All processes must have agreed on this exchange.
     """
 
     def __init__(self) -> None:
@@ -461,7 +462,7 @@ class StepExchange:
         return str(len(self.maxima))
 
     def reduce(self, name: str, largest: Tensor, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Reduces a vector to its maxima and others to their sums, and sends along the maxima that are due."""
+        """Reduces one vector to its maxima and the others to their sums, and sends along the pending maxima."""
         with_it = [one for one in self.maxima if one.sent_with == name and one.found is None]
         own = [one.own() for one in with_it]
         wide = functools.reduce(torch.promote_types, [x.dtype for x in own], largest.dtype)
@@ -473,7 +474,8 @@ class StepExchange:
         return [mine, *others]
 
     def largest(self, wanted: StepMaxima) -> Tensor:
-        """Returns maxima over all processes, once per step. Maxima that no exchange has sent share one collective."""
+        """Returns maxima over all processes, once per step. Maxima that were not sent with an exchange are reduced in
+        one common collective."""
         if wanted.found is None:
             left = [one for one in self.maxima if one.found is None]
             own = [one.own() for one in left]

@@ -84,7 +84,7 @@ _DEEPSPEED = "deepspeed.runtime.engine"
 def wrappers(model: nn.Module) -> list[nn.Module]:
     """Returns the DistributedDataParallel and FullyShardedDataParallel modules around a model or inside it.
 
-    A module does not know its wrapper, and trainers hand out the module inside, so all objects are searched.
+    A module has no reference to its wrapper, and trainers return the inner module, so all objects are searched.
     """
     if world() == 1:
         return []
@@ -101,8 +101,8 @@ def is_flat(wrapper: nn.Module) -> bool:
 def zero_stage(model: nn.Module) -> int:
     """Returns the stage of DeepSpeed's ZeRO under which a model trains, 1 to 3; 0 without it.
 
-    From stage 1 on the optimizer steps flat pieces of the weights, which are copied back behind its hooks; in stage 3 a
-    process holds no weights between two passes.
+    From stage 1 on the optimizer steps flat pieces of the weights, which are copied back out of reach of its hooks; in
+    stage 3 a process holds no weights between two passes.
     """
     home = sys.modules.get(_DEEPSPEED)
     engines = [] if home is None else _living(home.DeepSpeedEngine)
@@ -216,7 +216,7 @@ class Layout:
 
     @classmethod
     def of_model(cls, model: nn.Module, attentions: Iterable[nn.Module], stage: int | None) -> Self:
-        """Returns the role that a model's weights show; `attentions` are its modules with heads.
+        """Returns the role that a model's weights imply; `attentions` are its modules with heads.
 
         Raises:
             RefusedError: the weights of its attention layers are split over more than one axis.
@@ -227,8 +227,8 @@ class Layout:
         if len(heads) > 1:
             raise RefusedError(
                 "the weights of this model's attention layers are split over more than one axis of its mesh, so it is "
-                "unknown which heads this process has. State it: "
-                "qkeel.watch(..., layout=Layout.of_mesh(mesh, heads=...)), Layout from qkeel.monitor"
+                "unknown which heads this process has. Specify it: qkeel.watch(..., layout=Layout.of_mesh(mesh, "
+                "heads=...)), Layout from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
         return cls(data=min(axis), head_part=part, head_parts=len(axis), stage=stage, shard=_shard(model))

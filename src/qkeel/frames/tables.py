@@ -146,7 +146,7 @@ def layers_frame(
         steps: [n].
         layers: names, or () for layer 0, layer 1, …
         values: name -> [n layers].
-        types: layer -> its type, by records.LAYER_TYPES; where some are known there is a column of them.
+        types: layer -> its type, by records.LAYER_TYPES; if any are known, the table has a column with them.
 
     >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])}, {"attn": "window"})
     <Frame of 1 rows: step, layer, type, entropy>
@@ -165,7 +165,8 @@ def heads_frame(
         steps: [n].
         layers: names, or () for layer 0, layer 1, …
         heads: name -> [n layers heads], by records.HEAD_FIELDS.
-        types: layer -> its type, by records.LAYER_TYPES; where some are known there is a column of them, "" for others.
+        types: layer -> its type, by records.LAYER_TYPES; if any are known, the table has a column with them, "" for
+            others.
 
     >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
     <Frame of 1 rows: step, layer, head, entropy>

@@ -86,7 +86,7 @@ def logit_terms(
         if (shared := a.dims & b.dims)
     )
     if not terms:
-        raise UnknownRowsError("no part of a head is made by projections on both sides")
+        raise UnknownRowsError("no part of a head is computed by projections on both sides")
     return terms, query.normed or key.normed
 
 
@@ -102,7 +102,7 @@ def sum_terms(
     for i, (q, k) in enumerate(products):
         try:
             if q is None or k is None:
-                raise UnknownRowsError("the operations on it hide which q and k it is made of")
+                raise UnknownRowsError("the operations on it hide the q and k from which it is computed")
             own, after_norm = logit_terms(q, k, frame, names)
         except UnknownRowsError as error:
             which = f"its logit is a sum of {len(products)} products, and number {i + 1} is not known: "
@@ -152,7 +152,8 @@ def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *
             break
     if found.opaque:
         raise UnknownRowsError(
-            f"{what} is a product with {', '.join(found.opaque)}, and it is not known which of its rows make which head"
+            f"{what} is a product with {', '.join(found.opaque)}, and it is not known which of its rows belong to "
+            "which head"
         )
     if not found.nearest:
         return Walk(nearest=_tables(x, names, what))

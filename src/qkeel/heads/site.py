@@ -35,12 +35,12 @@ class HeadSlice:
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); for a
     parameter with more than two dimensions, those of `weight.flatten(1)`, such as an output channel of a convolution.
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads share the
-    whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns its entries: those at the same
-    indices, plus `bias_shift`.
+    whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at the
+    same indices, plus `bias_shift`.
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
-    after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no step needs
-    the index again.
+    after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a view, and no
+    step needs the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
@@ -86,12 +86,12 @@ class HeadSlice:
         return self.axis == other.axis and torch.equal(self.index, other.index)
 
     def heads(self, weight: Shaped[Tensor, ...]) -> Shaped[Tensor, "n r m"]:
-        """The weight as [n r m], m = 1 of a vector: a view where the heads are evenly spaced, else a copy."""
+        """The weight as [n r m], m = 1 for a vector: a view where the heads are evenly spaced, else a copy."""
         rows = self.rows_of(weight)
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
 
     def rows_of(self, weight: Tensor) -> Tensor:
-        """A view of the weight whose rows are those that the index numbers; a vector gives one column."""
+        """A view of the weight whose rows are those that the index selects; a vector gives one column."""
         if weight.ndim == 1:
             return weight[:, None]
         if weight.ndim > 2:
@@ -253,17 +253,17 @@ class NormGain:
 class AttentionSite:
     """One attention layer of a model.
 
-    `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
-    `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
+    `terms` is empty where the weights of the logit or of a part of it are unknown; `why` then states the reason.
+    `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only a CaptureMode with dispatch=True sees it. `description` is there for a site described by hand.
+    `below`: only a CaptureMode with dispatch=True sees it. `description` is set for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
-    gives the dimensions of written-out scores; `layout.guess` says why they are a guess, if they are. `head_dim` counts
-    the numbers of all products that the logit is a sum of, each query once.
+    gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.
+    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
 
-    `visible` says which keys its queries were seen to reach, and `origin` what the keys are made of; see
+    `visible` says which keys its queries were seen to reach, and `origin` what the keys are computed from; see
     `capture.visible_sets`.
     """
 
@@ -341,7 +341,7 @@ class AttentionSite:
 
     @property
     def reparametrised(self) -> bool:
-        """True if a weight on a logit path is made from another (spectral or weight norm, sigma_reparam)."""
+        """True if a weight on a logit path is computed from another (spectral or weight norm, sigma_reparam)."""
         return any("parametrizations." in s.parameter for s in (*self.query, *self.key))
 
 
@@ -366,10 +366,10 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecognizedAttention:
-    """Attention that was seen but not understood: no statistics are taken of it, and no remedy changes it.
+    """Attention that was seen but not understood: no statistics are computed for it, and no remedy changes it.
 
-    `module` is the name of the module in which it happens, `operation` what its logits could not be followed through,
-    `reason` a clause that says why.
+    `module` is the name of the module that computes it, `operation` the operation through which its logits could not
+    be traced, `reason` a clause that says why.
     """
 
     module: str
@@ -386,10 +386,11 @@ class Sites(list[AttentionSite]):
 
     Attributes:
         missed: attention layers that were seen but not understood.
-        indexers: modules whose scores choose keys for one of the sites: a top-k uses them and not a softmax, and no
-            remedy acts on them. The name of an indexer is that of the first site of its layer, followed by #index.
-        linear: the names of the modules that stand beside attention and mix positions without logits, such as linear
-            attention and state-space layers: nothing is measured of them, and no remedy acts on them.
+        indexers: modules whose scores choose keys for one of the sites: a top-k uses the scores, not a softmax, and no
+            remedy acts on these modules. The name of an indexer is that of the first site of its layer, followed by
+            #index.
+        linear: the names of the modules that mix positions without logits, such as linear attention and state-space
+            layers, in a model that also has attention: nothing is measured in them, and no remedy acts on them.
     """
 
     def __init__(

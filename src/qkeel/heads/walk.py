@@ -379,7 +379,7 @@ class Repetition:
         except RefusedError:
             raise
         except Exception as error:
-            _LOG.debug("operators are repeated one change after the other: %s", error)
+            _LOG.debug("operators are repeated for one change at a time: %s", error)
             return None
 
 

@@ -112,7 +112,7 @@ def _check(module: nn.Module, query: Tensor, more: Kwargs) -> None:
         chosen = name == "indices" and isinstance(given, Tensor) and given.ndim != 3
         if unknown or several or chosen or (name == "cache" and given is not None):
             raise RefusedError(
-                f"{type(module).__name__} gives attention {name}=, which {NAME!r} does not compute; "
+                f"{type(module).__name__} passes {name}= to its attention, which {NAME!r} does not compute; "
                 'load the model with attn_implementation="eager"'
             )
 
@@ -171,7 +171,7 @@ def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what tran
     home = home[0] if isinstance(home, tuple) else home
     if home is not None and not (home._supports_sdpa or home._supports_attention_backend):
         raise RefusedError(
-            f"{home.__name__} writes its attention out itself, which {NAME!r} cannot reach; load it "
+            f"{home.__name__} implements its attention itself, which {NAME!r} cannot reach; load it "
             'with attn_implementation="eager", which qkeel.watch sees as well'
         )
     # A model without "sdpa" support may extend the mask for keys of its own, as DeepSeek V4 does, so it can't be None.

@@ -85,7 +85,7 @@ PREFERENCES: tuple[Preference, ...] = (
         holds=_half_precision_training_on_avx2,
         order=("decode", "native", "chunked", "sdpa", "windowed"),
         reason="Forward and backward, torch's flash kernel takes 4.0 to 7.1 times the time of 'chunked', and "
-        "'windowed', which is made of it, 2.3 to 3.5 times: the processor has no units for these types.",
+        "'windowed', which is built on it, 2.3 to 3.5 times: the processor has no units for these types.",
     ),
     Preference(
         calls="a call with as many queries as keys",

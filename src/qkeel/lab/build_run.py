@@ -390,5 +390,7 @@ def _device(name: str) -> str:
         has = f"it has {count} CUDA device(s)" if count else "it has no CUDA"
         raise InvalidValueError(f"expected a device of this machine, got {name!r}: {has}; try --device cpu")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise InvalidValueError("expected a device of this machine, got 'mps': it has none; try --device cpu")
+        raise InvalidValueError(
+            "expected a device of this machine, got 'mps', which it does not have; try --device cpu"
+        )
     return name

@@ -64,7 +64,9 @@ class ModelConfig:
         if not self.mlp_ratio * self.d_model >= 1:
             raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
         if self.parametrisation == "mup" and self.block != "mha":
-            raise InvalidValueError(f"expected block=mha with parametrisation=mup, got {self.block}, which has no rule")
+            raise InvalidValueError(
+                f"expected block=mha with parametrisation=mup, got {self.block}, for which µP has no rule"
+            )
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm needs block=gau with norm_order=post")
         if self.head_dim is None:
@@ -277,7 +279,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Reads nested plain values (TOML, JSON). Missing keys get their defaults, unknown keys are rejected."""
+        """Reads nested plain values (TOML, JSON). Missing keys get their defaults; unknown keys are rejected."""
         return read_fields(cls, values, "")
 
 

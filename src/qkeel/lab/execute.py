@@ -324,7 +324,7 @@ class MergedStudy:
 
 
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:
-    """Merges directories of the same study, made on several machines, into a new one; the sources do not change.
+    """Merges directories of the same study, created on several machines, into a new one; the sources do not change.
 
     If a run appears more than once, the finished copy is used, otherwise the most advanced. Unfinished runs are copied
     too: the study's own command with `out` continues them. `out` appears completely or not at all.
@@ -377,7 +377,7 @@ def _check_places(places: Sequence[Path], out: Path) -> None:
         seen.add(os.path.realpath(place))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
-            f"cannot merge into {out}: something is there already. Name a new directory; nothing was changed."
+            f"cannot merge into {out}: it is not an empty directory. Name a new directory; nothing was changed."
         )
 
 

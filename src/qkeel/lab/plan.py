@@ -33,12 +33,12 @@ ONE_OF_EACH = (
 class Grid:
     """The axes of a study, which has one run for every combination of a remedy, a learning rate and a seed.
 
-    Remedies keep their order, rates and seeds are sorted, duplicates are dropped. In studies that compare forms of
+    Remedies keep their order; rates and seeds are sorted; duplicates are dropped. In studies that compare forms of
     attention, the forms take the place of remedies.
 
     Every other non-empty axis (blocks, optimizers, data mixes, settings) divides the study into parts, one per
     combination of values. Remedies are compared only within a part, because a learning rate means something different
-    to another optimizer or width.
+    for another optimizer or width.
 
     With tuning seeds, each remedy runs in every part at its best rate on those seeds.
     """

@@ -461,8 +461,8 @@ def check_enough(corpus: Corpus, config: DataConfig, steps: int) -> None:
 def _too_few(corpus: Corpus, config: DataConfig, steps: int) -> DataError:
     return DataError(
         f"{corpus.name} has {places(corpus, config):,} training windows of {config.context} {corpus.counted}s, and "
-        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows=once; take fewer steps, more "
-        "text, or windows drawn"
+        f"{steps:,} steps of {config.batch} need {steps * config.batch:,} with windows=once; use fewer steps, more "
+        "text, or windows=drawn"
     )
 
 

@@ -103,10 +103,11 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Returns a bootstrap interval of a statistic over seeds; the same values always give the same bits.
+    """Returns a bootstrap interval of a statistic over seeds; the result is bit-identical for the same values.
 
     Percentiles are expanded to Φ(±t·√(n / (n - 1))), with Student's t in place of the normal quantile, because plain
-    percentiles are too narrow for few seeds. With 3 seeds or fewer the interval spans all that resampling can produce.
+    percentiles are too narrow for few seeds. With 3 seeds or fewer the interval spans all values that resampling can
+    produce.
 
     Args:
         values: one number per seed; infinity is allowed.
@@ -145,7 +146,7 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
 
     The means of all 2ⁿ - 1 non-empty subsets, sorted, cut the line into 2ⁿ parts, and each part contains the centre
     with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with
-    probability 1 - 2k / 2ⁿ, whatever the distribution; it contains the values that a sign permutation test does not
+    probability 1 - 2k / 2ⁿ, for any such distribution; it contains the values that a sign permutation test does not
     reject. k is the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends
     are infinite. Ties count as if drawn from a continuous distribution. With more than 18 differences, random subsets
     are used.
@@ -191,10 +192,10 @@ def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def nominal(error: float, looks: int) -> float:
-    """Returns the two-sided error per look so that several looks at equally growing data together err with `error`.
+    """Returns the two-sided error per look at which several looks at evenly growing data have a total error of `error`.
 
     Pocock's constant boundary c satisfies P(|Z_k| ≥ c for some k ≤ looks) = error, where Z_k is the standardised sum of
-    k independent normal steps. The density of the sums that stayed inside is carried from look to look on a grid.
+    k independent normal steps. The density of the sums that stayed inside is propagated from look to look on a grid.
 
     Source: Pocock 1977, Group sequential methods; the recursion: Armitage, McPherson & Rowe 1969.
 
@@ -240,7 +241,7 @@ def common_level(decided: Callable[[float], int], rows: int, error: float, looks
         decided: maps a level to the number of rows that intervals at this level decide.
         rows: number of rows.
         error: allowed share of wrong verdicts, between 0 and 1.
-        looks: how often, at most, the rows are inspected while seeds are added.
+        looks: the maximum number of times that the rows are inspected while seeds are added.
 
     Raises:
         InvalidValueError: a number is out of range.
@@ -294,9 +295,9 @@ class PairedEffect:
 
     @property
     def seeds(self) -> int | None:
-        """The number of seeds that decide in 80 % of studies, if mean and spread are as observed.
+        """The number of seeds with which 80 % of studies reach a verdict, if mean and spread are as observed.
 
-        It is n if the verdict is already decided, and None if 100,000 seeds are not enough.
+        The result is n if the verdict is already decided, and None if 100,000 seeds are not enough.
         """
         if self.verdict != "undecided":
             return self.n
@@ -311,17 +312,19 @@ def paired_effect(
     """Judges paired differences, one per seed and positive where the first run is better, by Student's t.
 
     The interval is mean ± t · s / √n with n - 1 degrees of freedom. For normal differences it has the stated coverage,
-    and a verdict of better or worse has the stated error when nothing differs, for every n from 2 on. Symmetric heavy
-    tails err less often; a uniform distribution errs in up to 8 % instead of 5 % for n ≤ 5. One interval decides in
-    this order: beyond the margin, inside it, or undecided; a difference that is surely above 0 but inside the margin is
-    therefore called equal. The test of equality at `level` consists of two one-sided tests, each at half of 1 - level.
+    and a verdict of better or worse has the stated error when nothing differs, for every n from 2 on. The error is
+    smaller for symmetric distributions with heavy tails, and up to 8 % instead of 5 % for a uniform distribution and n
+    ≤ 5. One interval decides in this order: beyond the margin, inside it, or undecided; a difference that is surely
+    above 0 but inside the margin is therefore called equal. The test of equality at `level` consists of two one-sided
+    tests, each at half of 1 - level.
 
-    If all differences are 0, the runs are identical and the interval is [0, 0]. If all are the same other number, they
-    are not a sample of a continuous quantity: only their signs count, and a verdict takes 6 seeds at level 0.95.
+    If all differences are 0, the runs are identical and the interval is [0, 0]. If all differences are the same number
+    other than 0, they are not a sample of a continuous quantity: only their signs count, and a verdict takes 6 seeds at
+    level 0.95.
 
     Args:
         differences: at least 2 finite numbers.
-        margin: the largest difference that counts as none, above 0; without one, every difference from 0 counts and
+        margin: the largest difference that counts as zero, above 0; without one, every difference from 0 counts and
             nothing is called equal.
         level: coverage, between 0 and 1.
 
@@ -358,7 +361,7 @@ def planned_power(expected: float, spread: float, n: int, level: float = 0.95, m
         spread: standard deviation of the differences, above 0.
         n: number of pairs, at least 2.
         level: coverage of the interval.
-        margin: the largest difference that counts as none; 0 without one.
+        margin: the largest difference that counts as zero; 0 without a margin.
 
     Raises:
         InvalidValueError: an argument is out of range.

@@ -28,7 +28,7 @@ def fused_logit_error(
     """Returns the standard deviation, in nats, of a logit with rounded q and k: scale · √2 · r · ‖q‖ ‖k‖ / √d.
 
     This is the error of fused kernels: they accumulate in float32 but read q and k in `dtype`, each with a relative RMS
-    error r. The errors of the d products are assumed independent, and q and k spread over all dimensions.
+    error r. The errors of the d products are assumed to be independent, and q and k to be spread over all dimensions.
 
     Args:
         query_norm: ‖q‖ as it enters the product.
@@ -98,7 +98,7 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
 def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
     """Returns whether attention has collapsed: mean entropy below 0.1 nats, or a loss that is NaN or did not improve.
 
-    Tiny models rarely diverge to NaN; they freeze with one-hot attention, whose entropy is 0.
+    Tiny models rarely diverge to NaN; instead, their attention collapses to one-hot weights, whose entropy is 0.
 
     >>> collapsed(0.01, 2.0, 5.5), collapsed(1.2, 2.0, 5.5)
     (True, False)
@@ -122,7 +122,7 @@ def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> in
 def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
     """Fits values ~ steps^p and returns p, by least squares of ln value on ln step over the positive records.
 
-    Returns NaN with fewer than `least` usable records, since a power law fits anything through few points.
+    Returns NaN with fewer than `least` usable records, since a power law fits almost any few points.
 
     >>> round(growth_exponent(range(1, 9), [2.0 * step**0.5 for step in range(1, 9)]), 6)
     0.5
@@ -194,7 +194,8 @@ def largest_stable_lr(rows: Sequence[Row]) -> float | None:
 
 
 def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
-    """Returns val_loss(baseline) - val_loss(remedy) for each seed that both have at `lr`; positive: the remedy wins.
+    """Returns val_loss(baseline) - val_loss(remedy) at `lr` for each seed that both have; positive: the remedy is
+    better.
 
     The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
 
@@ -202,7 +203,7 @@ def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> l
         rows: rows of a study's table.
         remedy: the remedy to judge.
         baseline: the remedy to compare it with.
-        lr: the learning rate of both.
+        lr: the learning rate of both remedies.
 
     >>> rows = [{"remedy": r, "lr": 0.1, "seed": 0, "val_loss": v} for r, v in (("qk_norm", 2.0), ("none", 2.5))]
     >>> paired_gain(rows, "qk_norm", "none", lr=0.1)
@@ -288,7 +289,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong, as far as known."""
+        """Whether nothing is known to be wrong."""
         return self.status is Status.HEALTHY
 
     def table(self) -> str:

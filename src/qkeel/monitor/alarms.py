@@ -43,12 +43,13 @@ LOOK = "print(qkeel.explain_model(model))  # says which norm each attention laye
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution(Rule):
-    """The rounding of a logit is as large as `tolerance` (nats, standard deviation), so attention ranks noise.
+    """The rounding error of a logit reaches `tolerance` (nats, standard deviation), so attention ranks noise.
 
-    kernel "fused": q and k are rounded, see metrics.fused_logit_error; "eager": stored scores are, see
-    metrics.stored_logit_error (code that rounds the product and again the scaled one is up to √2 worse). Both are
-    computed from per-head records. scale: the factor that attention multiplies q·k with, where query_norm and key_norm
-    are those of this q and k; 1/√head_dim if not given. Eager needs none: max logits are recorded scaled.
+    kernel "fused": the error of rounded q and k, see metrics.fused_logit_error; "eager": that of stored scores, see
+    metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
+    are computed from per-head records. scale: the factor by which attention multiplies q·k, where query_norm and
+    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because maximal logits
+    are recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -118,11 +119,11 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but does not act: q or k does not have the length that it gives, or a logit is too
-    large.
+    """A q/k norm is configured but does not act: q or k does not have the length that the norm produces, or a logit is
+    too large.
 
-    With gains of 1, RMS and layer norm make every head √head_dim long, L2 norm 1 long. This is checked once, when the
-    norms are first recorded, and only if the gains are `fresh`, that is, still 1, and not in a model that was trained
+    With gains of 1, RMS and layer norm give every head the length √head_dim, L2 norm the length 1. This is checked
+    once, when the norms are first recorded, and only if the gains are `fresh`: still 1, in a model that was not trained
     before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
     """
 
@@ -199,7 +200,7 @@ class VanishingGradient(Rule):
 class Setting:
     """The facts of a run besides its records; None means unknown.
 
-    dtype: what q, k and scores are held in; kernel: "fused" if they are not written to memory; head_dim and scale as
+    dtype: that of q, k and scores; kernel: "fused" if they are not written to memory; head_dim and scale as
     in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights.
     """
 
@@ -213,7 +214,7 @@ class Setting:
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
-    """The default rules, and those for which `setting` has the facts.
+    """The default rules, and those that need facts which `setting` provides.
 
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
@@ -334,7 +335,7 @@ class _Columns:
 
 @final
 class Recording:
-    """The records of a run so far. All of them up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
+    """The records of a run so far. All records up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
     two.
 
     Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
@@ -358,8 +359,8 @@ class Recording:
         """Adds a record of a step after the last one.
 
         values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
-        [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. A name may come and go: NaN where it
-        was not given.
+        [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. Records may have different names; a
+        missing value is NaN.
 
         Raises: ShapeError if a step does not come after the last one, or a shape is not that of the record before.
         """
@@ -398,7 +399,7 @@ class Recording:
         )
 
     def state(self) -> dict[str, np.ndarray]:
-        """The records and how many there were: what `load` continues from."""
+        """The records and their number, from which `load` continues."""
         columns = {
             f"{kind}:{name}": column
             for (kind, _), columns in self._columns.items()
@@ -407,7 +408,7 @@ class Recording:
         return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Takes the records of another Recording in place of its own."""
+        """Replaces the records by those of another Recording."""
         self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
         self._rated = bool(rated)
         self._columns, self._room = {}, max(4, self._kept)

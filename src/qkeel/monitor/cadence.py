@@ -53,8 +53,7 @@ class Every(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSpaced(Cadence):
-    """`per_decade` steps for each factor of ten in steps, from step 0 on: a drift is a power law, and its start is
-    fast.
+    """`per_decade` steps for each factor of ten in steps, from step 0 on: a drift is a power law, which starts fast.
 
     >>> [step for step in range(101) if LogSpaced(per_decade=4).due(step, None, 1.0)]
     [0, 1, 2, 3, 6, 10, 18, 32, 56, 100]
@@ -76,13 +75,13 @@ class LogSpaced(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptive(Cadence):
-    """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has changed.
+    """Measures every `least` to `most` steps, depending on when the bound on the largest logit has changed.
 
-    The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
-    without one (dropout, a GPU) scale·max|q|·max|k|, and for hand-written attention the maximum itself. A change is a
-    factor of more than 1 + `change` since the first step after the last measurement. Compiled models are not read
-    between measurements, and several processes must decide alike: there it is every `most` steps, and every `least` of
-    the first `start`, in which logits change most.
+    The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway.
+    Where no logsumexp is available (dropout, a GPU), it is scale·max|q|·max|k|; for hand-written attention it is the
+    maximum itself. A change is a factor of more than 1 + `change` since the first step after the last measurement.
+    Compiled models are not read between measurements, and several processes must decide alike. In both cases every
+    `most`-th step is measured, and every `least`-th of the first `start` steps, in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
     [0, 2, 4, 6, 9]

@@ -70,8 +70,8 @@ _SLACK_PER_DISTANCE = (0.45, 0.55)
 class Forecast:
     """`value` grows like clock^exponent and passes `threshold` at `step`, with a 90 % interval from `low` to `high`.
 
-    Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
-    is not, `end` is None and all three hold if the learning rate stays the same.
+    Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where the
+    schedule is unknown, `end` is None and the three steps hold if the learning rate stays the same.
     """
 
     threshold: float
@@ -101,7 +101,7 @@ class Forecast:
 
     @property
     def interval(self) -> str:
-        """`90 % interval 1,950 to 2,340`; `never` is not within this run."""
+        """`90 % interval 1,950 to 2,340`; `never` means not within this run."""
         low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
         return f"90 % interval {low} to {high}"
 
@@ -205,9 +205,9 @@ class PlannedRates:
     def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
         """Builds the plan from the rate of each step of the run, in the unit of the recorded "lr".
 
-        rates: [steps], the first one that of step 1; or a function of the step, from 1 to `steps`.
+        rates: [steps], starting with the rate of step 1; or a function of the step, from 1 to `steps`.
 
-        Raises: InvalidValueError if a rate is negative or no number, or a function comes without `steps`.
+        Raises: InvalidValueError if a rate is negative or not a number, or a function is given without `steps`.
 
         >>> PlannedRates.of([0.1, 0.2, 0.2]).clock.round(3).tolist()
         [0.0, 0.1, 0.3, 0.5]
@@ -245,8 +245,9 @@ class PlannedRates:
         return after - 1 + float((tick - before) / (then - before))
 
     def followed(self, steps: np.ndarray, rates: np.ndarray | None) -> bool:
-        """True if the last record is one of this plan: a step in it, at its rate or that of a neighbouring step.
-        Neighbouring, because a rate that is read after the scheduler's step is that of the next step.
+        """True if the last record follows this plan: its step is in the plan, with the planned rate of that or a
+        neighbouring step. A neighbouring step is accepted because a rate that is read after the scheduler's step is
+        that of the next step.
         """
         if not len(steps) or steps[-1] > self.steps or (steps != np.floor(steps)).any():
             return False
@@ -282,7 +283,7 @@ class History:
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
     tops: name -> [n], the largest of all heads, if it was kept; planned: the learning rates to come, if known.
     types: layer -> its type (capture.visible_sets), where it is known.
-    phase: whether the records are of training, or, where a model was never seen training, of evaluation.
+    phase: whether the records are of training, or, where a model was never observed in training, of evaluation.
     """
 
     steps: np.ndarray
@@ -344,7 +345,7 @@ class History:
 
     def frame(self, rows: Rows = "heads") -> Frame:
         """The records as a table: one row per step, layer and head; one per step and layer, with numbers of heads
-        folded; or one per step. Where types of layers are known, rows of layers and heads have a column of them."""
+        folded; or one per step. If layer types are known, rows of layers and heads have a column for the type."""
         if rows == "heads":
             return heads_frame(self.steps, self.layers, self.heads, self.types)
         if rows == "layers":
@@ -428,7 +429,7 @@ class History:
         return self.frame("steps")._repr_html_()
 
     def upto(self, n: int) -> History:
-        """Returns the first n records: what was known then."""
+        """Returns the history of the first n records, as known at that time."""
         return dataclasses.replace(
             self,
             steps=self.steps[:n],

@@ -451,7 +451,7 @@ class PendingResults:
         if unknown:
             self._said = True
             caution(
-                "qk_spectral_norm is not measured for heads that no process holds whole: qkeel does not gather "
+                "qk_spectral_norm is not measured for heads that are split over processes: qkeel does not gather "
                 f"weights to compute one number. Heads are split over processes in {', '.join(unknown)}"
             )
 

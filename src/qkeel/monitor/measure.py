@@ -508,7 +508,7 @@ class WatchedSites:
         if split and not self._given and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "
-                "attention is a forward pass of all processes"
+                "attention runs a forward pass in all processes"
             )
         if self._given:
             return True
@@ -575,7 +575,7 @@ class WatchedSites:
         if not seen and (self._seen or self.all) and not self._silent:
             self._silent = True
             caution(
-                f"a pass that was to be measured made no attention call, although {share(len(self.all), 0)} of "
+                f"a pass that should have been measured made no attention call, although {share(len(self.all), 0)} of "
                 f"{type(self.model).__name__} are known; such passes are not recorded"
             )
         self._seen = self._seen or seen
@@ -738,9 +738,8 @@ class StepNumbers(Visitor):
         others = [site.name or "the model itself" for site in self._sites.all if site not in sites]
         if others:
             caution(
-                f"what a step adds is not measured for {', '.join(others)}: the q and k weights are unknown, split "
-                "over "
-                "processes, or not matrices that are multiplied with each other"
+                f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
+                "unknown, split over processes, or not matrices that are multiplied with each other"
             )
         return StepSpectra(self._sites.model, sites)
 

@@ -282,7 +282,7 @@ _OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; 
 
 @final
 class Monitor(Handle):
-    """Measures the attention of a model; made by `qkeel.watch`, undone by `remove()` or at the end of `with`.
+    """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
     the model after s steps, over all the micro-batches that go into the next. In a run that torchrun has started again

@@ -584,7 +584,7 @@ class Members:
         if largest[_UNFIT] == 1:
             self.widen()
             caution(
-                "the attention statistics of this step need more room than those of the first measured step did, for "
+                "the attention statistics of this step need more space than those of the first measured step, for "
                 "example because heads of one layer begin to see different keys: this step is not recorded, the next "
                 "ones are"
             )

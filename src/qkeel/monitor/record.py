@@ -107,7 +107,7 @@ class Sample:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values and, as monitor_NAME, the monitor's numbers about itself: a line of metrics.
+        """The values, and the monitor's numbers about itself as monitor_NAME: a line of metrics.
 
         >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
         {'step': 0.0, 'monitor_calls': 2.0}
@@ -118,8 +118,8 @@ class Sample:
         """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. If layers have
         several types, attn/window/max_logit covers all layers of the type "window".
 
-        per_layer: which fields each layer gets a key for; None for those of records.HEAD_FIELDS and LAYER_FIELDS that
-            say so.
+        per_layer: which fields each layer gets a key for; None for those that records.HEAD_FIELDS and LAYER_FIELDS
+            mark.
 
         The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
         """
@@ -245,7 +245,7 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
         sample: the step's numbers.
         alarms: alarms of the run so far; the most severe are printed below the table.
         note: a sentence between the table and the alarms.
-        root: the name of attention that is the whole model.
+        root: the name for attention if the whole model is one attention module.
 
     >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
     step 5, max logit 3
@@ -268,7 +268,7 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
         sample: the step's numbers.
         alarms: alarms of the run so far; the most severe are listed below the table.
         note: a sentence between the table and the alarms.
-        root: the name of attention that is the whole model.
+        root: the name for attention if the whole model is one attention module.
 
     >>> sample_html(Sample(step=5))
     '<div><p>step 5</p></div>'

@@ -27,7 +27,8 @@ GROWTH = "attention logits have grown too large"  # what most alarms are about
 class Severity(StrEnum):
     """The three grades of an alarm.
 
-    NOTICE: worth knowing, healthy runs have it too. ALARM: act, or the loss suffers. CRITICAL: runs do not recover.
+    NOTICE: worth knowing, but also found in healthy runs. ALARM: act, or the loss suffers. CRITICAL: runs do not
+    recover.
     """
 
     NOTICE = "notice"
@@ -38,13 +39,13 @@ class Severity(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A reason to act: where, how much, how the value grows, and the line of code that helps.
+    """A reason to act: the place, the value and its growth, and the line of code that helps.
 
     `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
-    number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` say it
-    in words, `remedy` is the line of code, and `source` where the threshold comes from. `layer` and `head` are None
-    where the rule is about the whole model, or the whole layer. `cause` is what is going wrong, in words: alarms of one
-    cause belong together, and have one remedy.
+    number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` describe
+    the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from. `layer` and
+    `head` are None where the rule is about the whole model, or the whole layer. `cause` is what is going wrong, in
+    words: alarms of one cause belong together, and have one remedy.
     """
 
     rule: str
@@ -61,7 +62,7 @@ class Alarm:
 
     @property
     def line(self) -> str:
-        """Says what was seen, where and when, without what to do about it."""
+        """States what was observed, where and when, but not what to do about it."""
         place = (
             ""
             if self.layer is None
@@ -89,12 +90,13 @@ class Rule(abc.ABC):
 
     @property
     def name(self) -> str:
-        """The name of the rule, by default the words of its class's name; each name raises one alarm a run."""
+        """The name of the rule, by default the words of its class's name; at most one alarm is raised per name and
+        run."""
         return re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
 
     @abc.abstractmethod
     def check(self, history: History) -> Alarm | None:
-        """The alarm, if the last record is a reason for one."""
+        """The alarm, if the last record gives reason for one."""
 
     def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
         """The alarm for the first type of layers on which this rule fires with the threshold of that type."""
@@ -269,9 +271,10 @@ class Ceiling(Rule):
 class Growth(Rule):
     """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
 
-    By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm. The
-    forecast is of the largest logit of the run, whichever head has it: it is smoother than a single head's, and its
-    intervals are accurate (research/alarms.md). The alarm names the head that has it now.
+    The power law of `forecast` must predict such growth at the last record and at the one before, so that one odd batch
+    raises no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a
+    single head's, and its intervals are accurate (research/alarms.md). The alarm names the head that has the largest
+    logit now.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -295,7 +298,8 @@ class Growth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Approach(Rule):
-    """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
+    """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
+    far.
 
     Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold is
     for all layers or by layer type.
@@ -337,12 +341,12 @@ def _soon(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook(Rule):
-    """At the end of the planned schedule the largest logit will be over `threshold` if it continues like this.
+    """The largest logit will exceed `threshold` at the end of the planned schedule if its growth continues.
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
-    first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have
-    done little of what the peak rate will do. It is silent if no schedule is known. A power law cannot be fitted so
-    early: its first points still reflect the logit before training.
+    first record. The rule checks once z is over `floor` and `factor` times z_0, so it can fire during the warm-up,
+    whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is known. A
+    power law cannot be fitted so early: its first points still reflect the logit before training.
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -468,9 +472,10 @@ class NonFinite(Rule):
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
-    It ignores layers that began like this, layers of one head, and those whose heads weigh all keys alike: over short
-    sequences the uniform weight of the first key is that large too. It is not a default rule: it was measured at
-    contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
+    It ignores layers that were already like this at the start, layers of one head, and those whose heads weigh all keys
+    alike: over short sequences even uniform attention gives the first key that much weight. It is not a default rule:
+    it was measured at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs
+    (research/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalised entropy from which on a head has no preference
@@ -499,7 +504,8 @@ class AllSinks(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GateShut(Rule):
-    """The gate of a learned sink is shut: its head leaves its keys under `factor` times what the median head does.
+    """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
+    head does.
 
     It needs runs that are watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
     of tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is not harmful in
@@ -527,10 +533,11 @@ class GateShut(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Rule):
-    """A recorded number, by its name, is over `threshold`: of heads, layers, blocks, the model or the monitor itself.
+    """The named number exceeds `threshold`: a recorded number of heads, layers, blocks, the model or the monitor
+    itself.
 
     Names are those of qkeel.records; the monitor's own numbers have the prefix monitor_. Where several heads or layers
-    are over it, the alarm names the one that is largest. It is silent if the number is not recorded.
+    exceed the threshold, the alarm names the one with the largest number. It is silent if the number is not recorded.
 
     >>> Over(field="block_output_channel_ratio", threshold=100.0).name
     'block_output_channel_ratio over 100'

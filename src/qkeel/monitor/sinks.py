@@ -55,7 +55,8 @@ class Sink(abc.ABC):
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
         """Called by `qkeel.watch` before anything is measured.
 
-        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost for it.
+        Raises: MissingLibraryError where a library that the sink needs is missing, so that no run is lost because of
+            it.
         """
 
     @abc.abstractmethod
@@ -81,15 +82,16 @@ class Sink(abc.ABC):
 
 @final
 class RunDirectorySink(Sink):
-    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is made.
+    """Writes a run directory. Nothing on disk is overwritten: if `path` is not empty, `path-2`, `path-3` ... is
+    created.
 
     config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
     samples in evaluation mode separately, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is
     complete. If the process is killed, the directory can be read up to its last complete record.
 
     A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
-    layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
-    left out.
+    layers and heads are those of the first sample. A field that appears later is named in events.jsonl, once, and left
+    out.
 
     Args:
         path: the directory.
@@ -108,7 +110,7 @@ class RunDirectorySink(Sink):
         self._summary: dict[str, float] = {}
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Makes the directory; config.json comes last, so that a directory with one is complete."""
+        """Creates the directory; config.json is written last, so that a directory with one is complete."""
         self.path = path = fresh_directory(self.asked)
         fields = about.get("fields")
         self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
@@ -265,7 +267,7 @@ def _build(term: Term) -> Sink:
 
 @final
 class Run:
-    """A run directory of `qkeel.watch`, `qkeel watch` or `qkeel run`, as tables; made by `qkeel.load`.
+    """A run directory of `qkeel.watch`, `qkeel watch` or `qkeel run`, as tables; returned by `qkeel.load`.
 
     Everything is read on first access, and nothing is changed.
     """
@@ -276,7 +278,7 @@ class Run:
         if self.status is RunStatus.MISSING or not {"kind", "optim"} & self.config.keys():
             raise RunDirectoryError(
                 f"expected the directory of a run, but {path} has no config.json of a run. Give a directory that "
-                "qkeel.watch, qkeel watch or qkeel run made; those of a study are the folders in it."
+                "qkeel.watch, qkeel watch or qkeel run created; those of a study are the folders in it."
             )
 
     @property
@@ -351,7 +353,8 @@ def load(run: str | Path) -> Run:
     Args:
         run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; the run may be unfinished.
 
-    Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that is not as it was written.
+    Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that has changed since it was
+    written.
 
     >>> from qkeel.records import write_json
     >>> write_json(Path("config.json"), {"kind": "watch", "model": "GPT"})

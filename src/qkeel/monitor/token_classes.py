@@ -379,7 +379,7 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
         raise InvalidValueError(
             f"expected every token id to be in a class, got {int(strays.sum())} tokens in none (ids {some}): "
             "add "
-            'them to one, such as "padding": [0], or say by query_mask= which rows count'
+            'them to one, such as "padding": [0], or mark the rows that count with query_mask='
         )
     return found
 

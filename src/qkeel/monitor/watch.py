@@ -193,6 +193,6 @@ def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimi
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InvalidValueError(
             "the optimizer holds none of the model's parameters; pass the one that trains this model, "
-            "made from model.parameters()"
+            "created from model.parameters()"
         )
     return optimizer

@@ -36,7 +36,8 @@ Inverse = Float[Tensor, "b #h t"]
 
 
 class Cache:
-    """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles.
+    """Tensors of all tokens so far, with tokens in dimension 2. Reserves `max_length` tokens at once, or doubles its
+    capacity when full.
 
     Under a position that depends on the pair (ReRope, a bias) or on the length (DynamicNTK) it holds raw keys and
     values.
@@ -84,13 +85,13 @@ class Cache:
         length = self.length + new[0].shape[2]
         if self.max_length is not None and length > self.max_length:
             raise InvalidValueError(
-                f"the cache holds {self.max_length} tokens, but {length} are needed; "
-                f"make a longer {type(self).__name__}"
+                f"the cache holds {self.max_length} tokens, but {length} are needed; create a longer "
+                f"{type(self).__name__}"
             )
         if self._held and len(self._held) != len(new):
             raise ShapeError(
                 f"this cache holds {len(self._held)} tensors and cannot take {len(new)}: the module's norm has "
-                "changed since the cache was made; start a new cache"
+                "changed since the cache was created; start a new cache"
             )
         self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
         for held, x in zip(self._held, new):
@@ -138,7 +139,7 @@ class LatentCache(Cache):
     """Cache of multi-head latent attention: one kv latent and one rotated key for all heads, plus key norms.
 
     A token takes l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also takes one
-    inverse size per head in float32 or wider, which is all that is needed to divide key k_h by its size.
+    inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
     For `max_length` see `Cache`.
     """
 
@@ -241,7 +242,7 @@ class SpecModule(nn.Module):
             seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
             return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen)
         if not isinstance(cache, KVCache):
-            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
+            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one")
         cache.check_positions(pos, mask)
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()

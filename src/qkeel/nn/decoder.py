@@ -111,7 +111,7 @@ class Block(nn.Module):
         causal: bool = True,
         context: Float[Tensor, "b s m"] | None = None,
     ) -> Hidden:
-        """Maps x [b t m] to [b t m]. A `context` [b s m] is required for cross-attention and not allowed without."""
+        """Maps x [b t m] to [b t m]. A `context` [b s m] is required for cross-attention and not allowed without it."""
         if (context is None) != (self.cross_attention is None):
             raise InvalidValueError("expected a context if, and only if, the block has cross-attention")
         branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)

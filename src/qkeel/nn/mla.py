@@ -184,8 +184,8 @@ class MLA(SpecModule):
 
     Latents are c = W_d x. The rotated key is shared by all heads. `latent_norm` puts an RMS norm on the latents
     (DeepSeek-V2/V3), after which the down-projections no longer scale the logits. A head is ordered [rotated,
-    unrotated], so the spec's RoPE (base 10,000 if it has no position) rotates the first part; the module sets only its
-    share.
+    unrotated], so the spec's RoPE (base 10,000 if it has no position) rotates the first part; the module sets only the
+    share that is rotated.
 
     Without a cache, keys and values of every head are computed. With a cache (`new_cache()`), a token stores c_kv and
     R W_kr x, and later tokens attend to these directly: see `qkeel.nn.mla`, also for the norms that allow it.
@@ -253,7 +253,8 @@ class MLA(SpecModule):
         return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
-        """Returns an empty cache for one batch; reserves `max_length` tokens at once, or doubles when full.
+        """Returns an empty cache for one batch; it reserves `max_length` tokens at once, or doubles its capacity when
+        full.
 
         Raises:
             RefusedError: the norm needs more of a key than a latent cache stores.
@@ -319,7 +320,7 @@ class MLA(SpecModule):
     def _check(self, cache: object, mask: GivenMask | None, pos: GivenPosQ | None) -> None:
         if not isinstance(cache, LatentCache):
             raise InvalidTypeError(
-                f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() makes one"
+                f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() creates one"
             )
         check_latents(self.spec)
         cache.check_positions(pos, mask)

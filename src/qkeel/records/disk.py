@@ -136,8 +136,8 @@ def refuse_links(folder: Path) -> None:
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.is_symlink():
             raise RunDirectoryError(
-                f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy there what it "
-                "leads to, or remove it."
+                f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy its target "
+                "into that folder, or remove it."
             )
 
 

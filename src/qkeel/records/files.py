@@ -70,7 +70,8 @@ def read_json(path: Path, sealed: bool = False) -> Any:
 
 
 def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
-    r"""Yields the lines of a .jsonl file without their checksums. A torn last line is dropped; any other is an error.
+    r"""Yields the lines of a .jsonl file without their checksums. A torn last line is dropped; any other torn line is
+    an error.
 
     >>> write_text(Path("b.jsonl"), '{"step": 1}\n{"st')
     >>> list(read_lines(Path("b.jsonl")))

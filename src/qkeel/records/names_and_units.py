@@ -50,7 +50,7 @@ class BlockField(Field):
     """A number of each block of a watched model, of the stream of hidden states that its branches add to.
 
     place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
-    passes and processes make one. fold: how several blocks are summarised. column, per_layer: see HeadField.
+    passes and processes are combined. fold: how several blocks are summarised. column, per_layer: see HeadField.
     """
 
     place: Literal["input", "output", "attention", "mlp"]
@@ -165,7 +165,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
     NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
-    "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
+    "grad_over_eps": HeadField("1", "smaller RMS gradient of q and k, divided by the optimizer's eps", "min"),
     "lse_mean": HeadField(
         "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
     ),
@@ -184,7 +184,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
-    "index_top_mass": HeadField("share", "positive scores of the keys that an indexer chose over those of all", "min"),
+    "index_top_mass": HeadField(
+        "share", "positive scores of the keys that an indexer chose, divided by those of all keys", "min"
+    ),
     "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
     "index_query_norm": HeadField("1", "mean L2 norm of an indexer's queries, over its heads", "mean"),
     "index_query_norm_max": HeadField("1", "largest L2 norm of an indexer's query", "max"),
@@ -194,37 +196,48 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_weight_max": HeadField("1", "largest magnitude of a weight of an indexer's heads", "max"),
     "index_weight_negative": HeadField("share", "share of the weights of an indexer's heads that are negative", "max"),
     "select_share": HeadField(
-        "share", "keys that a query of a sparse layer reaches over those it may choose from", "mean", column="chosen"
+        "share",
+        "keys that a query of a sparse layer reaches, divided by those it may choose from",
+        "mean",
+        column="chosen",
     ),
     "select_distance": HeadField(
-        "1", "mean distance of the chosen keys in tokens over the number of keys to choose from", "mean"
+        "1", "mean distance of the chosen keys in tokens, divided by the number of keys to choose from", "mean"
     ),
     "select_distance_max": HeadField(
-        "1", "largest distance of a chosen key in tokens over the number of keys to choose from", "max"
+        "1", "largest distance of a chosen key in tokens, divided by the number of keys to choose from", "max"
     ),
     "select_local_share": HeadField(
         "share", "share of the c chosen keys that are among the c nearest; 1 is a sliding window", "max"
     ),
     "select_overlap": HeadField(
-        "share", "keys chosen by this layer and by the sparse layer before it, over those chosen by either", "mean"
+        "share",
+        "keys chosen by both this layer and the preceding sparse layer, divided by those chosen by either",
+        "mean",
     ),
     "select_coverage": HeadField("share", "share of the keys that at least one sampled query has chosen", "min"),
     "dense_recall": HeadField(
         "share", "weight that dense attention would give to the chosen keys: mean over rows", "min", column="recall"
     ),
-    "dense_kl": HeadField("nats", "mean divergence of sparse from dense attention, -ln of that weight", "max"),
-    "dense_kl_max": HeadField("nats", "-ln of that weight in the row where it is smallest", "max"),
+    "dense_kl": HeadField(
+        "nats", "mean divergence of sparse from dense attention: -ln of the recall, averaged over rows", "max"
+    ),
+    "dense_kl_max": HeadField("nats", "largest divergence of sparse from dense attention in a row", "max"),
     "dense_top_share": HeadField("share", "share of rows whose largest dense logit belongs to a chosen key", "min"),
     "dense_entropy": HeadField("nats", "mean entropy of dense attention over the keys to choose from", "mean"),
     "delta2_spectral_norm": HeadField(
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
-    "delta2_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
+    "delta2_stable_rank": HeadField(
+        "1", "squared Frobenius norm of the same matrix, divided by its squared spectral norm", "min"
+    ),
     "delta2_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "delta3_spectral_norm": HeadField(
         "1", "largest singular value of the query weight's update times the key weight's", "max"
     ),
-    "delta3_stable_rank": HeadField("1", "squared Frobenius over squared spectral norm of the same matrix", "min"),
+    "delta3_stable_rank": HeadField(
+        "1", "squared Frobenius norm of the same matrix, divided by its squared spectral norm", "min"
+    ),
     "delta3_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
     "query_update_ratio": HeadField(
         "1",
@@ -267,22 +280,22 @@ LAYER_FIELDS: dict[str, LayerField] = {
     "entropy_head_min": LayerField("nats", "smallest entropy of a head in a layer", of="entropy", fold="min"),
     "entropy_head_max": LayerField("nats", "largest entropy of a head in a layer", of="entropy", fold="max"),
     "gate_max_ratio": LayerField(
-        "1", "largest gate_mean of a head over the median head's", of="gate_mean", fold="max_ratio"
+        "1", "largest gate_mean of a head, divided by that of the median head", of="gate_mean", fold="max_ratio"
     ),
     "gate_min_ratio": LayerField(
         "1",
-        "smallest gate_mean of a head over the median head's; shows a single closed gate",
+        "smallest gate_mean of a head, divided by that of the median head; shows a single closed gate",
         of="gate_mean",
         fold="min_ratio",
     ),
     "gate_std_ratio": LayerField(
         "1",
-        "largest gate_std of a head over the heads' mean; shows a head that opens for a few queries",
+        "largest gate_std of a head, divided by the mean over heads; shows a head that opens for a few queries",
         of="gate_std",
         fold="max_over_mean",
     ),
     "lse_std_ratio": LayerField(
-        "1", "largest lse_std of a head over the heads' mean", of="lse_std", fold="max_over_mean"
+        "1", "largest lse_std of a head, divided by the mean over heads", of="lse_std", fold="max_over_mean"
     ),
 }
 
@@ -290,10 +303,16 @@ LAYER_FIELDS: dict[str, LayerField] = {
 # queries of one class and keys of another. The first two rows describe a head as a whole.
 CLASS_FIELDS: dict[str, HeadField] = {
     "query_competition": HeadField(
-        "1", "mean query norm of the longest token class over that of the shortest", "mean", column="|q| by class"
+        "1",
+        "mean query norm of the token class with the longest queries, divided by that of the class with the shortest",
+        "mean",
+        column="|q| by class",
     ),
     "key_competition": HeadField(
-        "1", "mean key norm of the longest token class over that of the shortest", "mean", column="|k| by class"
+        "1",
+        "mean key norm of the token class with the longest keys, divided by that of the class with the shortest",
+        "mean",
+        column="|k| by class",
     ),
     "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
     "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
@@ -319,7 +338,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "block_input_channel_ratio": BlockField(
         "1",
-        "largest channel peak over the median one, of the hidden states that enter a block",
+        "largest channel peak divided by the median peak, in the hidden states that enter a block",
         place="input",
         formula="channel_ratio",
         over="max",
@@ -338,7 +357,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "block_output_channel_ratio": BlockField(
         "1",
-        "largest channel peak over the median one, of the hidden states that leave a block",
+        "largest channel peak divided by the median peak, in the hidden states that leave a block",
         place="output",
         formula="channel_ratio",
         over="max",
@@ -347,21 +366,21 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "block_output_massive_share": BlockField(
         "share",
-        "of the channels that leave a block, the share whose peak is over 100 times the median peak",
+        "share of a block's output channels whose peak is over 100 times the median peak",
         place="output",
         formula="massive_share",
         over="mean",
     ),
     "block_update_ratio": BlockField(
         "1",
-        "root mean square of a block's output minus its input over that of the input",
+        "RMS of a block's output minus its input, divided by the RMS of the input",
         place="output",
         formula="change",
         over="mean",
     ),
     "attention_share": BlockField(
         "1",
-        "root mean square of what attention adds to the stream over that of the stream that enters the block",
+        "RMS of what attention adds to the residual stream, divided by the RMS of the block's input",
         place="attention",
         formula="share",
         over="mean",
@@ -370,7 +389,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
     ),
     "mlp_share": BlockField(
         "1",
-        "root mean square of what everything else in the block adds over that of the stream that enters the block",
+        "RMS of what the rest of the block adds to the residual stream, divided by the RMS of the block's input",
         place="mlp",
         formula="share",
         over="mean",
@@ -384,7 +403,7 @@ BLOCK_FIELDS: dict[str, BlockField] = {
 MONITOR_FIELDS: dict[str, Field] = {
     "sites": Field("attention layers", "sites found in the model, or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field("attention layers", "attention layers that the search for sites saw but did not recognise"),
+    "missed": Field("attention layers", "attention layers that were found by the search for sites but not recognised"),
     "silent": Field("attention layers", "sites without a call in the step"),
     "errors": Field(
         "errors", "errors caught so far: sinks that failed and were dropped, searches for sites that failed"
@@ -453,25 +472,31 @@ TABLE_COLUMNS: dict[str, Field] = {
 
 # One row per run × post-hoc method × test length in the table.csv of an extrapolation study.
 EXTRAPOLATION_COLUMNS: dict[str, Field] = {
-    "block": Field("name", "gau | mha1 | mha4: gated attention units, or attention and MLP with so many heads"),
+    "block": Field("name", "gau | mha1 | mha4: gated attention units, or attention with that many heads and an MLP"),
     "form": Field("name", "what attention computes: a preset"),
     "posthoc": Field("name", "what was changed after training, see qkeel.spec.METHODS"),
     "seed": Field("1", "seed of weights and data order"),
     "train_length": Field("tokens", "context in training"),
     "test_length": Field("tokens", "context in the test"),
-    "accuracy_train": Field("share", "next tokens predicted, as trained, the test's text cut into training lengths"),
+    "accuracy_train": Field(
+        "share", "next tokens predicted, as trained, on the test text cut into pieces of the training length"
+    ),
     "accuracy_nonrepeat": Field("share", "next tokens predicted on held-out text of the test length"),
-    "accuracy_repeat": Field("share", "the same where one training length of text is repeated up to the test length"),
+    "accuracy_repeat": Field("share", "the same, on one training length of text repeated up to the test length"),
     "accuracy_last": Field("share", "next tokens predicted in the last training length of the text"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
-    "loss_train": Field("nats/token", "loss as trained, the test's text cut into training lengths"),
+    "loss_train": Field("nats/token", "loss as trained, on the test text cut into pieces of the training length"),
     "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
     "max_logit": Field("nats", "largest max_logit over training"),
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train under the post-hoc method"),
-    "accuracy_last_short": Field("share", "accuracy_last's tokens predicted from one training length of text alone"),
-    "cos_outside": Field("share", "visible pairs whose cos(q, k) lies outside the range their head met in training"),
-    "dilution": Field("share", "largest weight that one of test_length keys can get in the least able head"),
+    "accuracy_last_short": Field(
+        "share", "the tokens of accuracy_last, predicted from only one training length of text"
+    ),
+    "cos_outside": Field(
+        "share", "visible pairs whose cos(q, k) lies outside the range that their head saw in training"
+    ),
+    "dilution": Field("share", "largest weight that one of test_length keys can get, in the head where it is smallest"),
     "needle": Field("share", "values of needles predicted when asked for; empty without needles in training"),
     "needle_weight": Field("share", "mean weight of a question on its needle, in the head that gives it most"),
     "needle_bound": Field("share", "largest weight that one of test_length keys can get in that head"),

@@ -33,8 +33,8 @@ TYPES_EVENT = "layer types"  # of events that correct the types in the run's des
 
 
 def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
-    """The type of each layer (LAYER_TYPES) by the description of a run, and by events of later changes; runs of earlier
-    versions record none. Layers without logits come last.
+    """The type of each layer (LAYER_TYPES) according to the description of a run and the events of later changes; runs
+    of earlier versions record none. Layers without logits come last.
 
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}
@@ -118,7 +118,7 @@ class RunDirectory:
 
     @property
     def status(self) -> RunStatus:
-        """The state; DONE wins over FAILED, because a run that failed may be resumed and finish."""
+        """The state; DONE takes precedence over FAILED, because a failed run may be resumed and finish."""
         if (self.path / "DONE").exists():
             return RunStatus.DONE
         if (self.path / "FAILED").exists():
@@ -132,7 +132,8 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether all files must have checksums, as config.json or env.json has one; earlier versions wrote none."""
+        """Whether all files must have checksums, which holds if config.json or env.json has one; earlier versions wrote
+        none."""
         files = (self.path / "config.json", self.path / "env.json")
         return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
@@ -247,7 +248,8 @@ class RunDirectory:
         write_json(self.path / "config.json", config)
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Marks the run as done once its records and summary are on the disk; a run whose write fails is not marked."""
+        """Marks the run as done once its records and summary are on the disk; a run that cannot be written is not
+        marked."""
         self.sync()
         write_json(self.path / "summary.json", summary)
         try:
@@ -272,7 +274,7 @@ class RunDirectory:
         """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
 
         Raises:
-            DamagedFileError: a file is shorter than that.
+            DamagedFileError: a file is shorter than its size in `sizes`.
         """
         for name in RECORDS:
             size = self._written(name, {name: sizes.get(name, 0)})

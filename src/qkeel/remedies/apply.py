@@ -175,20 +175,20 @@ def apply(
     others as long as the process group waits in a collective, and warns after 8 seconds.
 
     A model that `qkeel.watch` has seen in a forward pass needs no example: its attention and last batch are known. Any
-    other model needs none either if an optimizer is given; the remedies are then applied at the beginning of its next
-    forward pass, with that pass's batch, and an optimizer step before any pass raises an error.
+    other model needs no example either if an optimizer is given; the remedies are then applied at the beginning of its
+    next forward pass, with that pass's batch, and an optimizer step before any pass raises an error.
 
     Args:
         named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.
-        model: a model, or a part of one, that contains attention. Several can be given as one, such as all pipeline
-            stages of this process: a list, or a dict by name.
+        model: a model, or a part of one, that contains attention. Several models can be passed as one, such as all
+            pipeline stages of this process: a list, or a dict by name.
         optimizer: the optimizer of the model's weights. Remedies on steps need it; new parameters join it.
-        example: a batch with which one pass shows the attention of foreign modules: a tensor, a tuple of the forward's
-            arguments or a dict of its keyword arguments. For several models one each, as a list or a dict by name. Not
-            needed with an optimizer; see above.
-        sites: the result of `find_sites` for this model, in place of an example: taken before fully_shard or tensor
-            parallelism splits the weights, which can no longer be followed then. Matched by name. For several models
-            one each, like examples.
+        example: a batch for one pass, which shows the attention of foreign modules: a tensor, a tuple of the forward's
+            arguments or a dict of its keyword arguments. For several models, give one for each, as a list or a dict by
+            name. Not needed with an optimizer; see above.
+        sites: the result of `find_sites` for this model, in place of an example. Find them before fully_shard or tensor
+            parallelism splits the weights, because split weights cannot be traced. Matched by name. For several models,
+            give one for each, like examples.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
         partial: applies the remedy even if some attention was seen but not understood; that attention stays unchanged.
         options: options of a single remedy named by a string.

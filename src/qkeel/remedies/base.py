@@ -44,7 +44,7 @@ class Target:
         return self.trace or seen(self.model, args, kwargs)
 
     def short(self) -> Arguments:
-        """Returns arguments of a pass that shows the sites, as small a part of the example as suffices."""
+        """Returns the arguments of a pass that shows the sites, as small a part of the example as possible."""
         if self.trace is None:
             return self.example
         args, kwargs = self.trace.given
@@ -73,7 +73,7 @@ class Target:
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:
-        """Yields the heads' slices of every weight that a logit is made from, site by site and term by term."""
+        """Yields the heads' slices of every weight from which a logit is computed, site by site and term by term."""
         for site in self.sites:
             for term in site.terms:
                 yield from (*term.query, *term.key)
@@ -90,12 +90,12 @@ class Remedy(abc.ABC):
         line: one line on what it does.
         source: its publication.
         rule: formula of a remedy that changes no slot of the spec, with options in braces.
-        on_steps: True if it acts only through optimizer hooks, so that a copy of the model lacks it.
+        on_steps: True if the remedy acts only through optimizer hooks, so that a copy of the model lacks it.
         may_be_zero: options that may be 0.
-        on_attention: True if it changes all attention of the model.
-        changes_spec: True if it gives sites a new spec, and runs their calls under it before it becomes active.
-        stacks: True if runs with it can be trained as one stack. Hooks on a forward pass, weights computed from other
-            weights, and random numbers prevent this.
+        on_attention: True if the remedy changes all attention of the model.
+        changes_spec: True if the remedy gives sites a new spec, and runs their calls under it before it becomes active.
+        stacks: True if runs with the remedy can be trained as one stack. Hooks on a forward pass, weights computed from
+            other weights, and random numbers prevent stacking.
     """
 
     name: ClassVar[str]
@@ -121,7 +121,7 @@ class Remedy(abc.ABC):
                 check_bound(value, Bound(0.0, included=option in self.may_be_zero), name)
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Returns the sites that the remedy is for: all, unless an option names some."""
+        """Returns the sites to which the remedy applies: all, unless an option names some."""
         return list(sites)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
@@ -129,7 +129,7 @@ class Remedy(abc.ABC):
         return self.holds(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        """Returns None if the applied remedy still makes sense after another remedy changed the site, else the
+        """Returns None if the applied remedy is still valid after another remedy changed the site, else the
         reason."""
         return None
 
@@ -139,7 +139,7 @@ class Remedy(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
-        """Makes the change and returns the handle that undoes it. A failing change leaves everything unchanged."""
+        """Applies the change and returns the handle that undoes it. A failing change leaves everything unchanged."""
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
                 "parallel and fused blocks have another form; foreign blocks are recognised on an example "
-                "batch: apply(..., example=batch)); build the model with the order you mean"
+                "batch: apply(..., example=batch)); build the model with the order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
@@ -316,10 +316,10 @@ def heads_of(
         if not any(s.parameter == other.parameter and s.same(other) for other in slices):
             slices.append(s)
     if not slices:
-        return refuse_heads(f"it is not known which weights make the {side} ({site.why})")
+        return refuse_heads(f"it is not known which weights produce the {side} ({site.why})")
     if not all(_made_last(model, s, several=len(site.terms) > 1) for s in slices):
         shaped = ", ".join(s.parameter for s in slices)
-        return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} makes them")
+        return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} produces them")
     apart: dict[str, list[HeadSlice]] = {}
     for s in slices:
         apart.setdefault(_branch(s.parameter, site), []).append(s)
@@ -329,14 +329,17 @@ def heads_of(
         module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
         whole = index is not None and index.shape[0] == heads
         if site.module in module.modules() or (len(apart) > 1 and not whole):
-            return refuse_heads(f"the {side} are not the output of a single module: they are made by {made}")
+            return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
         if index is None or not whole:
-            return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
+            return refuse_heads(
+                f"no module outputs complete heads of the {side}, {heads} of {site.head_dim}: {made} do"
+            )
         weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
         if len(apart) > 1 and not all(bool(w.any()) for w in weights):
             # A zero part of a sum, such as a fresh low-rank adapter, would be normed to full size.
             return refuse_heads(
-                f"the {side} are not the output of a single module, and a part of what makes them is zero: {made}"
+                f"the {side} are not the output of a single module, and one of the weights that produce them is zero: "
+                f"{made}"
             )
         size, biased = model.get_parameter(own[0].parameter).shape[own[0].axis], any(s.bias is not None for s in own)
         found.append(HeadSource(module=module, name=name, index=index, size=size, biased=biased))
@@ -554,7 +557,7 @@ class ChangeNorm(ChangeSpec):
         norm = self.norm()
         refusal = refuse_norm(site, norm)
         if refusal is None and site.unscaled:
-            refusal = Refusal(site.unscaled, "use softcap, which bounds what the softmax gets")
+            refusal = Refusal(site.unscaled, "use softcap, which bounds the input of the softmax")
         return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
@@ -591,7 +594,7 @@ class ChangeNorm(ChangeSpec):
         for part, found in plan.items():
             if len(found) > 1 and {heads.index.shape[1] for heads in found} != widths:
                 made, side = ", ".join(sorted(heads.name for heads in found)), "queries" if part == "q" else "keys"
-                return refuse_heads(f"the {side} are not the output of a single module: they are made by {made}")
+                return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
         return plan
 
     def _modules(
@@ -603,7 +606,7 @@ class ChangeNorm(ChangeSpec):
             ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
             if part == "v":
                 if isinstance(values, str):
-                    return Refusal(f"it is not known which weights make the values ({values})", "use qk_norm")
+                    return Refusal(f"it is not known which weights produce the values ({values})", "use qk_norm")
                 ways = list(values)
             found = heads_of(target.model, site, part, [s for s in ways if s.parameter not in tables])
             if isinstance(found, Refusal):
@@ -627,7 +630,7 @@ def _norm_projections(
             theirs = [done[id(heads.module)] for heads in found if done.get(id(heads.module), name) != name]
             # If an earlier site owns only some modules of a sum, its norms already cover those.
             if theirs and len(theirs) == len(found):
-                raise RefusedError(f"{remedy.name} at {name}: its projections also make heads of {theirs[0]}")
+                raise RefusedError(f"{remedy.name} at {name}: its projections also produce heads of {theirs[0]}")
             plan[part] = [heads for heads in found if id(heads.module) not in done]
         if not any(plan.values()):  # a second attention call of the same module
             continue

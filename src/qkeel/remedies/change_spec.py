@@ -41,8 +41,8 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
     """Refuses attention whose call is out of reach."""
     if site.description is not None or site.below:
         return Refusal(
-            "its attention runs inside torch.jit.script, torch.func.vmap or a function of its own, where it can't be "
-            "changed",
+            "its attention runs inside torch.jit.script, torch.func.vmap or a custom function, and can't be changed "
+            "there",
             "use a remedy of steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
         )
     return None
@@ -73,8 +73,8 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
         return None
     other = "qk_norm" if remedy == "cosine" else "kind=rms"
     return Refusal(
-        f"unit vectors need a scale of their own in place of 1/√d, and this site's is {scale.base.formula()}",
-        f"use {other}, which keeps the scale, or build the model with the spec you mean",
+        f"unit vectors need a scale of their own in place of 1/√d, and this site has the scale {scale.base.formula()}",
+        f"use {other}, which keeps the scale, or build the model with the spec you want",
     )
 
 
@@ -87,8 +87,8 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
         return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
         return Refusal(
-            f"its weights are {spec.normalizer.formula()} already, not a softmax",
-            "remove the remedy that made them so first, or keep them",
+            f"its attention weights are already {spec.normalizer.formula()} instead of a softmax",
+            "first remove the remedy that produces them, or keep them",
         )
     return None
 
@@ -302,8 +302,8 @@ def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
     for site in new:
         if (low := least.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
-                f"{where(site)}: an unmasked logit is {low:.3g} on this example; where attention is written "
-                f"out, scores up to {HIDES:.0f} are taken as masked; use the model's fused attention, or reduce "
+                f"{where(site)}: an unmasked logit is {low:.3g} on this example; in hand-written attention, scores up "
+                f"to {HIDES:.0f} are treated as masked; use the model's fused attention, or reduce "
                 "the logits first"
             )
 
@@ -398,12 +398,12 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
     hidden = [h for calls in passes for h in calls if h is not None]
     if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
         raise RefusedError(
-            f"{name} multiplies queries and keys itself, before its softmax, and no module makes whole "
-            "heads of them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
+            f"{name} multiplies queries and keys itself, before its softmax, and no module outputs complete heads of "
+            "them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
         )
     if hidden and len({*calls.specs.values()}) > 1:
         raise RefusedError(
-            f"{name} writes out attention several times with different scales, which cannot be distinguished"
+            f"{name} computes hand-written attention several times with different scales, which cannot be distinguished"
         )
     known = [h for h in hidden if h > -math.inf]
     if known:

@@ -267,7 +267,7 @@ class ChangedCalls(InstanceForward):
         """Computes the softmax of written-out logits."""
         if not self.writes and self.seen is None:
             raise RefusedError(
-                f"{type(self.module).__name__} computed a softmax that is written out, but the remedy's example "
+                f"{type(self.module).__name__} computed an explicit softmax, but the remedy's example "
                 "showed only fused attention; apply the remedy with an example of how the model will be used"
             )
         x: Tensor = args[0] if args else kwargs["input"]

@@ -241,7 +241,7 @@ class HeadWeights:
         for s in target.logit_slices():
             parameter = target.parameter(s.parameter)
             if any(p is parameter and other.axis != s.axis for p, other in zip(parameters, slices)):
-                raise RefusedError(f"{s.parameter} makes heads of its rows and of its columns; no factor fits both")
+                raise RefusedError(f"{s.parameter} has heads in its rows and in its columns; no factor fits both")
             same = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
             i = next(same, len(slices))
             if i == len(slices):
@@ -309,7 +309,7 @@ class HeadWeights:
 class StepRemedy(Remedy):
     """A remedy that acts through hooks of the optimizer, so a copy of the model does not have it.
 
-    It needs to know which rows of which weights make the heads of a site."""
+    It needs to know which rows of which weights belong to the heads of a site."""
 
     on_steps: ClassVar[bool] = True
     # Why the remedy is refused if q or k is normed, and if a weight is computed from another; "" if it is not refused.
@@ -353,7 +353,7 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
     if site.terms:
         return None
     return Refusal(
-        f"it is not known which rows of which weights make its heads: {site.why or 'no reason was reported'}",
+        f"it is not known which rows of which weights belong to its heads: {site.why or 'no reason was reported'}",
         "apply the remedy to a part of the model without this attention; where fully_shard or tensor parallel split "
         "the model, find the sites before that and give them: apply(..., sites=qkeel.find_sites(model, batch))",
     )
@@ -372,4 +372,6 @@ def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | N
     )
     if not (dora or site.reparametrised):
         return None
-    return Refusal(f"the weight that makes the logit is computed from another, so {consequence}", "use one of the two")
+    return Refusal(
+        f"the weight on the logit path is computed from another weight, so {consequence}", "use one of the two"
+    )

@@ -163,7 +163,7 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     """
     place = where(site)
     if not site.terms:
-        raise RefusedError(f"output_gate at {place}: it is not known which weights make its heads ({site.why})")
+        raise RefusedError(f"output_gate at {place}: it is not known which weights produce its heads ({site.why})")
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.example, expected=True)
     weight = target.parameter(query.parameter)

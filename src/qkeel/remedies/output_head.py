@@ -47,7 +47,8 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
         return target.model.head
     if not any(target.example):
         raise RefusedError(
-            f"{remedy} acts on the module that makes the final logits. Pass an example batch, which shows the module, "
+            f"{remedy} acts on the module that computes the final logits. Pass an example batch, which shows the "
+            "module, "
             f"apply({remedy!r}, model, example=batch), or its name, apply({remedy!r}, model, module='lm_head')"
         )
     found = _observed(target)

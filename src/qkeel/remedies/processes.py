@@ -67,7 +67,7 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
             f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread over processes: "
             "their gradients would not be averaged, and the processes would diverge. Apply it before the model is "
             "wrapped "
-            "or split, and make the optimizer after that"
+            "or split, and create the optimizer after that"
         )
     if wrapper and any(map(is_compiled, model.modules())):
         raise RefusedError(
@@ -139,7 +139,7 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
     def refuse(*_: object) -> None:
         if any(late):
             raise RefusedError(
-                f"{remedy} was applied before the PipelineStage of this model was made, so it could not know which "
+                f"{remedy} was applied before the PipelineStage of this model was created, so it could not know which "
                 "stage the model is: the step was not taken. Make every PipelineStage before qkeel.apply"
             )
 
@@ -315,8 +315,8 @@ class SharedMaxima:
                 some = ((s.index >= first) & (s.index < last)).any(1)
                 if not torch.equal(here, some):
                     raise RefusedError(
-                        f"qk_clip at {where(site)}: {s.parameter} is split in the middle of a head, so no process sees "
-                        "the logits of that head; split it at whole heads"
+                        f"qk_clip at {where(site)}: {s.parameter} is split in the middle of a head, so no process "
+                        "sees the logits of that head; split it between heads"
                     )
                 self._first[site.name] = int(here.int().argmax())
 

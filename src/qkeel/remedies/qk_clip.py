@@ -93,8 +93,8 @@ class QKClip(StepRemedy):
         if refusal is not None or not site.terms or self.shares(site) is not None:
             return refusal
         return Refusal(
-            "its logit is a sum of products whose weights are shared by heads in such a way that no factor on each of "
-            "them multiplies the whole logit of one head",
+            "its logit is a sum of products whose weights several heads share, so no factors on the weights scale the "
+            "whole logit of one head",
             "use lalr or qk_lr",
         )
 

@@ -339,7 +339,7 @@ class SigmaReparam(Remedy):
                 if "parametrizations" in submodules_of(layer) and dist.is_split(_stored(layer)):
                     raise RefusedError(
                         f"sigma_reparam: the weight of {name} was split over processes after the remedy was applied, "
-                        "and the code that splits it uses its present name. Remove the remedy before the model is split"
+                        "and the code that splits it uses its current name. Remove the remedy before the model is split"
                     )
             handle.remove()
 

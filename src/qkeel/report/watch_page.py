@@ -460,7 +460,7 @@ def _cautions(run: Watched) -> list[str]:
             f"The largest logit reached {h.number(peak)}, over {h.number(ALARM_THRESHOLD)}; no alarm is recorded."
         )
     if len(run.records) and not math.isfinite(run.exponent()):
-        found.append(f"{h.count(len(run.records), 'sample')}: too few to say how the logits grow.")
+        found.append(f"{h.count(len(run.records), 'sample')}: too few to tell how the logits grow.")
     notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
     return found + ([f"Noted while watching: {h.listing(notes)}."] if notes else [])
 
@@ -470,7 +470,7 @@ def _cautions(run: Watched) -> list[str]:
 RUNS = Chart(
     "runs",
     "The runs side by side",
-    "Largest attention logit, entropy or training loss of each run. The red line is the alarm line of logits.",
+    "Largest attention logit, entropy or training loss of each run. The red line is the alarm threshold for logits.",
     "Line chart: the chosen number against step, one line per run.",
 )
 GROWTH = Chart(
@@ -761,7 +761,7 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
     why = h.tag("p", {"class": "why"}, found.why) if found.why else ""
     if not lines:
         return h.join([sentence, why])
-    todo = "" if not _APPLY.search(lines[-1]) else " add this line to the script, after the optimizer is made:"
+    todo = "" if not _APPLY.search(lines[-1]) else " add this line to the script, after the optimizer is created:"
     todo = " start the run again with this command, which keeps the logits small:" if len(lines) > 1 else todo
     parts = [
         h.tag("p", {"class": "todo"}, h.tag("strong", {}, "What to do:"), todo),
@@ -769,7 +769,7 @@ def _verdict(runs: Sequence[Watched]) -> Markup | None:
     ]
     if len(lines) > 1:
         other = h.tag("code", {}, lines[1])
-        parts.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is made: ", other))
+        parts.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is created: ", other))
     return h.join([sentence, why, h.tag("div", {"class": "fix"}, *parts)])
 
 
@@ -796,7 +796,7 @@ def _story(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup
     advised = dict.fromkeys(str(alarm["remedy"]) for alarm in grave or alarms if alarm.get("remedy"))
     fixes = [h.tag("div", {"class": "remedy-line"}, h.command_block(line)) for line in list(advised)[:1]]
     if run.acted and cause == CAUSE:
-        fixes = [h.tag("p", {"class": "source"}, "The autopilot acts on this; what it did is below.")]
+        fixes = [h.tag("p", {"class": "source"}, "The autopilot responds to this alarm; its actions are listed below.")]
     sources = dict.fromkeys(str(alarm.get("source")) for alarm in alarms if alarm.get("source"))
     about = h.tag("ul", {}, *(h.tag("li", {"class": "source"}, source) for source in sources))
     more = h.details("Where the thresholds come from", about) if sources else ""

@@ -244,16 +244,17 @@ _OWN = (Attention, MLA, GAU)
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention layer of the model; a module used twice in a forward pass is one site.
 
-    Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is run
-    and every attention call that it computes is a site, in the order of the calls. An experiment on its operators then
-    confirms the weights of each head (`site.verified`): on a few rows of a larger batch, if that shows the same.
-    `missed` of the list are attention layers that were seen but not understood. The model, its buffers and caches,
-    gradients and random streams are left as they were.
+    Without an example only qkeel's own modules are found, in module order. With an example, `model(*args, **kwargs)` is
+    run and every attention call that it computes is a site, in the order of the calls. An experiment on its operators
+    then confirms the weights of each head (`site.verified`). On a larger batch, the experiment uses a few rows if these
+    give the same result. The `missed` attribute of the result lists the attention layers that were seen but not
+    understood. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
-    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. If the
-    model is larger, or its heads are to be split, which hides its weights, find the sites before that; then give
-    `sites=` to watch and apply. For a model on the meta device, a copy with random weights is searched on the CPU, with
-    an example there, which takes the memory of the whole model; the sites are those of the given model.
+    Where fully_shard has split the model, all processes must call this function, and each holds all weights meanwhile.
+    If the model does not fit into the memory of one process, or if its heads will be split, which hides its weights,
+    find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta device, a copy
+    with random weights is searched on the CPU, with an example on the CPU. This takes the memory of the whole model;
+    the sites are those of the given model.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
@@ -288,8 +289,8 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
         takes = inspect.signature(model.forward)
         raise RefusedError(
             f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention, MLA and GAU "
-            f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
-            f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
+            f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by observing one "
+            f"forward pass: pass an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
     return Sites(own), None
 

@@ -294,16 +294,16 @@ class Visitor:
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` returns the statistics since the last read.
 
-    The tap computes statistics without gradients, from tensors that the forward pass makes anyway, and changes nothing.
-    qkeel's own modules report their calls. A function mode around the whole pass finds other attention of eager code;
-    once the modules that contain it are known, the mode is entered in their calls only, and the whole pass is searched
-    from time to time (see `places`).
+    The tap computes statistics without gradients, from tensors that the forward pass computes anyway, and changes
+    nothing. qkeel's own modules report their calls. A function mode around the whole pass finds other attention of
+    eager code; once the modules that contain it are known, the mode is entered in their calls only, and the whole pass
+    is searched from time to time (see `places`).
 
     Two kinds of models are measured in an additional pass before their own: eager, without gradients, after which
-    random streams and buffers are restored. One is compiled code, which must not run inside a mode. The other is torch
-    modules with a fast path for evaluation, which a mode would turn off, so that results would differ in the last bits.
-    Where no sites are known, one more pass before the first measured one shows whether there is attention inside
-    torch.jit.script or torch.func.vmap; such attention is then observed operator by operator.
+    random number generators and buffers are restored. Compiled code must not run inside a mode; torch modules with a
+    fast path for evaluation would lose it inside a mode, so that results would differ in the last bits. Where no sites
+    are known, one more pass before the first measured one shows whether there is attention inside torch.jit.script or
+    torch.func.vmap; such attention is then observed operator by operator.
 
     Activations that gradient checkpointing recomputes are counted once. Passes that end in an exception are not
     counted, nor are passes over a batch without sequences or tokens; `empty` is the number of the latter.
@@ -375,16 +375,16 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """The phase that a pass would have now."""
+        """The phase of a pass that begins now."""
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """The modules in which the pass that begins is searched for attention of other code; None for everywhere.
+        """The modules in which the next pass is searched for attention outside qkeel's modules; None for everywhere.
 
-        To look everywhere costs a callback per function of torch, so it is done where something may have changed: in
-        the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after a
-        module was added or replaced; and after a pass in which a module that has attention showed none. What changes
-        without any of these signs is found by searching every 17th pass up to the 68th, and every 257th from then on.
+        Searching everywhere costs a callback per function of torch, so this is done where something may have changed:
+        in the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after
+        a module was added or replaced; and after a pass in which a module that has attention showed none. Changes
+        without any of these signs are found by searching every 17th pass up to the 68th, and every 257th from then on.
         """
         n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
         if self.own_alone:
@@ -398,8 +398,8 @@ class Tap(Handle):
         return len(known) < _FORMS and self._form not in known
 
     def searched(self, phase: Phase, places: Places | None) -> None:
-        """Takes the modules that had attention in a pass that was searched as a whole, which are added to those of
-        earlier passes; with None the next pass is searched as a whole too."""
+        """Adds the modules that had attention in a fully searched pass to those of earlier passes; with None, the next
+        pass is fully searched too."""
         if places is not None:
             same = self._searched.get(phase) is self.tree.named()
             for name, (module, only) in (self._places[phase] or {}).items() if same else ():
@@ -417,8 +417,9 @@ class Tap(Handle):
     def read(self, phase: Phase | None = None) -> SiteStats:
         """Returns, by site name, the statistics since the last read; sites without a call are absent.
 
-        Passes in training and in eval mode are kept apart. Without a phase: those of training passes or, if there were
-        none, of eval passes. Where a module computes its heads one by one, they are joined to one site.
+        Passes in training and in eval mode are kept apart. Without a phase, the statistics are those of training passes
+        or, if there were none, of eval passes. Where a module computes its heads one by one, they are combined into one
+        site.
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"
@@ -433,7 +434,8 @@ class Tap(Handle):
                 module.observers.remove(part)
 
     def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
-        """Takes a call of an own module outside a pass of the model, with the statistics of its rows if known."""
+        """Receives a call of one of qkeel's own modules outside a pass of the model, with the statistics of its rows if
+        known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
         known = self.measure_rows is not None and rows is not None
@@ -483,7 +485,7 @@ class Tap(Handle):
 
     @property
     def known(self) -> _Known:
-        """What is known of the sites; gathered again when `sites` has changed."""
+        """The facts known about the sites; they are collected again when `sites` has changed."""
         sites = [*self.sites]
         if self._known is None or self._known.sites != sites:
             indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # a plain list of sites has none

@@ -30,7 +30,7 @@ SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "c
 class AttentionSpec:
     """The attention out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
 
-    Each of the five slots holds one object. Specs are immutable and comparable; `replace` makes variants.
+    Each of the five slots holds one object. Specs are immutable and comparable; `replace` creates variants.
 
     >>> AttentionSpec().explain().splitlines()[2]
     '  z = 1/√d · q̃·k̃'

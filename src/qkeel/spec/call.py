@@ -44,7 +44,7 @@ class AttentionCall:
 
     `plain` is True for default positions (0 .. s-1, queries aligned to the end of the keys), where a kernel may use
     a causal flag instead of comparing positions. Only statistics read `query_mask` [b t]: False excludes a query row,
-    for instance a padded one. Attention computes that row all the same. `classes` splits statistics by token class.
+    for instance a padded one. Attention still computes that row. `classes` splits statistics by token class.
     """
 
     spec: AttentionSpec  #: what is computed
@@ -152,7 +152,7 @@ class Visibility:
     ) -> AttentionCall:
         """Validates raw q [b h t d], k [b g s d], v [b g s e] and returns their call under `spec`."""
         if not isinstance(spec, AttentionSpec):
-            raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
+            raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}")
         _check_tensors(q, k, v)
         spec.position.check(q.shape[-1])
         if not 0 <= dropout < 1:
@@ -321,7 +321,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
         if name not in given:
             raise InvalidValueError(
                 f"this spec needs the parameter {name!r} of shape {shape}; "
-                "make a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
+                "create a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
             )
         _check_tensor(f"parameter {name!r}", given[name])
         _check_device(f"parameter {name!r}", given[name], q)
@@ -495,7 +495,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             "without cu_seqlens each row of a batch is a sequence"
         )
     if not call.plain:
-        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions start again in each sequence")
+        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions restart in each sequence")
     for x, total in zip(ends, (call.q.shape[2], call.k.shape[2])):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

@@ -45,7 +45,8 @@ class ALiBi(Position):
 class Kerple(Position):
     """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
 
-    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). The source draws them at random.
+    Initial values are spread evenly over the heads, a in (0, 1) and p in (0, 2). In the source they are drawn at
+    random.
     Source: Chi et al. 2022, arXiv 2205.09921.
     """
 
@@ -102,7 +103,7 @@ class ReRope(Position):
 
     @property
     def leak(self) -> float:
-        """Tokens of distance beyond the window that count as one."""
+        """The number of tokens of distance beyond the window that count as one."""
         return math.inf
 
     def check(self, head_dim: int) -> None:
@@ -297,8 +298,9 @@ def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, o
     window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
     if train_length is not None and window >= train_length:
         raise InvalidValueError(
-            f"expected a window under the training length, got {window} of {train_length}: distances between them "
-            "were never trained (kexue.fm 9708: accuracy falls to 8 %); a quarter to a half of it is best"
+            f"expected a window under the training length, got {window} of {train_length}: distances between the "
+            "two were never trained (kexue.fm 9708: accuracy falls to 8 %); a quarter to a half of the training length "
+            "is best"
         )
     if method == "rerope":
         return ReRope(window=window, base=rope.base, rotary=rope.rotary)

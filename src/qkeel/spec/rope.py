@@ -365,8 +365,9 @@ class NoPosition(Position):
 class Rope(Position):
     """Rotary embedding of the first `rotary` share of each head.
 
-    `order` places the norm before or after the rotation. Both are equal for a norm without a gain per dimension. With
-    such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF), set `base`.
+    `order` places the norm before or after the rotation. The two orders are equivalent for a norm without a gain per
+    dimension. With such a gain, only norm_then_rotate keeps scores a function of the distance. To raise the base (ABF),
+    set `base`.
     """
 
     base: float = 10_000.0  #: of the frequencies base^(-2i/d)
@@ -410,7 +411,7 @@ class Rope(Position):
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
         """The cos and sin of q and those of k, [b|1 1 t half] each, float32 or wider.
 
-        On a GPU they are cached for later layers and steps, so callers must not write into them.
+        On a GPU the tables are cached for later layers and steps, so callers must not write into them.
         """
         if torch.compiler.is_compiling() or q.device.type not in KEPT_ON:
             return self._made(q, k, pos_q, pos_k)
@@ -507,7 +508,7 @@ class XPos(Position):
     """Interleaved RoPE with decay: q pairs times ζ_n^(i/scale), k pairs times ζ_n^(-j/scale): scores fade with i - j.
 
     For causal attention only, since scores would grow for keys ahead. The released code centres positions, which
-    changes no score. This code does not, so that cached keys stay valid; in float32 that holds to about 35,000 tokens.
+    changes no score. qkeel does not centre them, so cached keys stay valid, in float32 up to about 35,000 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
     """

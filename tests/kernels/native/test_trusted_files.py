@@ -198,7 +198,7 @@ def test_waiting_for_another_process_is_told_and_ends(
     cache.mkdir(mode=0o700)
     with open(cache / f"{NAME}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.warns(QkeelWarning, match="another process holds .*norm_rope.lock for more than") as warned:
+        with pytest.warns(QkeelWarning, match="another process has held .*norm_rope.lock for more than") as warned:
             assert not source().ready()
     assert len(warned) == 1
     assert capfd.readouterr().err.count("waiting up to 0 s for another process to compile norm_rope") == 1

@@ -53,7 +53,7 @@ def opened_folder(make: bool) -> Iterator[int]:
     """
     path = cache_folder()
     if path.is_symlink():
-        raise BuildError(f"its cache {path} is a link; QKEEL_NATIVE_CACHE takes the folder itself")
+        raise BuildError(f"its cache {path} is a link; set QKEEL_NATIVE_CACHE to the folder itself")
     if make:
         for missing in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
             missing.mkdir(mode=0o700, exist_ok=True)
@@ -112,13 +112,13 @@ def _check_owner(found: os.stat_result, what: str) -> None:
     """Raises BuildError if users other than this one and root could have written the file or folder."""
     if found.st_uid not in (0, os.geteuid()):
         raise BuildError(
-            f"{what} belongs to user {found.st_uid}, who could put any code there; "
-            "delete it, or give QKEEL_NATIVE_CACHE a folder of your own"
+            f"{what} belongs to user {found.st_uid}, who could put any code there; delete it, or set "
+            "QKEEL_NATIVE_CACHE to a folder of your own"
         )
     if found.st_mode & _BY_OTHERS:
         raise BuildError(
             f"{what} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}), who could put any code "
-            "there; delete it, or give QKEEL_NATIVE_CACHE a folder of your own"
+            "there; delete it, or set QKEEL_NATIVE_CACHE to a folder of your own"
         )
 
 
@@ -235,7 +235,7 @@ def opened(name: str, from_scratch: bool = False) -> int:
             _compile(os.path.abspath(compiler), name, folder, lock)
             library = opened_library(folder, file_name)
     if library is None:
-        raise BuildError(f"{file_name} was changed as soon as it was written")
+        raise BuildError(f"{file_name} was changed right after it was written")
     return library
 
 
@@ -304,7 +304,7 @@ def _locked(folder: int, name: str) -> Iterator[int]:
             print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
             held = hold_lock(lock, PATIENCE - REPORT_AFTER)
         if not held:
-            raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
+            raise BuildError(f"another process has held {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
         yield lock
     finally:
         os.close(lock)

@@ -57,7 +57,7 @@ def _add(
     widest = tl.maximum(widest, tl.max(angles if ALL else tl.where(seen, angles, float("-inf")), 1))
     most_product = tl.max(products if ALL else tl.where(seen, products, float("-inf")), 1)
     least_product = tl.min(products if ALL else tl.where(seen, products, float("inf")), 1)
-    none, up = least_product > most_product, factor >= 0
+    none, up = least_product > most_product, factor >= 0  # pyright: ignore[reportOperatorIssue]
     largest = tl.where(none, 0.0, tl.where(up, most_product, least_product)) * factor
     least = tl.where(none, 0.0, tl.where(up, least_product, most_product)) * factor
     largest, low = tl.where(none, float("-inf"), largest), tl.minimum(low, tl.where(none, float("inf"), least))

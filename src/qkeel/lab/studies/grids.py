@@ -240,8 +240,9 @@ CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs diverge within ten
 
 CHAOS = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50 at 0.01, 0.03, 0.1 and 0.3. "
-    "Its chaos.json has the effect of rounding alone for each remedy and rate. Pages of other studies with the same "
-    "configuration read it from the neighbouring directory runs/chaos, and mark differences that do not exceed it.",
+    "The file chaos.json has the effect of rounding alone for each remedy and rate. Reports on other studies with the "
+    "same configuration use this file from the neighbouring directory runs/chaos, and mark differences that do not "
+    "exceed this effect.",
     grid=CHAOS_GRID,
     runs=pairs,
     base=CHAOS_BASE,
@@ -255,7 +256,7 @@ EDGE_LRS = tuple(0.003 * 2**k for k in range(9))
 EDGE_GRID = Grid(remedies=ONE_OF_EACH, lrs=EDGE_LRS, seeds=range(8), d_model=(16, 32, 64, 128))
 EDGE = Study(
     help="By default ten remedies at nine rates, 0.003 to 0.768 in factors of 2, on four widths with 8 seeds: "
-    "5,760 runs. Its chaos.json and page have the exponent of each pair.",
+    "5,760 runs. The file chaos.json and the page have the exponent of each pair.",
     grid=EDGE_GRID,
     runs=pairs,
     base=RunConfig(log_every=2),

@@ -237,7 +237,7 @@ def _minus_one(name: str, change: TensorChange) -> TensorChange:
         kept = (wanted.double() - 1).to(gain.dtype)
         if not torch.allclose(kept.double() + 1, wanted.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
-                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} has too few digits for that; "
+                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} is too imprecise for that; "
                 "save the model in float32 first"
             )
         return kept
@@ -252,8 +252,8 @@ def _other_eps(moves: dict[str, Move], factor: float) -> None:
     def change(weight: Tensor) -> Tensor:
         if weight.dtype.itemsize < 4 and not power_of_two:
             raise RefusedError(
-                f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {weight.dtype} to make "
-                "up for it would round them; retrofit with the model's own eps, or save the model in float32"
+                f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {weight.dtype} to "
+                "compensate would round them; retrofit with the model's own eps, or save the model in float32"
             )
         return (weight.to(widest(weight.device)) * factor).to(weight.dtype)
 

@@ -383,7 +383,7 @@ def fold(model: nn.Module) -> Folded:
       or, after a norm with a gain on q, into that gain. Position-dependent factors stay. (qkeel's own modules only.)
 
     Gains of a q/k norm are not folded, since the norm lies between the weights and the gain. Folding is final: handles
-    of remedies that changed the spec of a folded site no longer do anything.
+    of remedies that changed the spec of a folded site no longer have any effect.
 
     Raises:
         RefusedError: nothing can be folded; the message says why.

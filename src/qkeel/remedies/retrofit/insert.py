@@ -73,11 +73,11 @@ class RetrofitConfig:
 
 @final
 class Retrofit(Handle):
-    """A norm in a trained model, made by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
+    """A norm in a trained model, inserted by `retrofit`. `report` holds its cost; `remove()` restores the old model bit
     for bit.
 
-    While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` carry the
-    progress over a checkpoint.
+    While the norm is blended in, `share` rises from 0 to 1 with the optimizer's steps. `state()` and `load()` save and
+    restore the progress of the blending.
     """
 
     def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:
@@ -92,7 +92,7 @@ class Retrofit(Handle):
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
     def advance(self, steps: int = 1) -> None:
-        """Advances the blending by `steps`. With an optimizer, each of its steps does this."""
+        """Advances the blending by `steps`. With an optimizer, each of its steps advances the blending by one."""
         self.step += steps
         for norm in self._norms:
             if norm.active:
@@ -122,7 +122,7 @@ def retrofit(
         model: the trained model.
         named: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
         batches: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
-            arguments. Gains are fitted and gaps measured on them.
+            arguments. The gains are fitted and the gaps measured on these batches.
         optimizer: the gains join it; with fitting.anneal its steps blend the norm in.
         fitting: settings; the defaults of RetrofitConfig if not given.
 

@@ -67,7 +67,7 @@
   const rowOf = (field) => (p) => ({remedy: data.remedies[p.remedy], lr: p.lr, seed: p.seed, step: p.step, [field]: p.value});
 
   const alarm = (first) => [
-    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm line"}),
+    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm threshold"}),
     Plot.text([first], {
       fx: "fx", fy: "fy", y: () => data.alarm, text: () => `alarm ${human(data.alarm)}`, frameAnchor: "left",
       textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)", stroke: "var(--paper)", strokeWidth: 3

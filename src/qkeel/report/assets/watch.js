@@ -80,7 +80,7 @@
   });
 
   const alarmLine = (side = "left") => [
-    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm line"}),
+    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm threshold"}),
     Plot.text([data.alarm], {
       y: (d) => d, text: (d) => `alarm ${human(d)}`, frameAnchor: side, textAnchor: side === "left" ? "start" : "end", dx: side === "left" ? 4 : -4, dy: -7,
       fill: "var(--alarm)", stroke: "var(--paper)", strokeWidth: 3

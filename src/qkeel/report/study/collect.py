@@ -154,7 +154,8 @@ class StudyData:
         return sorted({row["lr"] for row in self.rows()})
 
     def counted_bigrams(self) -> float | None:
-        """Returns the mean held-out loss of counted pairs of tokens; None unless every finished run has one."""
+        """Returns the mean held-out loss of a bigram model, which counts pairs of tokens; None unless every finished
+        run has one."""
         runs = [run for run in self.runs if run.row is not None and run.role == "grid"]
         known = [run.env["counted_bigrams"] for run in runs if run.env.get("counted_bigrams") is not None]
         return math.fsum(known) / len(known) if known and len(known) == len(runs) else None
@@ -223,7 +224,7 @@ def _open(path: Path) -> StudyData:
         found = "a file" if path.is_file() else "a directory without either" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed, or each run of a folder."
+            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed, or each run in a folder."
         )
     run = _run(directory, {}, path.name)
     return StudyData(name="", command="", remedies=[run.remedy], runs=[run])

@@ -313,7 +313,7 @@ def _drift_clause(run: RunData, *, alone: bool) -> str:
     if alarm is None:
         return f"{name} stays at or below {peak}"
     return (
-        f"{name} grows from {h.number(start, 2)} to {peak} and passes the alarm line of "
+        f"{name} grows from {h.number(start, 2)} to {peak} and passes the alarm threshold of "
         f"{h.number(ALARM_THRESHOLD)} by step {alarm:,}"
     )
 
@@ -489,7 +489,7 @@ def _single(run: RunData, unit: str) -> list[Finding]:
     steps = "" if row["steps"] is None else f" after {h.count(row['steps'], 'step')}"
     before = "" if math.isnan(row["init_loss"]) else f"; it was {h.loss(row['init_loss'])} before training"
     alarm = row["alarm_step"]
-    line = f"the alarm line of {h.number(ALARM_THRESHOLD)}"
+    line = f"the alarm threshold of {h.number(ALARM_THRESHOLD)}"
     passed = f"never passed {line}" if alarm is None else f"passed {line} by step {alarm:,}"
     entropy = f"mean attention entropy ended at {h.number(row['end_entropy'])} nats"
     state = "attention collapsed" if row["collapsed"] else "attention did not collapse"

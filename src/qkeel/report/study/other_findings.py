@@ -365,10 +365,10 @@ def modality_findings(study: StudyData) -> list[Finding]:
 def _cautions(study: StudyData) -> Iterator[Finding]:
     left = sum(run.row is None for run in study.runs)
     if left:
-        yield Finding("caution", f"{left} of {h.count(len(study.runs), 'run')} have no result; they are in no figure.")
+        yield Finding("caution", f"{left} of {h.count(len(study.runs), 'run')} have no result and appear in no figure.")
     yield Finding(
         "caution",
-        "One small model on small images: what is not shown here may be true at another size, and vice versa. "
+        "One small model on small images: what is not shown here may hold at another size, and vice versa. "
         "Norms and logits are measured on one probe, the same for every mix.",
     )
 

@@ -39,7 +39,7 @@ DRIFT = Chart(
     "drift",
     "Drift of the largest attention logit",
     "Largest attention logit over layers and heads, on a fixed held-out batch, at each logged step of the longer runs. "
-    "Logarithmic axis; the red line is the alarm line.",
+    "Logarithmic axis; the red line is the alarm threshold.",
     "Line chart: largest attention logit against step for the longer runs.",
 )
 LOSS = Chart(
@@ -48,14 +48,14 @@ LOSS = Chart(
     "Lines join the means over seeds; dots are single seeds, bars their range. The flatter the line, the less the "
     "learning rate matters. The dots of one learning rate stand side by side on its grey band, so that none hides "
     "another. A hollow dot marks a run whose attention collapsed. Dashed lines are the loss before training and that "
-    "of counted pairs of tokens.",
+    "of a bigram model.",
     "Line chart: held-out loss against learning rate, one line per remedy.",
 )
 LOGITS = Chart(
     "logits",
     "Largest attention logit during training",
     "One panel per learning rate, one line per run (each seed its own), before the cap where a remedy has one. "
-    "Logarithmic axis, shared by the panels; the red line is the alarm line.",
+    "Logarithmic axis, shared by the panels; the red line is the alarm threshold.",
     "Line charts: largest attention logit against step, one panel per learning rate.",
 )
 ENTROPY = Chart(
@@ -83,8 +83,9 @@ HEADS = Chart(
     "heads",
     "Head by head",
     "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, share "
-    "one scale of colour; black is its lower end, or less: a head whose largest logit is near zero or below it."
-    f" A model of more than {MAX_ROWS} heads shows the worst head of each layer instead.",
+    "one scale of colour; black is its lower end or anything below it: a head whose largest logit is near zero or "
+    "below it."
+    f" For a model with more than {MAX_ROWS} heads, the chart shows the worst head of each layer instead.",
     "Heat maps: one row per head, one column per logged step.",
 )
 
