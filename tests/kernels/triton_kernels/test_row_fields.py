@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from qkeel.functional.statistics import TENSORS
 from qkeel.kernels import contract
 from qkeel.kernels.statistics import FoundPacked, find_rows, logit_stats
 from qkeel.kernels.triton import available
-from qkeel.spec import AttentionCall, AttentionSpec, Sink, Softcap
-from qkeel.spec.call import with_query_mask
+from qkeel.spec import AttentionCall, AttentionSpec, Learned, Sink, SlidingWindow, Softcap
+from qkeel.spec.call import make_call, with_query_mask
 
 
 @pytest.fixture
@@ -92,6 +93,32 @@ def test_a_mask_of_pairs_of_any_shape(shape: tuple[int, ...], causal: bool, on_g
     check(call_of(AttentionSpec(), 70, 90, torch.float32, mask=shown, causal=causal), f"{shape}")
     turned = shown.mT.contiguous().mT  # its keys lie apart
     check(call_of(AttentionSpec(cap=Softcap(5.0)), 70, 90, torch.float32, mask=turned, causal=causal), f"{shape}")
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.slow)], ids=str)
+def test_drawn_calls(seeds: range, on_gpu: None) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        b, g, share, d = rng.choice([1, 3]), rng.choice([1, 2]), rng.choice([1, 3]), rng.choice([8, 24, 40, 128])
+        s = rng.choice([1, 5, 64, 65, 130])
+        causal = rng.random() < 0.6
+        t = s if causal and rng.random() < 0.5 else rng.choice([1, 3, 64, 67])
+        cap = Softcap(rng.choice([1.0, 30.0])) if rng.random() < 0.4 else None
+        window = SlidingWindow(window=rng.choice([1, 4, 70])) if rng.random() < 0.3 else None
+        scale = Learned(init=3.0, per="head", log=True) if rng.random() < 0.3 else None
+        how = {"cap": cap, "position": window, "scale": scale}
+        spec = AttentionSpec(**{name: value for name, value in how.items() if value is not None})
+        masks = [None, (b, 1, 1, s), (1, 1, 1, s), (1, 1, t, s), (b, 1, t, s), (1, g * share, t, s)]
+        mask = None if window is not None or (shape := rng.choice(masks)) is None else torch.rand(shape) < 0.7
+        size = rng.choice([0.1, 1.0, 40.0])
+        shapes = [(b, g * share, t, d), (b, g, s, d), (b, g, s, d)]
+        q, k, v = map(torch.randn, shapes)
+        params = spec.init_params(g * share, g, d)
+        call = make_call(spec, size * q, k, v, params=params, mask=mask, causal=causal)
+        if rng.random() < 0.3:
+            call = with_query_mask(call, torch.rand(b, t) < 0.6)
+        check(call, f"seed {seed}")
 
 
 @pytest.mark.parametrize("how", ["sink", "an added mask"])
