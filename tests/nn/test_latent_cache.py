@@ -235,7 +235,7 @@ def test_what_a_latent_cannot_carry_is_refused_with_the_reason(name: str) -> Non
 
 
 def test_a_norm_over_the_plain_part_alone_is_refused_with_the_reason() -> None:
-    with pytest.raises(RefusedError, match="unbounded, and is reported to hurt long contexts"):
+    with pytest.raises(RefusedError, match="unbounded, and is reported to harm long contexts"):
         RMSNorm(over="nope")  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="use over='head'"):
         qkeel.apply("qk_norm:over=nope", make(AttentionSpec()))

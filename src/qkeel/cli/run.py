@@ -178,7 +178,7 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
 
 
 def starting(flags: object) -> RunConfig | None:
-    """Returns the configuration under flags and recipe, by the task that the flags name; None for the defaults."""
+    """Returns the defaults of the task that the flags name, which a recipe and flags override, or None."""
     task = vars(flags).get("task")
     if task == "vision":
         return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))

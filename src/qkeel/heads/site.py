@@ -38,9 +38,9 @@ class HeadSlice:
     whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at the
     same indices, plus `bias_shift`.
 
-    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
-    after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a view, and no
-    step needs the index again.
+    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as for heads
+    stored one after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a
+    view, and no step needs the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """

@@ -106,7 +106,7 @@ POSITIONS: dict[str, Recipe[Specs]] = {
         "windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n", "kexue.fm 9603", _hwfa
     ),
     "hwfa2": Recipe(
-        "windows of 3 L/layers tokens, L/2 at most, full= evenly spaced layers without; those change post hoc",
+        "windows of 3 L/layers tokens, L/2 at most; full= evenly spaced layers have no window, and change post hoc",
         "kexue.fm 9731, 9948",
         _hwfa2,
     ),
