@@ -544,7 +544,7 @@ def recommend(
     with the settings that lie outside.
 
     Args:
-        source: A recipe, a config.json of transformers or its folder, or the directory of a run; flags override it.
+        source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override it.
         json_: Print everything as JSON.
     """
     base, unknown = read_configuration(source) if source else (starting(flags), ())

@@ -114,7 +114,7 @@ POSITIONS: dict[str, Recipe[Specs]] = {
 
 
 def positions() -> dict[str, str]:
-    """Returns the names of all positions and placements, each with one line and its source.
+    """Returns the names of all positions and placements, each with a one-line description and its source.
 
     >>> "alibi" in positions()
     True
@@ -372,7 +372,7 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
 
 
 def presets() -> dict[str, str]:
-    """Returns the names of all presets, each with one line and its source.
+    """Returns the names of all presets, each with a one-line description and its source.
 
     >>> presets()["qwen3"]
     'RMS norm per head, gain shared by heads [arXiv 2505.09388; as shipped in transformers 5.23]'
