@@ -57,6 +57,7 @@ def ratio(row: str) -> tuple[str, ...]:
 
 
 SCRIPT, RETROFIT = "docs/tutorials/your-script.md", "docs/tutorials/retrofit.md"
+H200 = "benchmarks/results/gpu-nvidia-h200-2026-11-27.md"
 # What README says, by the words around its figures, and where each figure comes from.
 FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"trains (\d+) tiny models", lambda: (str(len(make_plan("demo").runs)),)),
@@ -130,6 +131,10 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         r"steps on a CPU \| ([\d.]+) to ([\d.]+) times as long as with its SDPA",
         lambda: found("docs/guides/build-attention.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) times as long"),
     ),
+    (
+        r"a step of a model of 100 million weights ([\d.]+) times as long",
+        lambda: (f"{float(found(H200, r'everything, at every step . [0-9.]+ ms, ([0-9.]+)')[0]):.2f}",),
+    ),
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),
     (r"(\d+) other packages", lambda: found("internals/foreign.md", r"targets of (\d+) packages")),
     (
@@ -143,7 +148,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"Apache-([\d.]+)", lambda: requires(r'license = "Apache-([\d.]+)"')),
 )
 # Digits that are no figures: headings, names, orders of magnitude in a sentence that cites none.
-NAMES = (r"## \d\.", r"FSDP\d", r"AVX2", r"Qwen3", r"10³–10⁵", r"\[(\d+) other packages\]")
+NAMES = (r"## \d\.", r"FSDP\d", r"AVX2", r"H200", r"Qwen3", r"10³–10⁵", r"\[(\d+) other packages\]")
 
 
 def prose() -> str:

@@ -174,7 +174,8 @@ class FoundPacked(Found):
         if self.of_key is not None:
             return ()
         seen = self.keys_seen is None, id(self.counted), self.whole
-        return FoundPacked, self.fields.shape[1::2], self.k_norm.shape[::2], *seen
+        x = self.fields
+        return FoundPacked, x.shape[1::2], self.k_norm.shape[::2], x.dtype, x.device, *seen
 
     @property
     def size(self) -> int:

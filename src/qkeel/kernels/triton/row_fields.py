@@ -177,20 +177,20 @@ def _fields(
     best = tl.where(some, capped(tl.where(some, top, 0.0), cap, CAP), float("-inf"))
     cosine, turned = tl.where(some, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
-    to = fields + of * times + row
+    to, apart = fields + of * times + row, of * 0 + rows_in_all  # in 64 bits
     tl.store(to, tl.where(unknown, nan, top), mask=ok)
-    tl.store(to + rows_in_all, tl.where(unknown, nan, low), mask=ok)
-    tl.store(to + 2 * rows_in_all, tl.where(unknown, nan, best), mask=ok)
-    tl.store(to + 3 * rows_in_all, total * factor, mask=ok)
-    tl.store(to + 4 * rows_in_all, above.to(tl.float32), mask=ok)
+    tl.store(to + apart, tl.where(unknown, nan, low), mask=ok)
+    tl.store(to + 2 * apart, tl.where(unknown, nan, best), mask=ok)
+    tl.store(to + 3 * apart, total * factor, mask=ok)
+    tl.store(to + 4 * apart, above.to(tl.float32), mask=ok)
     entropy = tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0))
-    tl.store(to + 5 * rows_in_all, entropy, mask=ok)
-    tl.store(to + 6 * rows_in_all, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
-    tl.store(to + 7 * rows_in_all, tl.sqrt(squares), mask=ok)
-    tl.store(to + 8 * rows_in_all, tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)), mask=ok)
+    tl.store(to + 5 * apart, entropy, mask=ok)
+    tl.store(to + 6 * apart, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
+    tl.store(to + 7 * apart, tl.sqrt(squares), mask=ok)
+    tl.store(to + 8 * apart, tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)), mask=ok)
     turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))  # keeps NaN
-    tl.store(to + 9 * rows_in_all, turned, mask=ok)
-    tl.store(to + 10 * rows_in_all, norm, mask=ok)
+    tl.store(to + 9 * apart, turned, mask=ok)
+    tl.store(to + 10 * apart, norm, mask=ok)
     tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
 
 
