@@ -261,7 +261,7 @@ class AttentionSite:
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.
-    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
+    `head_dim` is the total size of the query vectors of the products whose sum is the logit, each counted once.
 
     `visible` says which keys its queries were seen to reach, and `origin` what the keys are computed from; see
     `capture.visible_sets`.
