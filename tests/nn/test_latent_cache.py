@@ -250,7 +250,7 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
     module(x, cache=cache)
     with pytest.raises(ShapeError, match="one LatentCache per layer and batch"):
         make(SPECS["plain"], kv_latent=8)(x[:, :1], cache=cache)
-    with pytest.raises(InvalidValueError, match="make a longer LatentCache"):
+    with pytest.raises(InvalidValueError, match="create a longer LatentCache"):
         module(x, cache=cache)
     with qkeel.apply("qk_norm", module), pytest.raises(ShapeError, match="start a new cache"):
         module(x[:, :1], cache=cache)
