@@ -34,7 +34,7 @@ class Recipe(Generic[T]):
 
 
 def described(table: Mapping[str, Recipe[T]]) -> dict[str, str]:
-    """The names of a table, each with one line and its source."""
+    """The names of a table, each with a one-line description and its source."""
     return {name: f"{row.line} [{row.source}]" for name, row in table.items()}
 
 

@@ -127,7 +127,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _refusal(file: Path) -> RefusedError:
     return RefusedError(
-        f"{file} is a pickle, and reading a pickle can run any code, so qkeel does not. If you trust the file, "
+        f"{file} is a pickle, and reading a pickle can run any code, so qkeel reads none. If you trust the file, "
         "convert it: "
         f'from safetensors.torch import save_file; save_file(torch.load("{file.name}", weights_only=True), '
         '"model.safetensors"), or load the model and call save_pretrained'

@@ -36,11 +36,11 @@ SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("ends {mean:.3f} nats ahead of no remedy", "QK-norm trains better at a high learning rate (LR 0.1)"),
         ("QK-norm limits the logits", "QK-norm keeps the logits under 100 at LR 0.1"),
         (
-            "QK-norm allows 3 times the rate or more",
+            "QK-norm allows a learning rate at least 3 times as high",
             'QK-norm allows 3 times the rate or more ("up to 3× in some cases")',
         ),
         (
-            "Mixing text and images makes logits grow at a high rate",
+            "Mixing text and images makes logits grow at a high learning rate",
             "Mixing text and images makes logits grow (against text alone, LR 0.1)",
         ),
     ],

@@ -156,7 +156,7 @@ def _grouped() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for kernel in KERNELS:
         for name in PRESETS:
-            text = kernel_refusal(name, kernel).replace(preset(name).position.formula(), "its position")
+            text = kernel_refusal(name, kernel).replace(preset(name).position.formula(), "the position of the preset")
             if text:
                 found.setdefault(text, [f"`{kernel}`"]).append(f"`{name}`")
     return {

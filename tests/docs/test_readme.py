@@ -242,7 +242,7 @@ CLAIMS = "research/claims.md"
 FOUND: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
     (r"for models of ([\d,]+) parameters", lambda: found(CLAIMS, r"micro: ([\d,]+) parameters")),
     (
-        r"At a rate of ([\d.]+), eight times",
+        r"At a learning rate of ([\d.]+), eight times",
         lambda: found(CLAIMS, r"\*\*Read losses at LR ([\d.]+) with care"),
     ),
     (

@@ -70,7 +70,7 @@ def test_a_run_with_other_results_is_told(parts: tuple[Path, Path, Path], tmp_pa
         if (a / "runs" / run.name).exists():
             summary = read_json(run / "summary.json")
             write_json(run / "summary.json", {**summary, "val_loss": summary["val_loss"] + 1e-7})
-    with pytest.raises(RunDirectoryError, match="different results, first of all val_loss of the summary"):
+    with pytest.raises(RunDirectoryError, match="different results; the first difference is val_loss of the summary"):
         merge_studies([tmp_path / "b", a], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["b"]

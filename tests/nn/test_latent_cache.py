@@ -235,7 +235,7 @@ def test_what_a_latent_cannot_carry_is_refused_with_the_reason(name: str) -> Non
 
 
 def test_a_norm_over_the_plain_part_alone_is_refused_with_the_reason() -> None:
-    with pytest.raises(RefusedError, match="unbounded, and is reported to hurt long contexts"):
+    with pytest.raises(RefusedError, match="unbounded, and is reported to harm long contexts"):
         RMSNorm(over="nope")  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="use over='head'"):
         qkeel.apply("qk_norm:over=nope", make(AttentionSpec()))
@@ -250,7 +250,7 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
     module(x, cache=cache)
     with pytest.raises(ShapeError, match="one LatentCache per layer and batch"):
         make(SPECS["plain"], kv_latent=8)(x[:, :1], cache=cache)
-    with pytest.raises(InvalidValueError, match="make a longer LatentCache"):
+    with pytest.raises(InvalidValueError, match="create a longer LatentCache"):
         module(x, cache=cache)
     with qkeel.apply("qk_norm", module), pytest.raises(ShapeError, match="start a new cache"):
         module(x[:, :1], cache=cache)

@@ -118,7 +118,7 @@ def test_a_length_without_a_logarithm_is_refused(length: float) -> None:
 
 
 def test_a_length_where_nothing_is_learned_from_it_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="length=32 starts a learned scale"):
+    with pytest.raises(InvalidValueError, match="length=32 sets the initial value of a learned scale"):
         qkeel.apply("qk_norm:length=32", attention())
 
 

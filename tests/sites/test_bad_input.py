@@ -32,7 +32,7 @@ def test_what_is_no_module_is_refused() -> None:
 def test_a_foreign_model_without_an_example_is_told_how_its_forward_is_called() -> None:
     with pytest.raises(
         RefusedError,
-        match=r"pass an example batch, find_sites\(model, ...\), as forward\(x: .*Tensor.*, scale.*takes it",
+        match=r"pass an example batch, find_sites\(model, ...\), with the arguments of forward\(x: .*Tensor.*, scale",
     ):
         find_sites(Plain())
 

@@ -532,7 +532,7 @@ def test_what_a_norm_multiplies_by_and_with_which_eps() -> None:
     for norm in (RMSNorm(eps=0.5), L2Norm(eps=3.0)):
         torch.testing.assert_close(x * norm.inverse(x), norm.normalise(x), rtol=1e-12, atol=0)
         assert norm.with_eps(0.25) == type(norm)(eps=0.25)
-    with pytest.raises(RefusedError, match="LayerNorm does not say what it multiplies a vector by"):
+    with pytest.raises(RefusedError, match="LayerNorm does not define the factor by which it multiplies a vector"):
         LayerNorm().inverse(x)
     assert (RMSNorm().eps, L2Norm().eps, LayerNorm().eps, Softpick().eps) == (1e-6, 1e-12, 1e-5, 1e-8)
     mine = type("Mine", (NoNorm,), {"__slots__": (), "sides": Norm.sides})()

@@ -23,7 +23,7 @@ from qkeel.sites.tap import Tap
 
 
 def check(what: nn.Module | str | Path, batch: object = None, *, threshold: float = HARMFUL_LOGIT) -> Health:
-    """Checks whether attention is healthy; `print` shows the result in one sentence, `table()` has each layer's
+    """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.
 
     Attention is not healthy if a logit is NaN, infinite or above `threshold`, or if a layer's mean attention entropy is

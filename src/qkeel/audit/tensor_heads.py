@@ -389,7 +389,8 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     groups = geometry.n_kv_heads or heads
     width = _width(shape, heads, groups, geometry.head_dim)
     if not width or heads % groups:
-        return Unknown("", f"{leaf} is {shape[0]} x {shape[1]}, which {heads} heads and {groups} key heads do not fit")
+        size = f"{shape[0]} x {shape[1]}"
+        return Unknown("", f"{leaf} is {size}, which does not fit {heads} heads and {groups} key heads")
     q, k = _starts(layout, heads, groups, width)
     axis = 0 if shape[0] == width * (heads + 2 * groups) else 1
     own = bias if bias in tensors else None

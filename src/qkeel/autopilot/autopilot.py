@@ -127,14 +127,14 @@ class Autopilot(Handle):
     """Watches a training run and carries out the decisions of its policy; created by `qkeel.autopilot`.
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
-    steps, but keeps a norm, which the model was trained with. `events` lists every action of the autopilot, as the
+    steps, but keeps a norm, because the model was trained with it. `events` lists every action of the autopilot, as the
     run's event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass
     that to `load_state_dict()` before the next step.
 
-    The policy decides on the measurements of step s when step s + 1 is done. By then they have arrived from the device
-    and from all processes, so nothing waits, and every process has the same lag. Decisions take effect after all hooks
-    of step s + 1 have run, never within a step. Until the first action, training is bit-identical to that of a watched
-    run.
+    The policy bases its decisions on the measurements of step s, and makes them when step s + 1 is complete. By then
+    the measurements have arrived from the device and from all processes, so nothing waits, and every process has the
+    same lag. Decisions take effect after all hooks of step s + 1 have run, never within a step. Until the first action,
+    training is bit-identical to that of a watched run.
     """
 
     def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):

@@ -503,7 +503,7 @@ def describe(
         InvalidValueError: heads, layouts or sizes don't fit.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module in which to describe a site, got {type(model).__name__}")
+        raise InvalidTypeError(f"expected a torch.nn.Module that contains the site, got {type(model).__name__}")
     h, g = (heads, heads) if isinstance(heads, int) else heads
     if h < 1 or g < 1 or h % g:
         raise InvalidValueError(f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}")

@@ -49,7 +49,7 @@ def call_line(cell: Cell, rows: list[BenchRow]) -> str:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Returns the device, the versions and the processor that the times belong to."""
+    """Returns the device, the processor and the versions with which the times were measured."""
     about = {"device": device, "qkeel": VERSION, "torch": torch.__version__, "processor": _processor()}
     about["python"] = platform.python_version()
     about["vectors"] = torch.backends.cpu.get_cpu_capability()

@@ -48,7 +48,8 @@ _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the tr
 def explain(text: str) -> str:
     """Returns the line, the source and the formula of a preset, or of remedies on the baseline.
 
-    A remedy on steps, the loss or a block has a rule; the attention formula is printed if a remedy changes it.
+    A remedy that acts on steps, the loss or a block is described by its own formula; the formula of attention is
+    included if a remedy changes it.
     """
     terms = parse(text)
     names = [term.name for term in terms]
@@ -259,7 +260,8 @@ def bench(
     code pins a kernel.
 
     Args:
-        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only checks that it runs.
+        size: quick takes one or two minutes (float32, heads of 64); full about ten; toy only checks that the benchmark
+            runs.
         device: Where to measure [default: cuda if there is one].
         json_: Print one JSON object with everything.
     """

@@ -35,7 +35,7 @@ def list_remedies() -> int:
 
 
 def explain_command(name: str, /) -> int:
-    """Print the formula and source of a preset or remedy, or what a recorded number is.
+    """Print the formula and source of a preset or remedy, or the definition of a recorded number.
 
     Args:
         name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1; or a number like sink_head_ratio.

@@ -178,7 +178,7 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
 
 
 def starting(flags: object) -> RunConfig | None:
-    """Returns the configuration under flags and recipe, by the task that the flags name; None for the defaults."""
+    """Returns the defaults of the task that the flags name, which a recipe and flags override, or None."""
     task = vars(flags).get("task")
     if task == "vision":
         return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))
@@ -544,7 +544,7 @@ def recommend(
     with the settings that lie outside.
 
     Args:
-        source: A recipe, a config.json of transformers or its folder, or the directory of a run; flags override it.
+        source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override it.
         json_: Print everything as JSON.
     """
     base, unknown = read_configuration(source) if source else (starting(flags), ())

@@ -113,7 +113,7 @@ class MessageSink(Sink):
         return str(self._shown.with_name((self.run.path or self.run.asked).name))
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Prints what is watched, and where it is written."""
+        """Prints what is watched, and where the records are written."""
         self._model = str(about["model"])
         sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
         number = f"{sites} of {sites + missed}" if missed else f"{sites}"
@@ -710,7 +710,7 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
 
 
 def prepare(program: Program) -> bytes | None:
-    """Sets up this process as the program expects, and returns the source of a script; a module is read when it runs.
+    """Sets up this process as the program expects, and returns the source of a script; None for a module.
 
     Raises: DataError if there is no such file or module.
     """

@@ -48,9 +48,11 @@ def is_split(x: Tensor) -> bool:
 
 
 def fully_sharded(model: nn.Module) -> dict[int, int]:
-    """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes it manages.
+    """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes of the gathering.
 
-    A parameter that it ignores, or that was added to a module later, stays a plain tensor and is not among them."""
+    A parameter that fully_shard ignores, or that was added to a module later, stays a plain tensor and is not among
+    them.
+    """
     found = {}
     for module in model.modules():
         for p in module.parameters() if _is(module, _FSDP) else ():
@@ -120,7 +122,7 @@ def wrapped_by(model: nn.Module) -> str:
 
 
 def peer_ranks(model: nn.Module) -> tuple[int, ...]:
-    """Returns the ranks known to run the same layers: those of its wrapper or of its parameters' meshes."""
+    """Returns the ranks known to run the layers of a model: those of its wrapper or of its parameters' meshes."""
     found = {rank()}
     for wrapper in wrappers(model):
         found |= {*torch_distributed.get_process_group_ranks(wrapper.process_group)}  # type: ignore[arg-type]
@@ -351,7 +353,8 @@ def local(p: Tensor) -> Tensor:
 class PartialSums:
     """Sums numbers of several parameters over the processes that hold their parts, counting replicas once.
 
-    All sums share one collective over all processes if the parameters' meshes cover these, else one per mesh axis.
+    All sums share one collective over all processes if the parameters' meshes cover them; otherwise each mesh axis has
+    its own.
     """
 
     def __init__(self, shards: Sequence[LocalBlock | None]) -> None:

@@ -88,7 +88,7 @@ class Frame:
         return len(next(iter(self.columns.values()), ()))
 
     def without(self, name: str) -> Frame:
-        """Returns the same frame without a column."""
+        """Returns a copy of the frame without the column `name`."""
         return Frame({column: values for column, values in self.columns.items() if column != name})
 
     def to_pandas(self) -> Foreign:

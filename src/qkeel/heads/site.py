@@ -38,9 +38,9 @@ class HeadSlice:
     whole matrix. `bias` is the name of the bias, if there is one. `bias_of()` returns the entries of the bias at the
     same indices, plus `bias_shift`.
 
-    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one block
-    after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a view, and no
-    step needs the index again.
+    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as for heads
+    stored one after the other, fused [q | k | v], or q, k, v interleaved per head. In this case a head's part is a
+    view, and no step needs the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
@@ -261,7 +261,7 @@ class AttentionSite:
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.
-    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
+    `head_dim` is the total size of the query vectors of the products whose sum is the logit, each counted once.
 
     `visible` says which keys its queries were seen to reach, and `origin` what the keys are computed from; see
     `capture.visible_sets`.

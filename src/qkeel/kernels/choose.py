@@ -72,7 +72,7 @@ PREFERENCES: tuple[Preference, ...] = (
         holds=lambda call: bool(call.dropout) or torch.compiler.is_exporting(),
         order=_AUTO,
         reason="Dropout must drop the same weights when a forward pass is recomputed with a gradient, and an exported "
-        "program serves every length and machine, so the order depends on nothing else.",
+        "program serves every length and machine, so the order is the same for all such calls.",
     ),
     Preference(
         calls="one query on a CPU",
@@ -84,8 +84,8 @@ PREFERENCES: tuple[Preference, ...] = (
         calls="half precision with a gradient on a CPU that has AVX2 but no later extension",
         holds=_half_precision_training_on_avx2,
         order=("decode", "native", "chunked", "sdpa", "windowed"),
-        reason="Forward and backward, torch's flash kernel takes 4.0 to 7.1 times the time of 'chunked', and "
-        "'windowed', which is built on it, 2.3 to 3.5 times: the processor has no units for these types.",
+        reason="In the forward and backward pass, torch's flash kernel takes 4.0 to 7.1 times the time of 'chunked', "
+        "and 'windowed', which is built on it, 2.3 to 3.5 times: the processor has no units for these types.",
     ),
     Preference(
         calls="a call with as many queries as keys",

@@ -308,9 +308,11 @@ class Flex(Kernel):
         if type(call) is not AttentionCall or call.mask is not None or call.dropout or not call.plain:
             return Refusal("FlexAttention is used without a mask, packed sequences, dropout or explicit positions", out)
         if not (call.q.shape[2] and call.k.shape[2]):
-            return Refusal("FlexAttention takes at least one query and one key", out)
+            return Refusal("FlexAttention needs at least one query and one key", out)
         if torch.compiler.is_compiling() or transformed() or with_tangents():
-            return Refusal("FlexAttention is compiled here, not in the caller's graph or torch.func transforms", out)
+            return Refusal(
+                "qkeel compiles FlexAttention itself, not within another graph or torch.func transforms", out
+            )
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:

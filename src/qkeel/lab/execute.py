@@ -409,9 +409,9 @@ def _check_same_results(one: RunDirectory, other: RunDirectory) -> None:
     unlike += [name for name in texts[0] if name in texts[1] and texts[0][name] != texts[1][name]]
     if unlike:
         raise RunDirectoryError(
-            f"{one.path} and {other.path} are the same run with different results, first of all {unlike[0]}: machines, "
-            "versions or kernels differed, so they are not parts of one study. Leave one of the directories out; "
-            "nothing was changed."
+            f"{one.path} and {other.path} are the same run with different results; the first difference is "
+            f"{unlike[0]}. Machines, versions or kernels differed, so they are not parts of one study. Leave one of "
+            "the directories out; nothing was changed."
         )
 
 

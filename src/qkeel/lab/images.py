@@ -130,7 +130,7 @@ def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
             raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}')
         if not row["text"].strip():
-            raise DataError(f"{where}: the caption of {row['path']} is empty; expected text, or leave the image out")
+            raise DataError(f"{where}: the caption of {row['path']} is empty; write a caption, or leave the image out")
         images.append(_read(path.parent / row["path"], size))
         captions.append(row["text"].strip())
     return _stack(images, str(path)), captions

@@ -228,7 +228,7 @@ def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
                     f"expected {key} in {file} to be a whole number of at least 1, got {value!r:.60}"
                 )
             return value
-    raise DataError(f"{file} has no {keys[0]}; expected the config.json of a model of transformers, or of a run")
+    raise DataError(f"{file} has no {keys[0]}; expected the config.json of a transformers model, or of a run")
 
 
 # The recommendation: expected logits and gains of remedies, with intervals and evidence.

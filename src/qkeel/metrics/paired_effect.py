@@ -148,8 +148,8 @@ def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> t
     with the same probability. The interval from the k-th to the k-th last mean therefore covers the centre with
     probability 1 - 2k / 2ⁿ, for any such distribution; it contains the values that a sign permutation test does not
     reject. k is the largest that reaches `level`. If none does (8 differences reach no level above 0.992), both ends
-    are infinite. Ties count as if drawn from a continuous distribution. With more than 18 differences, random subsets
-    are used.
+    are infinite. Ties are treated as if drawn from a continuous distribution. With more than 18 differences, random
+    subsets are used.
 
     Args:
         differences: one finite number per seed.
@@ -234,8 +234,8 @@ def common_level(decided: Callable[[float], int], rows: int, error: float, looks
     """Returns one level for all intervals of a page that controls the expected share of wrong verdicts.
 
     Let R rows be decided by intervals at level 1 - nominal(error · R / rows, looks), with the largest possible R. Then
-    the expected share of decided rows whose interval misses the truth is at most `error`. If no row is decided, the
-    level is that for R = 1.
+    the expected share of decided rows whose interval misses the true value is at most `error`. If no row is decided,
+    the level is that for R = 1.
 
     Args:
         decided: maps a level to the number of rows that intervals at this level decide.
@@ -314,9 +314,9 @@ def paired_effect(
     The interval is mean ± t · s / √n with n - 1 degrees of freedom. For normal differences it has the stated coverage,
     and a verdict of better or worse has the stated error when nothing differs, for every n from 2 on. The error is
     smaller for symmetric distributions with heavy tails, and up to 8 % instead of 5 % for a uniform distribution and n
-    ≤ 5. One interval decides in this order: beyond the margin, inside it, or undecided; a difference that is surely
-    above 0 but inside the margin is therefore called equal. The test of equality at `level` consists of two one-sided
-    tests, each at half of 1 - level.
+    ≤ 5. One interval decides in this order: beyond the margin, inside it, or undecided; a difference whose interval
+    lies above 0 but inside the margin is therefore called equal. The test of equality at `level` consists of two
+    one-sided tests, each at half of 1 - level.
 
     If all differences are 0, the runs are identical and the interval is [0, 0]. If all differences are the same number
     other than 0, they are not a sample of a continuous quantity: only their signs count, and a verdict takes 6 seeds at

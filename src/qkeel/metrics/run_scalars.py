@@ -122,7 +122,7 @@ def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> in
 def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
     """Fits values ~ steps^p and returns p, by least squares of ln value on ln step over the positive records.
 
-    Returns NaN with fewer than `least` usable records, since a power law fits almost any few points.
+    Returns NaN with fewer than `least` usable records, since a power law fits almost any small number of points.
 
     >>> round(growth_exponent(range(1, 9), [2.0 * step**0.5 for step in range(1, 9)]), 6)
     0.5
@@ -202,7 +202,7 @@ def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> l
     Args:
         rows: rows of a study's table.
         remedy: the remedy to judge.
-        baseline: the remedy to compare it with.
+        baseline: the remedy to compare `remedy` with.
         lr: the learning rate of both remedies.
 
     >>> rows = [{"remedy": r, "lr": 0.1, "seed": 0, "val_loss": v} for r, v in (("qk_norm", 2.0), ("none", 2.5))]
@@ -289,7 +289,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is known to be wrong."""
+        """Whether the verdict is Status.HEALTHY."""
         return self.status is Status.HEALTHY
 
     def table(self) -> str:

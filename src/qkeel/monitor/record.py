@@ -262,7 +262,8 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
 
 
 def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
-    """Writes the same table as HTML for a notebook's `_repr_html_`, with every text escaped and no script.
+    """Returns the table of `sample_table` as HTML without scripts, with all text escaped, for a notebook's
+    `_repr_html_`.
 
     Args:
         sample: the step's numbers.

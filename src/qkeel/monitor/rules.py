@@ -251,7 +251,7 @@ class Ceiling(Rule):
 
     @property
     def name(self) -> str:
-        """The name with the threshold: each threshold is a separate rule."""
+        """The rule's name followed by the threshold: each threshold is a separate rule."""
         return f"ceiling {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
@@ -314,7 +314,7 @@ class Approach(Rule):
 
     @property
     def name(self) -> str:
-        """The name with the threshold: each threshold is a separate rule."""
+        """The rule's name followed by the threshold: each threshold is a separate rule."""
         return f"forecast {shown(self.threshold)}"
 
     def check(self, history: History) -> Alarm | None:
@@ -555,7 +555,7 @@ class Over(Rule):
 
     @property
     def name(self) -> str:
-        """The name of the number with the threshold."""
+        """The recorded number's name followed by the threshold."""
         return f"{self.field} over {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:

@@ -178,7 +178,7 @@ _LEVELS = {Severity.NOTICE: logging.INFO, Severity.ALARM: logging.WARNING, Sever
 
 @final
 class LoggingSink(Sink):
-    """One line per sample in the standard library's log of the name `logger`, alarms as warnings and errors."""
+    """Logs one line per sample with the standard library's logger named `logger`, and alarms as warnings and errors."""
 
     def __init__(self, logger: str = "qkeel") -> None:
         self.logger = logging.getLogger(logger)

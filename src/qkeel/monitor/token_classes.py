@@ -52,7 +52,7 @@ class QueryMaskSource:
 
     @classmethod
     def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
-        """Returns the same source, checked against the forward of a model.
+        """Returns the given source, checked against the forward of a model.
 
         Raises: InvalidValueError if it takes no argument of that name.
         """
@@ -265,7 +265,7 @@ class Classes:
         forward: the names of the forward's positional arguments.
 
     Classes belong to the tokens of the sequence that attention sees: all its keys. Where there are fewer queries than
-    keys (a cached step), queries are the last of them.
+    keys (a cached step), the queries are the last tokens of the sequence.
     """
 
     given: GivenClasses
@@ -291,7 +291,7 @@ class Classes:
 
     @classmethod
     def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
-        """Returns the same source, checked against the forward of a model.
+        """Returns the given source, checked against the forward of a model.
 
         Raises: InvalidTypeError, InvalidValueError; the latter also if the forward takes no argument of that name.
         """

@@ -179,7 +179,7 @@ def _read(path: Path, count: int, error: type[QkeelError]) -> bytes:
         with reported(f"cannot read {path}", ". Expected a readable file.", error), open(path, "rb") as file:
             return file.read(count)
     except MemoryError as failure:
-        raise error(f"cannot read {path}: it does not fit into memory. Expected a smaller file.") from failure
+        raise error(f"cannot read {path}: it does not fit in memory. Expected a smaller file.") from failure
 
 
 # All writes to run directories go through the functions below.

@@ -35,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> None:
-    """Writes a JSON object atomically, with its checksum as last field if `sealed`.
+    """Writes a JSON object atomically, with its checksum as the last field if `sealed`.
 
     NaN and infinity become strings, so that every JSON reader can read the file.
 

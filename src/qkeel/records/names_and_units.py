@@ -63,9 +63,9 @@ class BlockField(Field):
 
 # One line of metrics.jsonl, written every `log_every` steps. "Probe" is the fixed held-out batch.
 STEP_FIELDS: dict[str, Field] = {
-    "step": Field("optimizer steps", "steps done when the line was written; 0 is before training"),
+    "step": Field("optimizer steps", "steps completed when the line was written; 0 is before training"),
     "tokens": Field("tokens", "training tokens seen"),
-    "lr": Field("1", "base learning rate of the step just done"),
+    "lr": Field("1", "base learning rate of the last completed step"),
     "train_loss": Field("nats/token", "loss of the last training batch; null at step 0"),
     "val_loss": Field("nats/token", "loss on held-out text; null where it was not evaluated"),
     "grad_norm": Field("1", "global gradient norm before clipping; null at step 0"),
@@ -229,16 +229,29 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "1", "largest singular value of what a step adds to W_QᵀW_K to first order", "max", column="Δ₂ norm"
     ),
     "delta2_stable_rank": HeadField(
-        "1", "squared Frobenius norm of the same matrix, divided by its squared spectral norm", "min"
+        "1",
+        "squared Frobenius norm of what a step adds to W_QᵀW_K to first order, divided by the squared spectral norm",
+        "min",
     ),
-    "delta2_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
+    "delta2_singular_entropy": HeadField(
+        "nats",
+        "entropy of the shares of the squared singular values of what a step adds to W_QᵀW_K to first order",
+        "min",
+    ),
     "delta3_spectral_norm": HeadField(
         "1", "largest singular value of the query weight's update times the key weight's", "max"
     ),
     "delta3_stable_rank": HeadField(
-        "1", "squared Frobenius norm of the same matrix, divided by its squared spectral norm", "min"
+        "1",
+        "squared Frobenius norm of the query weight's update times the key weight's, divided by the squared "
+        "spectral norm",
+        "min",
     ),
-    "delta3_singular_entropy": HeadField("nats", "entropy of its normalised squared singular values", "min"),
+    "delta3_singular_entropy": HeadField(
+        "nats",
+        "entropy of the shares of the squared singular values of the query weight's update times the key weight's",
+        "min",
+    ),
     "query_update_ratio": HeadField(
         "1",
         "root mean square of one update of the head's query weight, divided by that of the weight",
@@ -482,7 +495,9 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
         "share", "next tokens predicted, as trained, on the test text cut into pieces of the training length"
     ),
     "accuracy_nonrepeat": Field("share", "next tokens predicted on held-out text of the test length"),
-    "accuracy_repeat": Field("share", "the same, on one training length of text repeated up to the test length"),
+    "accuracy_repeat": Field(
+        "share", "next tokens predicted on one training length of text repeated up to the test length"
+    ),
     "accuracy_last": Field("share", "next tokens predicted in the last training length of the text"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field("nats/token", "loss as trained, on the test text cut into pieces of the training length"),
@@ -499,7 +514,7 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "dilution": Field("share", "largest weight that one of test_length keys can get, in the head where it is smallest"),
     "needle": Field("share", "values of needles predicted when asked for; empty without needles in training"),
     "needle_weight": Field("share", "mean weight of a question on its needle, in the head that gives it most"),
-    "needle_bound": Field("share", "largest weight that one of test_length keys can get in that head"),
+    "needle_bound": Field("share", "largest weight that one of test_length keys can get in the head of needle_weight"),
 }
 
 

@@ -93,7 +93,7 @@ class Note:
 
 
 def remedies() -> dict[str, str]:
-    """Returns the names of all remedies, each with one line and its source.
+    """Returns the names of all remedies, each with a one-line description and its source.
 
     Example:
         >>> remedies()["key_norm"]

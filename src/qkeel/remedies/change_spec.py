@@ -43,7 +43,7 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
         return Refusal(
             "its attention runs inside torch.jit.script, torch.func.vmap or a custom function, and can't be changed "
             "there",
-            "use a remedy of steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
+            "use a remedy that acts on steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
         )
     return None
 

@@ -47,9 +47,9 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
         return target.model.head
     if not any(target.example):
         raise RefusedError(
-            f"{remedy} acts on the module that computes the final logits. Pass an example batch, which shows the "
-            "module, "
-            f"apply({remedy!r}, model, example=batch), or its name, apply({remedy!r}, model, module='lm_head')"
+            f"{remedy} acts on the module that computes the final logits. Pass an example batch that shows the "
+            f"module: apply({remedy!r}, model, example=batch); or the module's name: apply({remedy!r}, model, "
+            "module='lm_head')"
         )
     found = _observed(target)
     if len(found) != 1:

@@ -50,8 +50,8 @@ class QKNorm(NormOptions):
             qk_norm_init(self.length)  # validates the length
             if not self._learned_scale:
                 raise InvalidValueError(
-                    f"length={self.length} starts a learned scale, which qk_norm has with kind=l2 and gain=scalar or "
-                    f"head only, got kind={self.kind}, gain={self.gain}"
+                    f"length={self.length} sets the initial value of a learned scale, which qk_norm has with kind=l2 "
+                    f"and gain=scalar or head only, got kind={self.kind}, gain={self.gain}"
                 )
 
     @property

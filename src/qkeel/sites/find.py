@@ -250,11 +250,11 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     give the same result. The `missed` attribute of the result lists the attention layers that were seen but not
     understood. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
-    Where fully_shard has split the model, all processes must call this function, and each holds all weights meanwhile.
-    If the model does not fit into the memory of one process, or if its heads will be split, which hides its weights,
-    find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta device, a copy
-    with random weights is searched on the CPU, with an example on the CPU. This takes the memory of the whole model;
-    the sites are those of the given model.
+    Where fully_shard has split the model, all processes must call this function, and each holds all weights during the
+    search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
+    weights, find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta
+    device, a copy with random weights is searched on the CPU, with an example on the CPU. This takes the memory of the
+    whole model; the sites are those of the given model.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
@@ -290,7 +290,7 @@ def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, Mo
         raise RefusedError(
             f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention, MLA and GAU "
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by observing one "
-            f"forward pass: pass an example batch, find_sites(model, ...), as forward{takes} takes it."
+            f"forward pass: pass an example batch, find_sites(model, ...), with the arguments of forward{takes}."
         )
     return Sites(own), None
 

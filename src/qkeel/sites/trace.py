@@ -386,10 +386,10 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
         if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
             raise
         caution(
-            f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is not enough "
-            "memory to read them from one whole sequence. Everything else is known from a short sequence. For the "
-            "bounds, call find_sites with an example of one sequence that is as long as memory allows, and pass the "
-            "sites that it returns to watch(sites=...)"
+            f"the logit bounds that the norms of {type(model).__name__} imply are unknown and not watched: there is "
+            "not enough memory to read them from one whole sequence. Everything else is known from a short sequence. "
+            "For the bounds, call find_sites with an example of one sequence that is as long as memory allows, and "
+            "pass the sites that it returns to watch(sites=...)"
         )
         seen = {}
     gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}

@@ -64,7 +64,7 @@ class Norm(Slot):
 
     def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
         """The factor [... 1] by which the norm multiplies x (kinds "rms" and "l2"), float32 or wider."""
-        raise RefusedError(f"{type(self).__name__} does not say what it multiplies a vector by")
+        raise RefusedError(f"{type(self).__name__} does not define the factor by which it multiplies a vector")
 
     def with_eps(self, eps: float) -> Norm:
         """The same norm with another eps; a norm without eps returns itself."""
@@ -131,7 +131,7 @@ class GainNorm(Norm):
         if self.over == "nope":
             raise RefusedError(
                 "a norm over the part of a head that is not rotated leaves the rotated part, hence the logit, "
-                "unbounded, and is reported to hurt long contexts; use over='head', which norms the whole head"
+                "unbounded, and is reported to harm long contexts; use over='head', which normalises the whole head"
             )
         for kind, value, known in (
             ("part to normalise", self.on, ("q", "k", "qk", "qkv")),

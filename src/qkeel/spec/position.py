@@ -84,7 +84,7 @@ class ReRope(Position):
 
     The score depends on the pair, so keys stay unrotated, also in a cache. Each score is one of two products: the usual
     one near the query; far from it, q rotated to position w times the unrotated k. The best windows are a quarter to a
-    half of the training length. Training with it is reported to spoil extrapolation (kexue.fm 9948).
+    half of the training length. Training with ReRoPE is reported to spoil extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
     """
@@ -130,7 +130,7 @@ class ReRope(Position):
         return self._rotated(q, self._slowed(q, pos_q) + side * (self.window - within))
 
     def far_key(self, k: Keys, pos_k: PosK) -> Keys:
-        """Returns k for queries at least a window away."""
+        """Returns k for queries that are at least a window away from it."""
         return self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
 
     def _slowed(self, x: HeadTensor, pos: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ POSITIONS: dict[str, Recipe[Specs]] = {
         "windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n", "kexue.fm 9603", _hwfa
     ),
     "hwfa2": Recipe(
-        "windows of 3 L/layers tokens, L/2 at most, full= evenly spaced layers without; those change post hoc",
+        "windows of 3 L/layers tokens, L/2 at most; full= evenly spaced layers have no window, and change post hoc",
         "kexue.fm 9731, 9948",
         _hwfa2,
     ),
@@ -114,7 +114,7 @@ POSITIONS: dict[str, Recipe[Specs]] = {
 
 
 def positions() -> dict[str, str]:
-    """Returns the names of all positions and placements, each with one line and its source.
+    """Returns the names of all positions and placements, each with a one-line description and its source.
 
     >>> "alibi" in positions()
     True
@@ -372,7 +372,7 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
 
 
 def presets() -> dict[str, str]:
-    """Returns the names of all presets, each with one line and its source.
+    """Returns the names of all presets, each with a one-line description and its source.
 
     >>> presets()["qwen3"]
     'RMS norm per head, gain shared by heads [arXiv 2505.09388; as shipped in transformers 5.23]'

@@ -507,8 +507,8 @@ class SlidingWindow(Position):
 class XPos(Position):
     """Interleaved RoPE with decay: q pairs times ζ_n^(i/scale), k pairs times ζ_n^(-j/scale): scores fade with i - j.
 
-    For causal attention only, since scores would grow for keys ahead. The released code centres positions, which
-    changes no score. qkeel does not centre them, so cached keys stay valid, in float32 up to about 35,000 tokens.
+    For causal attention only, since scores would grow for keys ahead of the query. The released code centres positions,
+    which changes no score. qkeel does not centre them, so cached keys stay valid, in float32 up to about 35,000 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
     """

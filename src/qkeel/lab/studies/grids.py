@@ -362,7 +362,7 @@ OPTIONS = (
     StudyOption(
         "test_lengths",
         list[int],
-        "Context lengths of the test in tokens, multiples of the training length [default: 8 times that].",
+        "Context lengths of the test in tokens: multiples of the training length [default: 8 training lengths].",
     ),
     StudyOption("test_sequences", int, "Held-out texts per length [default: 64]."),
     StudyOption("train_length", int, "Context length of training in tokens [default: 64]."),

@@ -206,7 +206,7 @@ def _move(to: str, shape: TargetArchitecture, sizes: _ModelSizes, name: str, siz
 def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes) -> TensorChange:
     if math.prod(size) != heads * sizes.head_dim:
         raise RefusedError(
-            f"{name} has shape {size}; olmo2 norms all heads of a token at once with a gain of "
+            f"{name} has shape {size}; olmo2 normalises all heads of a token at once with a gain of "
             f"{heads * sizes.head_dim} numbers; use qk_norm:over=layer,gain=head_dim"
         )
     return lambda gain: gain.reshape(-1)
@@ -345,7 +345,7 @@ _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *P
 
 
 def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Converts a Hugging Face checkpoint with normed q and k to the architecture `to`.
+    """Converts a Hugging Face checkpoint with q/k norms to the architecture `to`.
 
     Weights are memory-mapped and written file by file; nothing is unpickled or run. `out` appears complete, by one
     rename, or not at all. Other small files (tokenizer, generation config) are copied.
@@ -386,7 +386,7 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
 
 
 def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Writes a transformers model in memory, normed by `qk_norm`, as the architecture `to`.
+    """Writes a transformers model to which `qk_norm` was applied as a checkpoint of the architecture `to`.
 
     Args:
         model: a transformers model, with its `config`.

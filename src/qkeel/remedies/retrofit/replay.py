@@ -40,7 +40,7 @@ class Gap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGap:
-    """One site: KL divergence of its attention weights, and the model's gap if only this site is normed."""
+    """One site: KL divergence of its attention weights, and the model's gap if only this site has the norm."""
 
     name: str  #: the site's name
     attention_kl_naive: tuple[float, ...]  #: KL per head in nats, with initial gains
