@@ -14,7 +14,7 @@ class PrivateName:
     """A private name of torch. A new one is a new row of `PRIVATE_NAMES` and a use in a module of qkeel.patching.
 
     Args:
-        name: as the code writes it.
+        name: as the code writes it; "new or old" where versions of torch differ.
         home: dotted path of the module or class in which torch defines it; "a graph node" where autograd's nodes do.
         purpose: what qkeel does with it.
         without: what no longer works on a torch that lacks it.
@@ -232,7 +232,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "watching under torch's Join, where one process would wait for another that has ended",
         ),
         (
-            "torch.distributed.pipelining.stage.PipelineStage: _compute_outputs",
+            "torch.distributed.pipelining.stage.PipelineStage: _compute_outputs or _shape_inference",
             "to leave out the pass by which a pipeline finds out shapes",
             "statistics of the first step of a pipeline, which would count memory that holds no data",
         ),
@@ -242,7 +242,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "finding sites on a model that fully_shard has split",
         ),
         (
-            "the state of a sharded module: _auto_reshard_after_forward, _fsdp_param_groups, _lazy_init, _state_ctx",
+            "the state of a sharded module: _auto_reshard_after_forward, _fsdp_param_groups or _fsdp_param_group, "
+            "_lazy_init, _state_ctx",
             "to keep weights whole over the passes of a search, and to leave it as it was where such a pass fails",
             "finding sites on a model that fully_shard has split",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import torch
@@ -52,6 +53,10 @@ EXAMPLES = {
 
 
 def is_there(row: PrivateName) -> bool:
+    return any(has(dataclasses.replace(row, name=name)) for name in row.name.split(" or "))
+
+
+def has(row: PrivateName) -> bool:
     if row.home in EXAMPLES:
         return hasattr(EXAMPLES[row.home](), row.name)
     parts = row.home.split(".")

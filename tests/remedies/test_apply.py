@@ -271,7 +271,7 @@ def test_weights_without_values_are_refused() -> None:
 def test_weights_made_by_a_parametrisation_are_refused(name: str) -> None:
     model = decoder()
     parametrizations.spectral_norm(model.blocks[0].attention.q_proj)
-    with pytest.raises(RefusedError, match=f"{name} at blocks.0.attention: the weight that makes"):
+    with pytest.raises(RefusedError, match=f"{name} at blocks.0.attention: the weight on the logit path"):
         apply(name, model, adamw(model))
 
 

@@ -556,11 +556,14 @@ def running_stage() -> int | None:
     return None
 
 
+_SHAPES_INFERRED = ("_compute_outputs", "_shape_inference")  # the latter in torch 2.11
+
+
 def inferring_shapes() -> bool:
     """True in the pass in which a stage infers the shapes of its outputs, on memory without data."""
     if _STAGES not in sys.modules:  # asked in every pass
         return False
-    return any(frame.f_code.co_name == "_compute_outputs" for frame in _stage_frames())
+    return any(frame.f_code.co_name in _SHAPES_INFERRED for frame in _stage_frames())
 
 
 def _stage_frames() -> Iterator[FrameType]:
@@ -622,7 +625,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for module in modules:
             state = module._get_fsdp_state()
             state._lazy_init()  # the first pass would do it and set the outermost module to stay whole afterwards
-            groups = state._fsdp_param_groups
+            groups = _parameter_groups(module)
             kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
             # A failing pass would leave these marked as running.
             kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
@@ -644,7 +647,7 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     splits no scalars, and takes no new part of a mesh that it shares with tensor parallelism.
     """
     modules = _sharded_modules(model)
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in modules for group in _parameter_groups(module)]
     home = next((g for g in groups if any(near is x.sharded_param for x in g.fsdp_params)), None)
     sizes = [p.ndim for p in part.parameters()]
     if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
@@ -657,7 +660,7 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
         offload_policy=home.offload_policy,
         reshard_after_forward=home.post_forward_mesh_info is not None,
     )
-    for group in new._get_fsdp_state()._fsdp_param_groups:
+    for group in _parameter_groups(new):
         for name in _OF_A_GROUP:
             setattr(group, name, getattr(home, name))
 
@@ -665,6 +668,16 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
 # What users set of a group: by which factor its gradients are divided, whether they are reduced and how.
 _OF_A_GROUP = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
 _OF_A_GROUP += ("reshard_after_backward",)
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """Returns the groups in which fully_shard holds a module's own parameters; torch 2.11 has one at most."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -123,7 +123,8 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
     ):
         call = call_of(spec, 5, 5, torch.float32, **how)
         assert contract.row_statistics(call) is None
-        assert torch.equal(logit_maxima(call)[0], logit_stats(call).max_logit)
+        # All statistics of a mask of pairs come from a pass of Triton's: the same logits in another order of sums.
+        torch.testing.assert_close(logit_maxima(call)[0], logit_stats(call).max_logit, rtol=1e-6, atol=1e-6)
     assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
     assert through_triton == []
 
