@@ -216,7 +216,7 @@ class CaptureMode(CallObserver):
             return super().__torch_function__(func, types, args, kwargs)
         if func not in self.only:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func not in SDPA_BY_NAME or self.plain is None:
+        if func not in SDPA_BY_NAME or self.plain is None or torch.compiler.is_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if not _READING.get():
@@ -292,7 +292,7 @@ class CaptureMode(CallObserver):
     ) -> bool | str | Callable[[], tuple[object, object]]:
         """False for functions that play no part in attention. In a probe torch computes functional_attention, because a
         probe follows gradient paths."""
-        if torch.compiler.is_compiling() or _READING.get():
+        if _READING.get():
             return False
         name = function_name(function)
         if name == "get" and not _turns(function, args):

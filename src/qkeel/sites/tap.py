@@ -545,7 +545,7 @@ class Tap(Handle):
                 self._running = None
                 return
             self._look_below(args, kwargs)
-            if extra:
+            if extra or self.sees_operators:  # torch compiles nothing while a mode sees operators
                 self._extra_pass(running, args, kwargs)
             else:
                 call = (args, kwargs) if self._forwards.model is self.model else None
