@@ -251,7 +251,7 @@ def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Call
     before all other hooks; if it is given, after(module, args, output) also runs after an exception.
     """
     key = object()  # torch's are numbers, of which none may be taken twice
-    tables: list[Any] = [module._forward_hooks]
+    hooks: list[Hook] = [(module._forward_hooks, key)]
     module._forward_hooks[key] = _Uncopied(after)  # type: ignore[index]
     if before is not None:
         first, named, always = (
@@ -262,8 +262,8 @@ def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Call
         first[key] = _Uncopied(before)  # type: ignore[index]
         first.move_to_end(key, last=False)  # type: ignore[attr-defined]
         named[key] = always[key] = True  # type: ignore[index]
-        tables += [first, named, always]
-    return [(table, key) for table in tables]
+        hooks += [(first, key), (named, key), (always, key)]
+    return hooks
 
 
 def remove_hooks(hooks: Iterable[Hook]) -> None:
@@ -755,7 +755,10 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
     ) -> Any:
         if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
+        return self.take(func, args, kwargs or {})
+
+    def take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
+        """Makes a call that may be of interest, in code that torch does not compile."""
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
         if wanted is False or wanted is None:
@@ -1059,7 +1062,7 @@ class ModeInModules:
             return function(*args, **kwargs)
         inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
         if not inner:
-            return self._mode.__torch_function__(function, types, args, kwargs)
+            return self._mode.take(function, args, kwargs)
         for mode in (self._mode, *reversed(inner)):
             _push_on_torch_function_stack(mode)
         try:

@@ -479,7 +479,7 @@ class Tap(Handle):
     @property
     def sees_operators(self) -> bool:
         """True if some attention is seen only operator by operator, as inside torch.jit.script."""
-        return bool(self._below) or any(site.below for site in self.sites)
+        return bool(self._below) or any([site.below for site in self.sites])  # noqa: C419
 
     @property
     def known(self) -> _Known:
