@@ -84,7 +84,7 @@ _ROUNDS = {
     "train_length_extrapolate.py": 2,
     "train_parity.py": 60,
     "train_belief_state.py": 2,
-    "train_with_muon.py": 2,
+    "train_with_muon.py": 1,
 }
 _SHORT = "--num_batches 4 --seq_len 64"
 _OPTIONS = {
