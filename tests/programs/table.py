@@ -92,10 +92,12 @@ _OPTIONS = {
     "train_self_masked_repr.py": f"{_SHORT} --generate_length 16",
     "train_enwik8_xm.py": f"{_SHORT} --cpu True",
     "train_enwik8_lejepa_style.py": f"{_SHORT} --cpu True",
-    "train_path_star.py": "--num_train 128 --num_val 32 --epochs 1 --dim 48 --depth 2 --heads 2",
+    "train_path_star.py": "--num_train 960 --num_val 32 --epochs 1 --dim 48 --depth 2 --heads 2",
     "train_xl_enwik8.py": f"{_SHORT} --train_seq_len 128 --generate_length 0 --cpu True",
     "train_entropy_tokenizer.py": f"{_SHORT} --cpu True",
 }
+
+_HOT = {"train_path_star.py": "--learning_rate 0.3"}  # the others take too few steps, or no rate
 
 
 def _x_transformers(script: str) -> Program:
@@ -111,6 +113,7 @@ def _x_transformers(script: str) -> Program:
         source="lucidrains/x-transformers 9252ed78",
         home="x-transformers",
         command=f"{script} {_OPTIONS.get(script, '')}".strip(),
+        hot=_HOT.get(script),
         env=env | ({} if rounds is None else {"QKEEL_ROUNDS": str(rounds)}),
         needs="tiny data, a seed, the CPU under CUDA's names"
         + ("" if rounds is None else f", an end after {rounds} rounds"),
