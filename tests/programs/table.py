@@ -116,7 +116,7 @@ def _x_transformers(script: str) -> Program:
         hot=_HOT.get(script),
         env=env | ({} if rounds is None else {"QKEEL_ROUNDS": str(rounds)}),
         needs="tiny data, a seed, the CPU under CUDA's names"
-        + ("" if rounds is None else f", an end after {rounds} rounds"),
+        + ("" if rounds is None else f", an end after {rounds} round{'s' * (rounds > 1)}"),
     )
 
 
