@@ -232,8 +232,8 @@ class ResidualStream:
         """Finds the blocks and their branches by a pass with these arguments, which changes nothing."""
         self._tries += 1
         shown: dict[str, _Shown] = {}
-        eager = torch.compiler.set_stance("force_eager")
-        with ExitStack() as undo, extra_pass(owner), torch.no_grad(), eager, undisturbed(self.model):
+        eager, unchanged = torch.compiler.set_stance, undisturbed(self.model)
+        with ExitStack() as undo, extra_pass(owner), torch.no_grad(), eager("force_eager"), unchanged:
             for name, module in self._candidates():
                 self._hook(undo, shown, name, module)
             undo.enter_context(_WithoutDropout())

@@ -507,8 +507,7 @@ class Tap(Handle):
         below: list[bool] = []
         note = lambda captured: below.append(captured.below)  # noqa: E731
         watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
-        eager = torch.compiler.set_stance("force_eager")
-        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
+        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             try:
                 with watcher:
                     self.model(*copied(args), **copied(dict(kwargs)))
@@ -553,8 +552,7 @@ class Tap(Handle):
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
         """Makes the pass that the model is about to make, eagerly; returns its output. `seed` sets random streams."""
-        eager = torch.compiler.set_stance("force_eager")
-        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
+        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             if seed is not None:
                 torch.manual_seed(seed)
             try:
