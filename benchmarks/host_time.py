@@ -476,7 +476,7 @@ def print_searches(title: str, found: Mapping[str, Mapping[str, float]]) -> None
 PARTS = {
     "a pass begins": ("patching/forward.py", "_enter"),
     "a pass ends": ("patching/forward.py", "_leave"),
-    "calls of attention, with their own time": ("capture/intercept.py", "__torch_function__"),
+    "calls of attention, with their own time": ("capture/intercept.py", "take"),
     "statistics of calls": ("sites/tap.py", "_plain"),
     "statistics of rows, for all sites": ("capture/calls.py", "_reduce"),
     "hidden states": ("monitor/token_classes.py", "_take"),

@@ -18,7 +18,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    # As a program begins: torch.distributed leaves a hook that puts the rank before each line of a traceback.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
     def watch(*words: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["qkeel", "watch", *words])

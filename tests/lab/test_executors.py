@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,18 @@ from qkeel.errors import (
 )
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab import executors as table
-from qkeel.lab.executors import EXECUTORS, Job, Outcome, Unit, check_reached, died, executor, seen_here, work_elsewhere
+from qkeel.lab.executors import (
+    EXECUTORS,
+    Job,
+    Outcome,
+    Unit,
+    begins_grpc,
+    check_reached,
+    died,
+    executor,
+    seen_here,
+    work_elsewhere,
+)
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
@@ -114,10 +125,15 @@ def test_paths_are_whole_on_the_cluster_and_as_typed_here(
 
 # --- Slurm: what is submitted, by an sbatch that keeps it
 
-SBATCH = """#!/bin/sh
-cp "$1" {kept}/script.sh
+SBATCH = """cp "$1" {kept}/script.sh
 echo "Submitted batch job 77"
 """
+
+
+def command(folder: Path, name: str, text: str) -> None:
+    """A command of this name in the folder."""
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(stat.S_IRWXU)
 
 
 def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +143,11 @@ def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pyt
     commands.mkdir()
     for name, text in {
         "sbatch": SBATCH.format(kept=shlex.quote(str(tmp_path))),
-        "sacct": "#!/bin/sh\necho 'JobID|State'\necho '77_0|FAILED'\necho '77_1|FAILED'\n",
-        "scancel": f"#!/bin/sh\necho $@ >> {shlex.quote(str(tmp_path))}/cancelled\n",
-        "srun": "#!/bin/sh\n",
+        "sacct": "echo 'JobID|State'\necho '77_0|FAILED'\necho '77_1|FAILED'",
+        "scancel": f"echo $@ >> {shlex.quote(str(tmp_path))}/cancelled",
+        "srun": "",
     }.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(stat.S_IRWXU)
+        command(commands, name, text)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setattr("qkeel.lab.executors._EACH", 0.05)
     place = executor("slurm:partition=gpu,account=us,time=90,memory=8,cpus=3,gpus=1")
@@ -216,19 +231,85 @@ def test_an_address_at_which_nobody_answers_is_one_line(
         assert "\n" not in str(caught.value)
 
 
-def test_an_address_that_somebody_listens_at_or_that_is_a_name_is_left_to_the_library() -> None:
+@contextlib.contextmanager
+def listening(says: bytes) -> Iterator[str]:
+    """An address at which somebody says this to the first who connects, and no more until that one leaves."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_reached("it", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+
+        def say() -> None:
+            with (
+                server.accept()[0] as other,
+                contextlib.suppress(ConnectionError),
+            ):  # it may leave before it has read all
+                other.sendall(says)
+                other.recv(1)
+
+        speaker = threading.Thread(target=say)
+        speaker.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        speaker.join()
+
+
+SETTINGS = b"\x00\x00\x18\x04\x00\x00\x00\x00\x00"  # how a gRPC server begins
+SSH = b"SSH-2.0-OpenSSH_9.6\r\n"
+
+
+def test_an_address_that_a_server_speaks_at_or_that_is_a_name_is_left_to_the_library() -> None:
+    with listening(SETTINGS) as address:
+        check_reached("it", address, begins_grpc)
+    with listening(b":\x00\x00\x00\x00\x00\x00\x00\x01") as address:
+        check_reached("it", f"tcp://{address}")
     for address in ("auto", "local", "ray://", "/a/file"):
         check_reached("it", address)
 
 
-def test_a_machine_without_sbatch_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_waits_for_a_key_to_its_language_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkeel.lab.executors.REACH_WAIT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reached("it", f"tls://{address}")
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        check_reached("it", address)
+
+
+@pytest.mark.parametrize(("says", "why"), [(b"", "timed out"), (SSH, "something else listens there")])
+def test_a_listener_that_is_no_cluster_is_one_line(says: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not says:
+        monkeypatch.setattr("qkeel.lab.executors.REACH_WAIT", 0.2)
+    with listening(says) as address, pytest.raises(RefusedError, match=f"nothing answers at {address} .{why}"):
+        check_reached("Ray's cluster", address, begins_grpc)
+
+
+def test_a_machine_without_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
-    for act in (lambda e: e.capacity(), lambda e: list(e.outcomes([UNIT], 1, tmp_path))):
-        with pytest.raises(RefusedError, match="Slurm cannot be reached: this machine has no sbatch"):
-            act(executor("slurm"))
+    for name in ("sbatch", "srun"):
+        for act in (lambda e: e.capacity(), lambda e: list(e.outcomes([UNIT], 1, tmp_path))):
+            with pytest.raises(RefusedError, match=f"Slurm cannot be reached: this machine has no {name}"):
+                act(executor("slurm"))
+        command(tmp_path, name, "exit 0")
+
+
+@pytest.mark.parametrize(
+    ("ping", "wait", "why"),
+    [
+        ("exec sleep 60", 0.5, "its controller has not answered scontrol ping in 0.5 s"),
+        ("echo 'Slurmctld at head is DOWN'; exit 1", 10.0, "scontrol ping says Slurmctld at head is DOWN"),
+        ("exit 0", 10.0, "Slurm took no jobs: sbatch: error: invalid partition"),
+    ],
+)
+def test_a_controller_that_is_away_and_jobs_that_are_not_taken_are_one_line(
+    ping: str, wait: float, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("qkeel.lab.executors.REACH_WAIT", wait)
+    command(tmp_path, "srun", "exit 0")
+    command(tmp_path, "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    command(tmp_path, "scontrol", ping)
+    with pytest.raises(RefusedError, match=why) as caught:
+        list(executor("slurm").outcomes([UNIT], 1, tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk_on_the_cluster_is_called_that() -> None:

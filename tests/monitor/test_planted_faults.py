@@ -46,7 +46,7 @@ COSTS = {
 }
 # Where a fault has another end than one warning and a monitor that is off.
 OTHERWISE = {
-    "capture.intercept:CaptureMode.__torch_function__": "the entry, which dispatches: what reads a call is guarded",
+    "capture.intercept:CaptureMode.take": "the entry, which dispatches: what reads a call is guarded",
     "capture.intercept:CaptureMode._take_named": "as the one before, of calls by name",
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
@@ -72,6 +72,8 @@ OTHERWISE = {
     "monitor.monitor:Monitor._finish": "the end itself: an interrupt in it leaves it half done",
     "sites.tap:Tap._detach": "the end itself, as the one before",
     "capture.calls:_modified.<locals>.at": "torch traces it once in a process",
+    "capture.written:_elementwise": "as heads.rows:layout_of",
+    "capture.written:_factor": "as heads.rows:layout_of",
     "capture.readers:_flash_homes": "kept while no module is loaded: an earlier setting has called it",
     "capture.readers:_plain": "kept for a scale: an earlier setting has called it",
 }

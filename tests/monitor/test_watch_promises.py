@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from tests.quick import one_in, quick
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 pytest.importorskip("transformers")
 
@@ -30,6 +33,8 @@ from tests.monitor.families import (
     torch_loss,
     train,
 )
+from tests.monitor.fault_settings import Layers
+from tests.monitor.small import Block, batch, small
 
 from qkeel import preset, watch
 from qkeel.monitor import Adaptive, Cadence, LogSpaced
@@ -195,3 +200,80 @@ def test_gradients_are_recorded_without_the_scale_of_a_gradient_scaler() -> None
             assert monitor.sample is not None
             rms.append(torch.tensor(monitor.sample.heads["query_grad_rms"]))
     torch.testing.assert_close(rms[0], rms[1], rtol=1e-6, atol=0)
+
+
+class CopiesItself(nn.Module):
+    """It copies a part of itself in every pass, as a model with a frozen target does."""
+
+    def __init__(self, copied: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.copied = copied
+        self.blocks, self.head = small(), nn.Sequential(Block(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        return self.head(x) - self.copied(self.head)(x).detach()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_model_that_copies_a_part_of_itself_in_every_pass(copied: Callable[[nn.Module], nn.Module]) -> None:
+    def run(watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = CopiesItself(copied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with watch(model, optimizer, classes=classes) if watched else contextlib.nullcontext() as monitor:
+            for step in range(3):
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert monitor is None or (monitor.active and len(monitor.history) == 3)
+        assert not any(type(key) is object for part in model.modules() for key in part._forward_hooks)
+        return [*model.parameters()]
+
+    def classes(x: Tensor) -> Tensor:
+        return (torch.arange(x.shape[1]) % 2).expand(x.shape[0], -1)
+
+    for ours, plain in zip(run(True), run(False)):
+        assert torch.equal(ours, plain)
+
+
+def in_vmap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.func.vmap(written_out, in_dims=1, out_dims=1)(q, k, v)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def through_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q.detach(), k.detach(), v.detach())  # type: ignore[return-value] # on a CPU it has no gradients
+
+
+IN_ONE_PIECE = torch.compile(written_out, backend="aot_eager", fullgraph=True)
+BESIDE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "compiled": (written_out, IN_ONE_PIECE),
+    "compiled, and operators are looked at": (in_vmap, IN_ONE_PIECE),
+    "flex_attention, and operators are looked at": (in_vmap, through_flex),
+}
+
+
+@pytest.mark.filterwarnings(
+    *("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"),
+    "ignore:flex_attention called without torch.compile",
+)
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_function_that_torch_compiles_in_one_piece_stays_so(name: str) -> None:
+    def run(watched: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = Layers(*BESIDE[name])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with watch(model, optimizer) if watched else contextlib.nullcontext() as monitor:
+            for step in range(3):
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert monitor is None or (monitor.active and len(monitor.sites) == 2)
+        return [*model.parameters()]
+
+    for ours, plain in zip(run(True), run(False)):
+        assert torch.equal(ours, plain)

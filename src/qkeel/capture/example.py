@@ -26,6 +26,7 @@ from qkeel.patching.modes import (
     TABLES,
     Args,
     Guarded,
+    Hook,
     Kwargs,
     attributes_of,
     buffers_of,
@@ -37,6 +38,7 @@ from qkeel.patching.modes import (
     parameters_of,
     put_hooks,
     recomputing,
+    remove_hooks,
     unguarded,
 )
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -117,10 +119,10 @@ class ModuleStack:
             undo.callback(every.register_module_forward_pre_hook(push).remove)
             undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
         push, pop = (in_this_thread(self._guarded(f)) for f in (self.push, self._pop))
-        tables: list[dict[Any, Any]] = []
-        undo.callback(lambda: [table.pop(self, None) for table in tables])
+        hooks: list[Hook] = []
+        undo.callback(remove_hooks, hooks)
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
-            tables += put_hooks(module, self, push, pop)
+            hooks += put_hooks(module, push, pop)
 
     def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
         return act if self._guard is unguarded else functools.partial(self._guard, act)

@@ -43,7 +43,6 @@ from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
-    ASKED,
     INSIDE,
     SDPA_BY_NAME,
     Args,
@@ -207,20 +206,13 @@ class CaptureMode(CallObserver):
         self._begun = 0
         self._unseen = (0, 0)  # the operators that ran while this was suspended last
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        if func in ASKED:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if self.only is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        if func not in self.only:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if func not in SDPA_BY_NAME or self.plain is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+    def take(self, func: Function, args: Args, kwargs: dict[str, object]) -> object:
+        """Makes the call, and has it read in the shortest way that there is for it."""
+        if self.only is None or self.plain is None or func not in SDPA_BY_NAME:
+            return super().take(func, args, kwargs)
+        out = func(*args, **kwargs)
         if not _READING.get():
-            self.guard(self._read_plain, func, args, kwargs or {}, out)
+            self.guard(self._read_plain, func, args, kwargs, out)
         return out
 
     def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
@@ -292,7 +284,7 @@ class CaptureMode(CallObserver):
     ) -> bool | str | Callable[[], tuple[object, object]]:
         """False for functions that play no part in attention. In a probe torch computes functional_attention, because a
         probe follows gradient paths."""
-        if torch.compiler.is_compiling() or _READING.get():
+        if _READING.get():
             return False
         name = function_name(function)
         if name == "get" and not _turns(function, args):

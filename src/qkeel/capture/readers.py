@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from qkeel.patching.modes import (
     argument_names,
     no_operators_seen,
     recomputing,
+    without_modes,
 )
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.call import band_call, make_call
@@ -104,7 +105,7 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
     with ExitStack() as undo:
         for function in list(_functions(() if observer.logsumexps else _ONE_HOME)):
             try:
-                undo.callback(exchange(function, _begin).release)
+                undo.callback(exchange(function, _begin, _unobserved).release)
             except (SyntaxError, TypeError, ValueError) as error:  # code of an unforeseen form
                 observer.not_observable(function.__name__, error)
         _observe((*_OBSERVERS.get(), observer))
@@ -140,16 +141,22 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
             yield function
 
 
-def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | None:
+def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | Literal[False]:
     """A call of an observed function begins."""
     observers = _OBSERVERS.get()
     silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
     if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
-        return None
+        return False
     given, own = _without_graph(observers, (args, kwargs)), None
     if any(o.maxima if function.__name__ == _FLEX[1] else o.logsumexps for o in observers):
         given, own = _with_rows(function, given)
     return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
+
+
+def _unobserved() -> AbstractContextManager[None]:
+    """A context without any observer's modes, for a call whose beginning has failed: torch compiles flex_attention, and
+    its compiler refuses such modes."""
+    return without_modes(CallObserver)
 
 
 def _with_rows(

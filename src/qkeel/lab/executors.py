@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -267,18 +268,29 @@ def died(unit: Unit, error: BaseException) -> list[Outcome]:
     return [Outcome(job.directory, reason) for job in unit]
 
 
-def check_reached(what: str, address: str) -> None:
+def check_reached(what: str, address: str, speaks: Callable[[bytes], bool] = bool) -> None:
     """Raises RefusedError if nothing answers at "tcp://host:port" or "host:port" within REACH_WAIT.
 
-    Addresses of another form ("auto", a file, a name) are left to the library.
+    Addresses of another form ("auto", a file, a name) are left to the library. The servers of Ray and Dask speak first
+    where the connection is not encrypted: `speaks` says whether these may be the first bytes of one. Their libraries
+    would wait for minutes for what accepts a connection and says nothing, or something else.
     """
-    found = re.fullmatch(r"(?:\w+://)?(\[[^\]]+\]|[^:/]+):(\d+)/?", address)
+    found = re.fullmatch(r"(?:(\w+)://)?(\[[^\]]+\]|[^:/]+):(\d+)/?", address)
     if found is None:
         return
     try:
-        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=REACH_WAIT).close()
+        with socket.create_connection((found[2].strip("[]"), int(found[3])), timeout=REACH_WAIT) as server:
+            if found[1] in (None, "tcp", "ray") and os.environ.get("RAY_USE_TLS", "0") == "0":
+                server.settimeout(REACH_WAIT)
+                if not speaks(server.recv(9)):
+                    raise OSError("something else listens there")
     except (OSError, OverflowError) as error:
         raise unreached(what, f"nothing answers at {address} ({error})") from error
+
+
+def begins_grpc(said: bytes) -> bool:
+    """True if these bytes are the header of HTTP/2's frame SETTINGS, by which a gRPC server, as Ray's are, begins."""
+    return said[3:5] == b"\x04\x00"
 
 
 def unreached(what: str, why: str) -> RefusedError:
@@ -383,7 +395,7 @@ class Slurm:
         """Executes the units; see `Executor`."""
         place, here = self._executor(workers, folder), self.cluster == "local"
         # All units of a cluster are one array, of which Slurm itself runs at most `workers` at once.
-        array = iter([] if here else place.map_array(work_elsewhere, units))
+        array = iter([] if here else self._array(place, units))
 
         def ended(jobs: list[Any]) -> list[Any]:
             if not (found := [job for job in jobs if job.done()]):
@@ -401,9 +413,31 @@ class Slurm:
             workers if here else len(units),
         )
 
+    def _array(self, place: Any, units: Sequence[Unit]) -> list[Any]:
+        from submitit.core.utils import FailedJobError  # pyright: ignore[reportMissingImports]
+
+        try:
+            return place.map_array(work_elsewhere, units)
+        except FailedJobError as error:
+            said = " ".join(str(error).split())[:300]
+            raise RefusedError(f"Slurm took no jobs: {said}. Check the options of --executor slurm") from error
+
     def _reached(self) -> None:
-        if self.cluster == "slurm" and shutil.which("sbatch") is None:
-            raise unreached("Slurm", "this machine has no sbatch; start the study where jobs are submitted")
+        """Raises RefusedError if Slurm's commands or its controller are not there."""
+        if self.cluster != "slurm":
+            return
+        if lacking := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
+            raise unreached("Slurm", f"this machine has no {lacking[0]}; start the study where jobs are submitted")
+        if (scontrol := shutil.which("scontrol")) is None:
+            return
+        try:  # sbatch itself tries again for minutes
+            said = subprocess.run(
+                [scontrol, "ping"], capture_output=True, text=True, timeout=REACH_WAIT, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired as error:
+            raise unreached("Slurm", f"its controller has not answered scontrol ping in {REACH_WAIT:g} s") from error
+        if said.returncode:
+            raise unreached("Slurm", f"scontrol ping says {said.stderr.strip() or said.stdout.strip()}")
 
     def _executor(self, workers: int, folder: Path) -> Any:
         with needed("the executor slurm", "submitit"):
@@ -462,10 +496,10 @@ class Ray:
             import ray  # pyright: ignore[reportMissingImports]
         if not ray.is_initialized():
             address = self.address or os.environ.get("RAY_ADDRESS", "")
-            check_reached("Ray's cluster", address)
+            check_reached("Ray's cluster", address, begins_grpc)
             try:
                 ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-            except ConnectionError as error:
+            except Exception as error:  # of another version too
                 raise unreached("Ray's cluster", f"{address}: {error}") from error
         return ray
 
@@ -512,7 +546,7 @@ class Dask:
             check_reached("Dask's scheduler", address)
             try:
                 return Client(address, timeout=REACH_WAIT)
-            except (OSError, TimeoutError) as error:
+            except Exception as error:  # also of reading what no scheduler has said
                 raise unreached("Dask's scheduler", f"{address}: {error}") from error
         try:
             return get_client()

@@ -22,7 +22,18 @@ from qkeel.monitor.gather import Reduction
 from qkeel.monitor.token_classes import blocks_of
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import Args, Guarded, Kwargs, ModuleTree, function_name, in_this_thread, put_hooks, unguarded
+from qkeel.patching.modes import (
+    Args,
+    Guarded,
+    Hook,
+    Kwargs,
+    ModuleTree,
+    function_name,
+    in_this_thread,
+    put_hooks,
+    remove_hooks,
+    unguarded,
+)
 from qkeel.records import BLOCK_FIELDS
 from qkeel.sites.trace import spread
 
@@ -221,8 +232,8 @@ class ResidualStream:
         """Finds the blocks and their branches by a pass with these arguments, which changes nothing."""
         self._tries += 1
         shown: dict[str, _Shown] = {}
-        eager = torch.compiler.set_stance("force_eager")
-        with ExitStack() as undo, extra_pass(owner), torch.no_grad(), eager, undisturbed(self.model):
+        eager, unchanged = torch.compiler.set_stance, undisturbed(self.model)
+        with ExitStack() as undo, extra_pass(owner), torch.no_grad(), eager("force_eager"), unchanged:
             for name, module in self._candidates():
                 self._hook(undo, shown, name, module)
             undo.enter_context(_WithoutDropout())
@@ -278,12 +289,12 @@ class ResidualStream:
                 one.given_to[of] = _sample(got)
 
         given: list[Tensor | None] = [None]
-        tables = [(table, before) for table in put_hooks(module, before, before, in_this_thread(after))]
+        hooks = put_hooks(module, before, in_this_thread(after))
         for of, part in module.named_modules():
             if of and not isinstance(part, torch.jit.ScriptModule):
                 act = in_this_thread(functools.partial(inner, of))
-                tables += [(table, act) for table in put_hooks(part, act, None, act)]
-        undo.callback(lambda: [table.pop(key, None) for table, key in tables])
+                hooks += put_hooks(part, None, act)
+        undo.callback(remove_hooks, hooks)
 
     def _understand(self, shown: Mapping[str, _Shown]) -> None:
         kinds = {name: type(module) for name, module in self._tree.named()}
@@ -338,23 +349,22 @@ class ResidualStream:
         """Look at the blocks of the next pass."""
         self._open, self._others, self._found = {}, {}, {}
         modules = dict(self._tree.named())
-        tables: list[tuple[dict[Any, Any], object]] = []
+        hooks: list[Hook] = []
         for name, branches in self.branches.items():
             if name not in modules:
                 continue
             before = in_this_thread(functools.partial(self._guard, self._enter, name))
             after = in_this_thread(functools.partial(self._guard, self._leave, name))
-            tables += [(table, before) for table in put_hooks(modules[name], before, before, after)]
+            hooks += put_hooks(modules[name], before, after)
             for branch in branches:
                 several = sum(not other.sites for other in branches) > 1 and not branch.sites
                 take = in_this_thread(functools.partial(self._guard, self._take, name, branch, several))
                 part = modules.get(f"{name}.{branch.module}")
                 if part is not None:
-                    tables += [(table, take) for table in put_hooks(part, take, None, take)]
+                    hooks += put_hooks(part, None, take)
 
         def detach() -> None:
-            for table, key in tables:
-                table.pop(key, None)
+            remove_hooks(hooks)
             self._over()
 
         return Handle(detach)

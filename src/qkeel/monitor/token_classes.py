@@ -19,7 +19,16 @@ from qkeel.functional.class_statistics import TokenClasses, check_classes, one_h
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import Guarded, ModuleTree, in_this_thread, put_hooks, unguarded, without_gradients
+from qkeel.patching.modes import (
+    Guarded,
+    Hook,
+    ModuleTree,
+    in_this_thread,
+    put_hooks,
+    remove_hooks,
+    unguarded,
+    without_gradients,
+)
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -155,14 +164,13 @@ class HiddenNorms:
     def attach(self) -> Handle:
         """Look at the outputs of the next pass."""
         self._last, self._final, self._found = None, False, []
-        tables = []
+        hooks: list[Hook] = []
         for module, sites in self._places():
             take = in_this_thread(functools.partial(self._guard, self._take, sites))
-            tables += put_hooks(module, self, None, take)
+            hooks += put_hooks(module, None, take)
 
         def detach() -> None:
-            for table in tables:
-                table.pop(self, None)
+            remove_hooks(hooks)
             self._over()
 
         return Handle(detach)

@@ -11,8 +11,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from qkeel.patching.modes import (
     Guarded,
     ModuleTree,
     compiler_loaded,
+    get_idle,
     hooks_before,
+    idle,
     inferring_shapes,
     recomputing,
     run_uncompiled,
@@ -49,8 +51,8 @@ CallArguments = tuple[list[Any], dict[str, Any]]  # by position and by name
 # Arguments; a stack to close when the call ends; a function that receives the result; and one that converts the result
 # for the caller, if needed.
 Begun = tuple[CallArguments, ExitStack, Callable[[object], None], Callable[[object], object] | None]
-# Receives the function and the arguments of a call.
-Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | None]
+# Receives the function and the arguments of a call; False for a call that is not observed.
+Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | Literal[False]]
 
 # Per thread: the guard that calls `begin` and the callbacks; None if nobody observes.
 GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("qkeel_guard_of_calls", default=None)
@@ -60,10 +62,12 @@ GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("qkeel_gu
 class ExchangedCode:
     """A function whose code is replaced: with a GUARD, calls run `begin`, the original code, and `begin`'s callbacks.
 
-    torch.compile does not trace what the guard calls.
+    torch.compile does not trace what the guard calls. Where `begin` fails, the original code runs inside `unobserved`.
     """
 
-    def __init__(self, function: types.FunctionType, begin: Begin) -> None:
+    def __init__(
+        self, function: types.FunctionType, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.function, self.code = function, function.__code__
         self.original = types.FunctionType(
             self.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -72,7 +76,7 @@ class ExchangedCode:
         self._holders = 0
         name = _NAME + function.__name__
         uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
-        forward, enter = _forwarding(self.code, name), self._entrance(begin, uncompiled)
+        forward, enter = _forwarding(self.code, name), self._entrance(begin, unobserved, uncompiled)
         if compiler_loaded():
             # If a compiled wrapper calls it, the compiler should trace the original function, not this entrance.
             run_uncompiled(forward, enter.__code__)
@@ -80,14 +84,19 @@ class ExchangedCode:
         vars(function)[_NAME] = self
         function.__code__ = forward
 
-    def _entrance(self, begin: Begin, uncompiled: Guarded) -> types.FunctionType:
+    def _entrance(
+        self, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]], uncompiled: Guarded
+    ) -> types.FunctionType:
         function, original = self.function, self.original
 
         def enter(args: list[Any], kwargs: dict[str, Any]) -> Any:
             guard = None if torch.compiler.is_compiling() else GUARD.get()
-            begun = guard and uncompiled(guard, begin, function, args, kwargs)
-            if not begun:
+            begun = guard is not None and uncompiled(guard, begin, function, args, kwargs)
+            if begun is False:
                 return original(*args, **kwargs)
+            if begun is None:  # a fault
+                with unobserved():
+                    return original(*args, **kwargs)
             (given, named), over, report, own = begun
             try:
                 out = original(*given, **named)
@@ -112,18 +121,21 @@ class ExchangedCode:
         return self
 
 
-def exchange(function: types.FunctionType, begin: Begin) -> ExchangedCode:
+def exchange(
+    function: types.FunctionType, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]]
+) -> ExchangedCode:
     """Replaces a function's code, or joins an existing replacement; undo with `release()`.
 
     Args:
         function: the function to observe.
         begin: receives its calls, unless an earlier replacement is still installed.
+        unobserved: a context for calls that `begin` has failed for.
 
     Raises:
         SyntaxError, TypeError, ValueError: the function's signature is not supported.
     """
     with _LOCK:
-        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(function, begin)
+        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(function, begin, unobserved)
         return held.hold()
 
 
@@ -397,15 +409,6 @@ class _DormantHook:
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return get_idle, ()
-
-
-def idle(*_: object) -> None:
-    """A hook that does nothing; it replaces qkeel's in copies and pickles of a model."""
-
-
-def get_idle() -> Callable[..., None]:
-    """Returns `idle`; pickles refer to this function by name."""
-    return idle
 
 
 @contextmanager

@@ -119,11 +119,30 @@ class DeferredError:
             raise self.error
 
 
+class _Uncopied(functools.partial[T]):
+    """A hook that does nothing in copies and pickles of its module, which a forward of the model's may make."""
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return idle
+
+    def __reduce__(self) -> Any:
+        return get_idle, ()
+
+
+def idle(*_: object) -> None:
+    """A hook that does nothing; it replaces qkeel's in copies and pickles of a model."""
+
+
+def get_idle() -> Callable[..., None]:
+    """Returns `idle`; pickles refer to this function by name."""
+    return idle
+
+
 def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
-    """Restricts a function to the current thread; elsewhere it does nothing. For hooks on modules that other threads
-    may call at the same time."""
+    """Restricts a function to the current thread; elsewhere it does nothing, nor in copies of what holds it. For hooks
+    on modules that other threads may call at the same time."""
     own = threading.get_ident()
-    return lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None
+    return _Uncopied(lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None)
 
 
 def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
@@ -222,28 +241,35 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
-def put_hooks(
-    module: nn.Module, key: object, before: Callable[..., None] | None, after: Callable[..., None]
-) -> list[dict[Any, Any]]:
-    """Installs hooks before and after the module's forward, under the caller's key; returns the tables to remove it
-    from.
+Hook = tuple[dict[Any, Any], object]  # a table of hooks, and the key of one in it
+
+
+def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]) -> list[Hook]:
+    """Installs hooks before and after the module's forward; `remove_hooks` takes what it returns.
 
     Made for many modules per step: torch's own registration takes ten times as long. before(module, args, kwargs) runs
     before all other hooks; if it is given, after(module, args, output) also runs after an exception.
     """
-    tables: list[Any] = [module._forward_hooks]
-    module._forward_hooks[key] = after  # type: ignore[index]
+    key = object()  # torch's are numbers, of which none may be taken twice
+    hooks: list[Hook] = [(module._forward_hooks, key)]
+    module._forward_hooks[key] = _Uncopied(after)  # type: ignore[index]
     if before is not None:
         first, named, always = (
             module._forward_pre_hooks,
             module._forward_pre_hooks_with_kwargs,
             module._forward_hooks_always_called,
         )
-        first[key] = before  # type: ignore[index]
+        first[key] = _Uncopied(before)  # type: ignore[index]
         first.move_to_end(key, last=False)  # type: ignore[attr-defined]
         named[key] = always[key] = True  # type: ignore[index]
-        tables += [first, named, always]
-    return tables
+        hooks += [(first, key), (named, key), (always, key)]
+    return hooks
+
+
+def remove_hooks(hooks: Iterable[Hook]) -> None:
+    """Removes what `put_hooks` has installed."""
+    for table, key in hooks:
+        table.pop(key, None)
 
 
 def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
@@ -713,7 +739,7 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
     """A mode that sees calls of torch functions while it is entered, and leaves their results unchanged.
 
     The mode makes each call itself, once and with its own arguments. `guard` surrounds the code that reads a call,
-    never the call.
+    never the call. A function that torch compiles while the mode is entered is compiled as without it, unseen.
     """
 
     def __init__(self, guard: Guarded = unguarded) -> None:
@@ -740,9 +766,12 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ASKED or (self.only is not None and func not in self.only):
+        if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
+        return self.take(func, args, kwargs or {})
+
+    def take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
+        """Makes a call that may be of interest, in code that torch does not compile."""
         plain = self.guard is unguarded
         wanted = self.wanted(func, args, kwargs) if plain else self.guard(self.wanted, func, args, kwargs)
         if wanted is False or wanted is None:
@@ -882,6 +911,24 @@ def suspended(functions: FunctionMode) -> Iterator[None]:
             _push_mode(functions)
 
 
+@contextmanager
+def without_modes(kind: type[FunctionMode]) -> Iterator[None]:
+    """Disables every mode of this kind inside the context, wherever it is in the stack."""
+    before = _get_current_function_mode_stack()
+    _enter_only([mode for mode in before if not isinstance(mode, kind)])
+    try:
+        yield
+    finally:
+        _enter_only(before)
+
+
+def _enter_only(modes: list[TorchFunctionMode]) -> None:
+    while _get_current_function_mode() is not None:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
 def leave(mode: FunctionMode) -> None:
     """Leaves a mode that need not be the innermost: after an interrupt, others may have been entered."""
     inner = []
@@ -998,12 +1045,12 @@ class ModeInModules:
         else:
             self._mode.begin(undo)
         undo.callback(self._leave_all)
-        tables: list[dict[Any, Any]] = []
-        undo.callback(lambda: [table.pop(self, None) for table in tables])
+        hooks: list[Hook] = []
+        undo.callback(remove_hooks, hooks)
         leave = self._exit
         for name, (module, only) in self._hooked.items():
             before = functools.partial(self._enter, name, only)
-            tables += put_hooks(module, self, before, leave)
+            hooks += put_hooks(module, before, leave)
 
     def _enter(
         self, name: str, only: frozenset[Function] | None, module: torch.nn.Module, args: Args, kwargs: Kwargs
@@ -1028,7 +1075,7 @@ class ModeInModules:
             return function(*args, **kwargs)
         inner = [_pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - self._modes)]
         if not inner:
-            return self._mode.__torch_function__(function, types, args, kwargs)
+            return self._mode.take(function, args, kwargs)
         for mode in (self._mode, *reversed(inner)):
             _push_on_torch_function_stack(mode)
         try:

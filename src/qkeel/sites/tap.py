@@ -481,7 +481,7 @@ class Tap(Handle):
     @property
     def sees_operators(self) -> bool:
         """True if some attention is seen only operator by operator, as inside torch.jit.script."""
-        return bool(self._below) or any(site.below for site in self.sites)
+        return bool(self._below) or any([site.below for site in self.sites])  # noqa: C419
 
     @property
     def known(self) -> _Known:
@@ -509,8 +509,7 @@ class Tap(Handle):
         below: list[bool] = []
         note = lambda captured: below.append(captured.below)  # noqa: E731
         watcher = CaptureMode(self.model, note, dispatch=True, guard=self.guard)
-        eager = torch.compiler.set_stance("force_eager")
-        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
+        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             try:
                 with watcher:
                     self.model(*copied(args), **copied(dict(kwargs)))
@@ -547,7 +546,7 @@ class Tap(Handle):
                 self._running = None
                 return
             self._look_below(args, kwargs)
-            if extra:
+            if extra or self.sees_operators:  # torch compiles nothing while a mode sees operators
                 self._extra_pass(running, args, kwargs)
             else:
                 call = (args, kwargs) if self._forwards.model is self.model else None
@@ -555,8 +554,7 @@ class Tap(Handle):
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
         """Makes the pass that the model is about to make, eagerly; returns its output. `seed` sets random streams."""
-        eager = torch.compiler.set_stance("force_eager")
-        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
+        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             if seed is not None:
                 torch.manual_seed(seed)
             try:

@@ -692,12 +692,13 @@ def forward(
     Raises: ApartError if it involves all processes and fails on only some of them.
     """
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
-    eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
+    unoptimised = torch.jit.optimized_execution(False)
     grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
     agreed = dist.agreed_collectives(SEARCH) if spread(model) else nullcontext()
     noticed = (parts or CheckpointedParts()).noticed()
     try:
-        with agreed, eager, unoptimised, grads[0], grads[1], noticed, watcher:
+        # A stance is taken when it is made: a fault before it is entered would leave it to the process.
+        with agreed, torch.compiler.set_stance("force_eager"), unoptimised, grads[0], grads[1], noticed, watcher:
             model(*args, **kwargs)
         if isinstance(guard, DeferredError):
             guard.settle()

@@ -2,7 +2,8 @@
 
 - QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision.
 - QKEEL_SEED: of a program that draws other numbers in every run.
-- QKEEL_ROUNDS: where to end loops of a fixed number of rounds (`tqdm(range(...))`).
+- QKEEL_ROUNDS: where to end loops of a fixed number of rounds (`tqdm(range(...))`), and a program that counts its own
+  (`tqdm()`).
 - QKEEL_CUDA: a program that knows only CUDA gets the CPU under its names.
 - A torchvision that was built for another torch (PyPI has none for the CPU alone) is imported without its operators.
 - QKEEL_XFORMERS: a program that imports xformers, and is told to use torch's attention, gets the names it imports.
@@ -40,8 +41,14 @@ def end_after(rounds: int) -> None:
 
     class Cut(tqdm.tqdm):  # type: ignore[type-arg]
         def __init__(self, iterable: Any = None, *args: Any, **kwargs: Any) -> None:
-            fixed = isinstance(iterable, range)
+            fixed, self.by_hand = isinstance(iterable, range), iterable is None
             super().__init__(itertools.islice(iterable, rounds) if fixed else iterable, *args, **kwargs)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self.by_hand and self.n >= rounds:
+                sys.exit()
+            return shown
 
     tqdm.tqdm = Cut  # type: ignore[misc]
 
