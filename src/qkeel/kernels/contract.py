@@ -110,18 +110,16 @@ def _read(call: AttentionCall, family: available.Family = "statistics") -> _Scal
     found = _operands(call, family)
     if found is None:
         return None
-    if isinstance(found.scale, Tensor):
-        return _ScaledOperands(found.q * found.scale, found.k, 1.0, found.how)
-    return _ScaledOperands(found.q, found.k, found.scale, found.how)
+    q, k, scale, how = found
+    return _ScaledOperands(q * scale, k, 1.0, how) if isinstance(scale, Tensor) else _ScaledOperands(q, k, scale, how)
 
 
 def _operands(call: AttentionCall, family: available.Family, pairs: bool = False) -> _LogitOperands | None:
     """Returns the operands for Triton's statistics kernels; None if they do not support the call.
 
     Unsupported are other devices, biases, masks of pairs unless `pairs`, given positions, and subclasses other than
-    BandCall. q and k
-    are encoded in float32. If the spec does not encode them, they keep their own precision, which gives the same
-    products.
+    BandCall. q and k are encoded in float32. If the spec does not encode them, they keep their own precision, which
+    gives the same products.
     """
     band = call if isinstance(call, BandCall) else None
     if type(call) is not AttentionCall and (band is None or band.slopes is not None):

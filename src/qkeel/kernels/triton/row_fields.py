@@ -20,8 +20,8 @@ from torch import Tensor
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels.triton.statistics import Spans, bounds, capped, dense, first_and_last, key_mask, tile_sizes, visible
 
-# Rows, keys and warps of a tile by head size, in 16 bits and in float32. A row carries twelve numbers, so tiles are
-# smaller than those of the pass for entropies.
+# Rows, keys and warps of a tile by head size, in 16 bits and in float32: the fewest instructions a logit of those that
+# spill no registers on Hopper.
 _TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (128, 64, 8), 256: (64, 32, 8)}
 _TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
 _MASKED = (64, 32, 4)  # where keys or pairs are masked: what a larger tile needs more would not fit in the registers
@@ -110,16 +110,8 @@ def _fields(
     )  # fmt: skip
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
-    low, most, mass, along, total, squares, widest, cosines = (
-        -top,
-        top,
-        nothing,
-        nothing,
-        nothing,
-        nothing,
-        top,
-        nothing,
-    )
+    low, most, widest = -top, top, top
+    mass, along, total, squares, cosines = nothing, nothing, nothing, nothing, nothing
     above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
     first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK or PAIRS else 0)
     if not (MASK or PAIRS):
