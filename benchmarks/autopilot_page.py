@@ -160,9 +160,9 @@ def _goals(results: Results) -> str:
     calm = [cell for cell in results.runs if cell not in results.hot]
     lines = [
         f"| 90 % of the cells that collapse are kept from it ({kept} of {len(bad)} runs) | {_share(*whole[0])} | "
-        f"{_read(0.9, 1.0, *exact_interval(*whole[0]))} |",
+        f"{_read(0.9, 1.0, *share_interval(*whole[0]))} |",
         f"| 95 % of the healthy cells are untouched ({alone} of {len(well)} runs) | {_share(*whole[1])} | "
-        f"{_read(0.95, 1.0, *exact_interval(*whole[1]))} |",
+        f"{_read(0.95, 1.0, *share_interval(*whole[1]))} |",
         f"| the touched ones are not worse by over {WORSE} | {worst} | – | not decided |",
         _loss_goal(results, "where none collapses", calm),
         _loss_goal(results, "where runs collapse", results.hot),
@@ -318,14 +318,14 @@ def _times_of_none(results: Results, remedy: str) -> float:
 
 
 def _share(k: int, n: int) -> str:
-    low, high = exact_interval(k, n)
+    low, high = share_interval(k, n)
     return f"{k} of {n}" + (f" ({k / n:.0%}) | {low:.0%} to {high:.0%}" if n else " | –")
 
 
-def exact_interval(k: int, n: int) -> tuple[float, float]:
+def share_interval(k: int, n: int) -> tuple[float, float]:
     """The exact 95 % interval of a share. Source: Clopper and Pearson 1934.
 
-    >>> [round(x, 3) for x in exact_interval(8, 8)]
+    >>> [round(x, 3) for x in share_interval(8, 8)]
     [0.631, 1.0]
     """
 

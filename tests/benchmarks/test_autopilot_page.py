@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.autopilot_page import exact_interval, latent_table, page
+from benchmarks.autopilot_page import share_interval, latent_table, page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,5 +20,5 @@ def test_the_page_is_written_from_the_committed_runs() -> None:
 
 
 def test_an_interval_of_a_share_is_the_exact_one() -> None:
-    assert exact_interval(8, 8) == pytest.approx((0.025 ** (1 / 8), 1.0))
-    assert exact_interval(0, 12) == pytest.approx((0.0, 1 - 0.025 ** (1 / 12)))
+    assert share_interval(8, 8) == pytest.approx((0.025 ** (1 / 8), 1.0))
+    assert share_interval(0, 12) == pytest.approx((0.0, 1 - 0.025 ** (1 / 12)))

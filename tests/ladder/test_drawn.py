@@ -64,3 +64,24 @@ def test_a_setting_counts_as_kept_and_gaps_fall_into_bands() -> None:
     assert found["untouched"] == (5, 5)
     assert found["loss, 0.3 to 1 times the tuned rate"] == (8, 0.0, 0.0, 0.0)
     assert drawn.judge(table[1:], settings)["settings"] == 7, "a setting with a run missing is not judged"
+
+
+def test_the_page_says_what_the_rows_say() -> None:
+    settings = [{**drawn.drawn()[i], "times": 0.5 + i / 100} for i in range(8)]
+    losses = dict.fromkeys(drawn.ARMS, (2.0, 2.0)) | {"autopilot": (2.5, 2.5), "none": (3.0, 4.0)}
+    table = [row for i in range(8) for row in rows(i, losses, lost=("none",) if i < 3 else ())]
+    text = drawn.page(table, settings)
+    # Clopper-Pearson: all of n have a lower end of 0.025^(1 / n).
+    assert f"are kept from it | 3 of 3 | {0.025 ** (1 / 3):.0%} to 100% | not decided |" in text
+    assert "| +0.500 over 8 settings | +0.500 to +0.500 | **no** |" in text
+    assert "| 0.3 to 1 | none | -1.500 (-1.500 to -1.500), 8 |" in text
+    first = next(line for line in text.splitlines() if line.startswith("| 0:"))
+    assert first.endswith("| 2, 0 | 0 | 3.500\\* | 2.000 | 2.000 | 2.000 | 2.000 | 2.500 | +0.500 |")
+
+
+def test_the_committed_page_is_that_of_the_committed_rows() -> None:
+    found = read(drawn.FILE)
+    if not found:
+        assert not drawn.PAGE.exists()
+        return
+    assert drawn.PAGE.read_text(encoding="utf-8") == drawn.page(found, read_json(drawn.DRAW)["settings"])
