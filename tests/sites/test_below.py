@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.functional.statistics import LogitStats
+from qkeel.functional.statistics import LogitStats, merge
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -98,9 +98,12 @@ def test_statistics_are_the_plain_ones_and_the_output_is_the_same(name: str) -> 
     x = torch.randn(B, T, H * D)
     with torch.no_grad():
         expected = model(x)
-    out, (stats,), below = seen(model, x, dispatch=True)
+    out, found, below = seen(model, x, dispatch=True)
     assert torch.equal(out, expected)
-    assert below == [only_below]
+    # From 2.14 on torch has no batching rule for its fused kernel on a CPU: it is called sample by sample.
+    assert len(found) == 1 or (name == "vmap of a fused function" and len(found) == B)
+    assert below == [only_below] * len(found)
+    stats = merge(*found)
     model.attend = attention
     _, (plain,), _ = seen(model, x, dispatch=False)
     torch.testing.assert_close(stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5)
@@ -111,12 +114,14 @@ def test_statistics_are_the_plain_ones_and_the_output_is_the_same(name: str) -> 
 @every_way
 def test_the_rows_of_each_head_are_found(name: str) -> None:
     make, only_below = WAYS[name]
-    (site,) = find_sites(nn.Sequential(Block(make())), torch.randn(B, T, H * D))
-    assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
-    assert site.below is only_below
-    (term,) = site.terms
-    assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
-    assert torch.equal(term.key[0].index, H * D + torch.arange(H * D).view(H, D))
+    sites = find_sites(nn.Sequential(Block(make())), torch.randn(B, T, H * D))
+    assert len(sites) == 1 or (name == "vmap of a fused function" and len(sites) == B)
+    for site in sites:
+        assert (site.name.partition("#")[0], site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
+        assert site.below is only_below
+        (term,) = site.terms
+        assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
+        assert torch.equal(term.key[0].index, H * D + torch.arange(H * D).view(H, D))
 
 
 @every_way

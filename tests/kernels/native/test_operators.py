@@ -349,6 +349,7 @@ def test_every_number_is_written(name: str) -> None:
             assert not any(x.isnan().any() for x in run(name, given)), n
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", quick_first)
 def test_torch_accepts_the_operator(name: str) -> None:
     row, operator = OPERATORS[name], getattr(OPS, name).default
