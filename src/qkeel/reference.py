@@ -33,8 +33,9 @@ def attend(
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
 ) -> Attended:
-    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, every intermediate returned. Slow and T×T on
-    purpose: every kernel is measured against it, best in float64.
+    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, with every intermediate result.
+
+    It is slow and needs T×T memory on purpose, because every kernel is checked against it, preferably in float64.
 
     Args:
         spec: what is computed.

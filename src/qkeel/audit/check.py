@@ -192,7 +192,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
         status = Status.NOT_KNOWN
         text = f"not known: weights allow logits up to {largest:,.4g} ({where}), and the threshold is {threshold:,g}"
     if status is Status.NOT_KNOWN:
-        text += "; a pass on data decides: qkeel.check(model, batch)"
+        text += "; to decide, check a pass on data: qkeel.check(model, batch)"
     if apart:
         more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
         text += f". Far larger than the other heads: {', '.join(apart[:3])}{more}"

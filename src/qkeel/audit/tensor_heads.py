@@ -358,7 +358,7 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
 
 def _contradiction(geometry: Geometry, size: int, groups: int, heads: int) -> str:
     if geometry.n_kv_heads not in (None, groups):
-        return f"there are {groups} key heads of that width, config or flags say {geometry.n_kv_heads}"
+        return f"there are {groups} key heads of that width, but config or flags say {geometry.n_kv_heads}"
     if heads % max(groups, 1):
         return f"{groups} key heads do not divide {heads} heads"
     if geometry.head_dim not in (None, size):

@@ -380,7 +380,7 @@ class _Step:
             return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
         if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
             return []
-        return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is active")]
+        return [self.off(spec, None, Action.WATCH, (), "nothing grows and no action is active")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
         """Clips the heads that an alarm concerns; at sites with a remedy, all heads over the threshold."""

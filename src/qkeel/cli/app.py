@@ -51,9 +51,10 @@ def _example(command: str) -> str:
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the script that completes commands and options in bash, zsh or fish.
 
-    For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`; for zsh a file `_qkeel` in a
-    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. New shells then complete commands. Write the
-    script again after an upgrade of qkeel. This takes seconds, because it imports every command to list its options.
+    For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`. For zsh, write it to a file
+    `_qkeel` in a folder of $fpath; for fish, to ~/.config/fish/completions/qkeel.fish. New shells then complete
+    commands. Write the script again after you upgrade qkeel. This takes seconds, because it imports every command to
+    list its options.
 
     Args:
         shell: The shell.

@@ -90,7 +90,7 @@ def scan(
     tensors_only: Switch = False,
     json_: JsonSwitch = False,
 ) -> int:
-    """Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they allow.
+    """Read a checkpoint without running it, and print the norms of each head's weights and the logits they allow.
 
     The exit code is 1 if a weight is NaN or infinite.
 

@@ -282,17 +282,17 @@ class HowFlags:
     """Options that control how a study is executed; none of them changes a result."""
 
     jobs: Unset[int] = None
-    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most 4; on a
-    cluster, as many as it has]."""
+    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most
+    4; on a cluster, as many as the cluster has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options, like slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
     the number of runs."""
     shard: Unset[str] = None
-    """Do only part i of n, given as i/n: one part per machine or array task, all in one directory."""
+    """Run only part i of n, given as i/n: one part per machine or array task, all in one directory."""
     dry_run: Switch = False
-    """Only report what would be run, and for about how long."""
+    """Only report what would be run, and about how long it would take."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
     """The remedy that the report compares the others with, like qk_norm [default: none]."""
     fail_on_collapse: Switch = False
@@ -479,7 +479,7 @@ def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> S
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
     if plan.contexts:
-        console.print("mean over seeds, next tokens predicted in %:", highlight=False)
+        console.print("next-token accuracy in %, mean over seeds:", highlight=False)
         console.print(extrapolated(result.long_table))
         return
     for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):

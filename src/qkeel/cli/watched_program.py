@@ -74,7 +74,7 @@ class Fix:
         spec = found[1]
         again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
         if self.launched:
-            again = f"start it again with --apply {spec} before the --"
+            again = f"restart it with --apply {spec} before the --"
         why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
         return [f"to fix it: {again}", f"or in the script, after the optimizer is created: {found[0]}{why}"]
 

@@ -60,7 +60,8 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
     Returns:
         Shares in (0, 1], of the same shape.
 
-    Source: the arithmetic behind what Yang et al. 2025, arXiv 2501.18795, report of QK-norm: logits too close together.
+    Source: the arithmetic behind what Yang et al. 2025, arXiv 2501.18795, report about QK-norm: logits that are too
+    close together.
 
     >>> [round(float(dilution_bound(torch.tensor(8.0), n)), 2) for n in (512, 4096)]
     [0.78, 0.31]
@@ -391,7 +392,7 @@ def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitChange:
-    """The change per query head of signed logits before the cap, in nats, over `n_pairs` visible pairs.
+    """How much the signed logits of each query head change, before the cap and in nats, over `n_pairs` visible pairs.
 
     All fields are 0 without pairs. Detached; float32 or wider.
     """

@@ -25,7 +25,8 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
         allowed: the keys that it could have chosen.
         positions: the place of each row's query among the keys.
 
-    Source: the first three as in llm-internal-medicine's dsa_metrics; the last derived, without a width of its own.
+    Source: the first three as in llm-internal-medicine's dsa_metrics; the last is derived here, and needs no window
+    width.
     """
     s = chosen.shape[-1]
     n, c = (x.sum(-1).clamp_min(1) for x in (allowed, chosen))
@@ -114,13 +115,14 @@ def index_divergence(
 def index_sizes(
     q: Float[Tensor, "... d"], k: Float[Tensor, "... d"], weights: Float[Tensor, ...] | None
 ) -> dict[str, Tensor]:
-    """Returns the sizes of an indexer's queries, keys and weights of heads, by the recorded names of the numbers.
+    """Returns the sizes of an indexer's queries, keys and head weights, by the recorded names of the numbers.
 
     A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norm of each vector.
     index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k
     then speaks against a key.
 
-    Source: the same tensors as in llm-internal-medicine's dsa_metrics, which takes root mean squares of numbers.
+    Source: the same tensors as in llm-internal-medicine's dsa_metrics, which takes root mean squares instead of L2
+    norms.
     """
     found = {"index_query_norm": q.norm(dim=-1), "index_key_norm": k.norm(dim=-1)}
     if weights is not None:

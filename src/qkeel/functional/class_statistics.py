@@ -148,8 +148,8 @@ class KeyClasses:
 class ClassStats:
     """LogitStats of one site split by the class of the query and of the key, per query head [h] or key head [g].
 
-    Logits, norms and weights are defined as in LogitStats. Tokens without a class are not counted. The query's class
-    comes first: max_logit[h, a, b] covers queries of class a and keys of class b.
+    Logits, norms and weights are defined as in LogitStats. Tokens without a class are not counted. The class of the
+    query comes first, so max_logit[h, a, b] covers queries of class a and keys of class b.
 
     Attributes:
         max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf without pairs.

@@ -160,7 +160,7 @@ def deepnorm(sublayers: int) -> tuple[float, float]:
     """Returns DeepNorm's (α, β) = (n^(1/4), (4n)^(-1/4)) for n sublayers: x ← N(αx + F(x)), F's output scaled by β.
 
     Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
-    Counting a layer of one sublayer (GAU) once is qkeel's reading.
+    qkeel counts a layer that has a single sublayer (GAU) once.
 
     Raises:
         InvalidValueError: there is no sublayer.

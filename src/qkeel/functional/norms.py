@@ -167,7 +167,7 @@ class StreamValues:
 
     Args:
         x: the states [... m].
-        before: the stream that enters the block, where x is compared with it.
+        before: the stream that enters the block, if x is compared with it.
         factor: what the block multiplies x by when it adds it.
     """
 

@@ -386,11 +386,11 @@ class Sites(list[AttentionSite]):
 
     Attributes:
         missed: attention layers that were seen but not understood.
-        indexers: modules whose scores choose keys for one of the sites: a top-k uses the scores, not a softmax, and no
+        indexers: modules whose scores choose keys for one of the sites, through a top-k and not through a softmax. No
             remedy acts on these modules. The name of an indexer is that of the first site of its layer, followed by
             #index.
         linear: the names of the modules that mix positions without logits, such as linear attention and state-space
-            layers, in a model that also has attention: nothing is measured in them, and no remedy acts on them.
+            layers, in a model that also has attention. Nothing is measured in them, and no remedy acts on them.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ class Windowed(Kernel):
         if call.q.device.type != "cpu" or call.dropout or call.q.shape[-1] != call.v.shape[-1]:
             return Refusal("the windowed kernel runs on a CPU, without dropout, with values as wide as keys", out)
         if torch.compiler.is_compiling() or transformed():
-            return Refusal("the windowed kernel cannot be compiled, nor be used in torch.func transforms", out)
+            return Refusal("the windowed kernel can neither be compiled nor used in torch.func transforms", out)
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:

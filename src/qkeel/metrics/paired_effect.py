@@ -354,7 +354,9 @@ def paired_effect(
 
 
 def planned_power(expected: float, spread: float, n: int, level: float = 0.95, margin: float | None = None) -> float:
-    """Returns the probability that the interval of `paired_effect` for n pairs lies beyond the margin, as expected.
+    """Returns the probability that `paired_effect` of n pairs finds a difference in the expected direction.
+
+    The difference is found if the interval lies beyond the margin on the expected side.
 
     Args:
         expected: true mean of the differences.

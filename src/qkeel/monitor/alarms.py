@@ -497,7 +497,7 @@ class Recording:
 
 @final
 class AlarmLog:
-    """The alarms of `rules` that have gone off: each rule warns once."""
+    """The alarms that `rules` have raised: each rule warns once."""
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)

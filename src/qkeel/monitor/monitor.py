@@ -285,12 +285,12 @@ class Monitor(Handle):
     """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
-    the model after s steps, over all the micro-batches that go into the next. In a run that torchrun has started again
-    (`--max-restarts`) the numbers continue where the optimizer's loaded state is. Without an optimizer each training
-    pass is a step.
-    Passes in eval mode are kept apart. An internal fault causes one warning and switches the monitor off.
+    the model after s steps, over all the micro-batches that go into the next. If torchrun restarts a run
+    (`--max-restarts`), the step numbers continue where the optimizer's loaded state is. Without an optimizer each
+    training pass is a step. Passes in eval mode are kept apart. An internal fault causes one warning and switches the
+    monitor off.
 
-    Numbers flow one way: the tap measures calls, the end of the step collects them, the group of processes merges
+    Data flow one way: the tap measures calls, the end of the step collects the numbers, the group of processes merges
     them, the journal records what arrives, and the rules and sinks read the record.
     """
 
@@ -396,7 +396,7 @@ class Monitor(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps done; set it to continue counting where an earlier training stopped."""
+        """The number of optimizer steps done; set it to continue counting where an earlier run stopped."""
         return self._steps.done
 
     @steps.setter
@@ -436,7 +436,7 @@ class Monitor(Handle):
 
     @property
     def closer(self) -> int | None:
-        """Measures every so many steps in addition to the cadence, the same on all processes; None for no others."""
+        """Also measures every `closer`-th step, on all processes alike; None measures only the steps of the cadence."""
         return self._steps.closer
 
     @closer.setter
@@ -508,7 +508,7 @@ class Monitor(Handle):
         return self._journal.history
 
     def table(self) -> str:
-        """Returns the numbers of the last measured step, one line per layer, and the gravest alarms."""
+        """Returns the numbers of the last measured step, one line per layer, and the most severe alarms."""
         sample = self.sample
         return (
             "nothing measured yet"

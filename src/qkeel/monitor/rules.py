@@ -42,10 +42,10 @@ class Alarm:
     """A reason to act: the place, the value and its growth, and the line of code that helps.
 
     `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
-    number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` describe
-    the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from. `layer` and
-    `head` are None where the rule is about the whole model, or the whole layer. `cause` is what is going wrong, in
-    words: alarms of one cause belong together, and have one remedy.
+    number that the rule judged, in the unit of its field (nats for logits and entropies). `meaning` and `trend`
+    describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
+    `layer` and `head` are None where the rule is about the whole model, or the whole layer. `cause` says in words what
+    is going wrong; alarms with one cause belong together, and have one remedy.
     """
 
     rule: str
@@ -345,8 +345,8 @@ class Outlook(Rule):
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. The rule checks once z is over `floor` and `factor` times z_0, so it can fire during the warm-up,
-    whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is known. A
-    power law cannot be fitted so early: its first points still reflect the logit before training.
+    whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is known. It
+    fits no power law, because so early in a run the first points still reflect the logit before training.
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -381,8 +381,9 @@ class Outlook(Rule):
 class EntropyCollapse(Rule):
     """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
 
-    It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of what counts
-    as collapsed for a whole model: single layers reach 0.1 in runs that end only slightly worse (research/alarms.md).
+    It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of the one by
+    which a whole model counts as collapsed, because single layers reach 0.1 in runs that end only slightly worse
+    (research/alarms.md).
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
@@ -472,10 +473,9 @@ class NonFinite(Rule):
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
-    It ignores layers that were already like this at the start, layers of one head, and those whose heads weigh all keys
-    alike: over short sequences even uniform attention gives the first key that much weight. It is not a default rule:
-    it was measured at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs
-    (research/results/step-spectra.md).
+    It ignores layers that were already like this at the start, layers of one head, and layers with uniform attention,
+    which over short sequences gives the first key that much weight. It is not a default rule, because it was measured
+    at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalised entropy from which on a head has no preference

@@ -49,8 +49,10 @@ ENVIRONMENT = (
 
 
 class Sink(abc.ABC):
-    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and continues without
-    the sink."""
+    """Receives what a Monitor measures.
+
+    Every method but `require` may raise: the Monitor warns once and continues without the sink.
+    """
 
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
         """Called by `qkeel.watch` before anything is measured.
@@ -77,7 +79,7 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def close(self, complete: bool) -> None:
-        """Called after the last sample; `complete` if training ended as planned."""
+        """Called after the last sample; `complete` is True if training ended as planned."""
 
 
 @final

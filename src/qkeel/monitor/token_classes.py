@@ -265,11 +265,11 @@ class Classes:
     """The source of the class [b t] of each token of a pass: 0, 1, … in the order of `names`, -1 for none.
 
     Args:
-        given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or,
-            where it has none, of its first integer tensor [b t], every id in one class; the name of an argument of the
-            forward that holds classes, or is true for class 1; a function of the forward's arguments that gives them,
-            or None for a pass that is not to be split; the tensor itself, [b t] or [t].
-        names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
+        given: a dict of token ids by class, `{"text": range(256), "image": range(256, 512)}`, with every id in one
+            class, for the ids in `input_ids` or else in the first integer tensor [b t] of the forward; the name of a
+            forward argument that holds classes or is true for class 1; a function of the forward's arguments that
+            returns the classes, or None for a pass that should not be split; or the tensor itself, [b t] or [t].
+        names: the names of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
         forward: the names of the forward's positional arguments.
 
     Classes belong to the tokens of the sequence that attention sees: all its keys. Where there are fewer queries than
@@ -439,8 +439,8 @@ class PassTokens:
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
             self._misfit = (
                 f"no attention is split by class: expected the classes of [batch tokens] = [{b} {s}], those of the "
-                f"keys of an attention call of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
-                "that gives the classes of the whole sequence"
+                f"keys of an attention call of {t} queries, got {list(self._now.shape)}. With a cache, give a "
+                "function that returns the classes of the whole sequence"
             )
             return call
         self._fitted = True

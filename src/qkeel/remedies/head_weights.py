@@ -298,7 +298,8 @@ class HeadWeights:
         if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
             return ""
         return (
-            ". Float32 copies are known by their shape and values; flattened, sharded or stale ones are not: copy the "
+            ". Float32 copies are recognised by their shape and values; flattened, sharded or stale ones are not: "
+            "copy the "
             "weights over first, or use float32 weights under autocast"
         )
 

@@ -60,10 +60,11 @@ class QKClip(StepRemedy):
     - A weight that layers share is scaled once, by the smallest of their factors.
     - Low-rank adapters: the rows of the base weight and of B. A frozen base is refused unless frozen="scale".
 
-    Heads under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima never clip. Passes in
-    training mode since the last step count, on all processes of the run. If a GradScaler skips a step, nothing is
-    clipped and its maxima count for the next step. Float32 copies of low-precision weights, which the optimizer steps
-    or keeps in its state, are scaled too. If `heads` is given, the heads that it does not name are never clipped.
+    Heads under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima never cause clipping.
+    Passes in training mode since the last step count, on all processes of the run. If a GradScaler skips a step,
+    nothing is clipped and the maxima count for the next step. Float32 copies of low-precision weights, which the
+    optimizer steps or keeps in its state, are scaled too. If `heads` is given, the heads that it does not name are
+    never clipped.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0

@@ -137,10 +137,10 @@ def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
 class QKWeightDecay(StepRemedy):
     """Decays w ← (1 - η·λ)·w before the optimizer's own step, for every row of a query or key weight; η is its rate.
 
-    Biases, norms' gains and, in a fused projection, the rows of values are not decayed. It comes on top of what the
-    optimizer decays itself: with AdamW(weight_decay=0) it is AdamW(weight_decay=λ) for these weights, bit for bit up
-    to rounding, and with any other optimizer the same decay. `lalr` and `qk_lr` do not scale it. A weight without a
-    gradient is not decayed, nor one in a step that a GradScaler skips.
+    Biases, norms' gains and, in a fused projection, the rows of values are not decayed. This decay is added to the
+    optimizer's own. With AdamW(weight_decay=0) it equals AdamW(weight_decay=λ) for these weights up to rounding, and
+    any other optimizer gets the same decay. `lalr` and `qk_lr` do not scale it. A weight without a gradient is not
+    decayed, nor one in a step that a GradScaler skips.
     """
 
     decay: float = 0.1  #: λ
@@ -153,7 +153,7 @@ class QKWeightDecay(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by parts in ten thousand")
+        tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_changes_last(optimizer, self.name, tensors)
         replaced = ReplacementCheck(target.model, self.name, weights.names)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]

@@ -712,7 +712,7 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
         sections=[
             Section("nothing", "Nothing to draw yet", empty),
             Section("alarms", "Alarms", _alarms(runs)),
-            Section("advice", "What a study says of the remedies", Markup("") if study is None else advice(study)),
+            Section("advice", "What a study says about the remedies", Markup("") if study is None else advice(study)),
             Section("interventions", "What the autopilot did", _interventions(runs)),
             Section("charts", "Charts", _charts(runs, present)),
             Section("compared", "The runs", _compared(runs)),

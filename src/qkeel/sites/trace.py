@@ -780,7 +780,7 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
                 n_heads=call.logits.shape[1],
                 n_kv_heads=call.logits.shape[1],
                 head_dim=0,
-                why="its scores choose keys and weigh no values",
+                why="its scores choose keys and do not weight values",
                 layout=call.layout,
                 chooses=True,
             )

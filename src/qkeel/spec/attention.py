@@ -28,7 +28,7 @@ SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "c
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The attention out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
+    """What attention computes, as data: out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
 
     Each of the five slots holds one object. Specs are immutable and comparable; `replace` creates variants.
 

@@ -197,7 +197,7 @@ METHODS: dict[str, str] = {
     "leaky_rerope": "distances beyond window= grow 1/factor as fast [kexue.fm 9708]",
     "rope": "plain RoPE in place of the clipped one of training (InvLeaky) [kexue.fm 9728]",
     "window": "only the last window= (train_length) keys are seen [arXiv 2004.05150]",
-    "self_extend": "leaky_rerope at whole positions [arXiv 2401.01325]",
+    "self_extend": "leaky_rerope at integer positions [arXiv 2401.01325]",
     "log_n": "logits × max(1, ln n / ln train_length) at test time [kexue.fm 9706]",
 }
 # Options besides factor and train_length.

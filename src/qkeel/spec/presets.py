@@ -101,9 +101,9 @@ POSITIONS: dict[str, Recipe[Specs]] = {
         "kexue.fm 9728",
         _inv_leaky,
     ),
-    "window": Recipe("the form's position, keys within window= tokens only", "arXiv 1904.10509", _window),
+    "window": Recipe("the form's own position, limited to keys within window= tokens", "arXiv 1904.10509", _window),
     "hwfa": Recipe(
-        "windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n", "kexue.fm 9603", _hwfa
+        "windows of 3/4 L/(layers - 1) tokens, the last layer full and without positions, log n", "kexue.fm 9603", _hwfa
     ),
     "hwfa2": Recipe(
         "windows of 3 L/layers tokens, L/2 at most; full= evenly spaced layers have no window, and change post hoc",

@@ -442,10 +442,11 @@ class Rope(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(Position):
-    """`inner`, where query i sees only the keys with |i - j| < window: itself and window - 1 before it if causal.
+    """The position `inner` under a window: query i sees only keys with |i - j| < window.
 
-    A window hides keys by their distance, so it belongs to the position slot. log n counts the keys that a query
-    sees: n = min(position + 1, window). Mistral and Gemma use this window in transformers.
+    In causal attention these are the query's own key and the window - 1 keys before it. A window hides keys by their
+    distance, so it belongs to the position slot. log n counts the keys that a query sees, n = min(position + 1,
+    window). Mistral and Gemma use this window in transformers.
 
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
     """

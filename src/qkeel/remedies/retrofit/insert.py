@@ -115,8 +115,8 @@ def retrofit(
 ) -> Retrofit:
     """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
-    The gains are fitted site by site to the old model's inputs (derivation in `retrofit.fit_gains`), q and k are
-    optionally distilled, and the gap to the old model is measured: before, after, and layer by layer.
+    The gains are fitted site by site on the inputs of the old model (derivation in `retrofit.fit_gains`), and q and k
+    are optionally distilled. The gap to the old model is measured before, after, and layer by layer.
 
     Args:
         model: the trained model.

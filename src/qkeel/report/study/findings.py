@@ -186,7 +186,7 @@ def _counted(study: StudyData) -> Iterator[str]:
         means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
-        f"Counting the pairs of tokens that a run reads, without any training, predicts the held-out text at "
+        "A table of token pairs, counted on the text that a run reads and not trained, has a held-out loss of "
         f"{h.loss(level)} {study.loss_unit()}. Of the mean losses of {h.count(len(means), 'remedy-rate pair')} {over} "
         f"{'is' if over == 1 else 'are'} not below that."
     )
@@ -532,6 +532,6 @@ def _stopped(run: RunData) -> str:
     name = f"{run.remedy} at LR {h.rate(run.lr)}, seed {run.seed}"
     where = f"after step {int(run.metrics[-1]['step']):,}" if run.metrics else "before its first record"
     if run.status is not RunStatus.FAILED:
-        return f"{name} is not finished: what follows ends {where}."
+        return f"{name} is not finished: its curves on this page end {where}."
     lines = run.error.strip().splitlines()
     return f"{name} failed {where}" + (f": {lines[-1].strip()}" if lines else ".")

@@ -392,7 +392,7 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
     if mixed:
         more = f"Mixing multiplies it by {h.listing([e.text() for e in mixed])} at LR {h.rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
-        so = "which is shown" if clear else "which is not shown: here the rate causes it, not the mixing"
+        so = "which is shown" if clear else "which is not shown: here the rate makes logits grow, not the mixing"
         answer += f"{more}, {so}. "
     cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
     return answer + (f"{REMEDY} cuts it by {h.listing([e.text() for e in cured])}. " if cured else "")

@@ -474,7 +474,8 @@ def precision_page(
     harmed = [row for row in thresholds if any(isinstance(v, float) and math.isfinite(v) for v in row.values())]
     left = len(thresholds) - len(harmed)
     safe = (
-        f" {left} of {len(thresholds)} settings are left out, because they stay within all of this at every size."
+        f" {left} of {len(thresholds)} settings are left out, because their errors stay below both limits at every "
+        "size."
         if left
         else ""
     )
