@@ -123,7 +123,7 @@ PAGES = (
 SCREEN = (0, 800)
 FIRST = {
     "watch": "The first screen of a run that goes wrong says what is wrong, what that means, and what to do.",
-    "demo": "The first screen of the demo gives counts, and the comparison that it decides.",
+    "demo": "The first screen of the demo shows counts, and the comparison that it decides.",
     "home": "This is the first screen of the documentation.",
 }
 PLOT = Picture(

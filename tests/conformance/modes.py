@@ -135,9 +135,10 @@ def ways() -> str:
     why = reasons()
     parts = [
         "\n## Remedies and ways to run\n",
-        "Each cell compares with plain eager execution: for compiled models (backend aot_eager), checkpointing and\n"
-        "micro-batches of one, the losses of three steps of AdamW; for a cache and a `deepcopy`, the logits of the last\n"
-        "token. flex_attention is compared in evaluation only, because on a CPU it does not train.\n"
+        "Each cell is a comparison with plain eager execution: for compiled models (backend aot_eager), "
+        "checkpointing and\n"
+        "micro-batches of one, the losses of three steps of AdamW; for a cache and a `deepcopy`, the logits of the\n"
+        "last token. flex_attention is compared in evaluation only, because on a CPU it does not train.\n"
         "`sigma_reparam` takes one power iteration per forward pass, so micro-batches and recomputed passes give it\n"
         "a different σ; `dropout` draws different masks for them.\n"
         "`pytest -m slow tests/conformance` repeats these checks.\n",

@@ -273,11 +273,11 @@ def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
     said = config.get("sliding_window")
     if recipe.window is None or config.get("use_sliding_window") is False:
         used = recipe.window is not None
-        return f"config says no sliding window, but a query sees {recipe.window} keys back" if used else ""
+        return f"config says no sliding window, but queries see only {recipe.window} keys" if used else ""
     if said is None:
-        return f"config.sliding_window is none, but a query sees {recipe.window} keys back"
+        return f"config.sliding_window is none, but queries see only {recipe.window} keys"
     near = isinstance(said, int) and abs(said - recipe.window) <= 1
-    return "" if near else f"config.sliding_window is {said}, but a query sees {recipe.window} keys back"
+    return "" if near else f"config.sliding_window is {said}, but queries see only {recipe.window} keys"
 
 
 def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:

@@ -540,8 +540,8 @@ def recommend(
 ) -> int:
     """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
 
-    Every number has an interval and the measurements behind it. Outside the measured range the answer is "not known",
-    with the settings that lie outside.
+    Every number comes with an interval and the measurements behind it. Outside the measured range the answer is "not
+    known", with the settings that lie outside.
 
     Args:
         source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override it.

@@ -591,7 +591,7 @@ class WatchSession:
     def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:
             return (
-                "the script made no torch.optim.Optimizer in this process. If it starts processes that train, start "
+                "the script created no torch.optim.Optimizer in this process. If it starts processes that train, start "
                 "them with torchrun instead; elsewhere call qkeel.watch(model) in it"
             )
         if not self._runs and self._by_script:

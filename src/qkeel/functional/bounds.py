@@ -60,8 +60,7 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
     Returns:
         Shares in (0, 1], of the same shape.
 
-    Source: the arithmetic behind what Yang et al. 2025, arXiv 2501.18795, report about QK-norm: logits that are too
-    close together.
+    Source: derived; it explains why Yang et al. 2025, arXiv 2501.18795, find logits under QK-norm too close together.
 
     >>> [round(float(dilution_bound(torch.tensor(8.0), n)), 2) for n in (512, 4096)]
     [0.78, 0.31]
@@ -374,8 +373,8 @@ def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "
 
     X ← aX + (b A + c A²) X with A = X Xᵀ, (a, b, c) = (3.4445, -4.7750, 2.0315), X₀ = g / (‖g‖_F + 1e-7).
 
-    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. They iterate in bfloat16, which CPUs without bfloat16
-    units emulate; there float32 is faster and no less exact.
+    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. Their code iterates in bfloat16, which CPUs without
+    bfloat16 units emulate; there float32 is faster and no less exact.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = g.shape[-2] > g.shape[-1]

@@ -25,7 +25,7 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
         allowed: the keys that it could have chosen.
         positions: the place of each row's query among the keys.
 
-    Source: the first three as in llm-internal-medicine's dsa_metrics; the last is derived here, and needs no window
+    Source: llm-internal-medicine's dsa_metrics for the first three; the last is derived here, and needs no window
     width.
     """
     s = chosen.shape[-1]
@@ -54,7 +54,7 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
         chosen: the keys that each row reaches, a part of `allowed`.
         allowed: the keys that it could have chosen.
 
-    Source: derived; the same numbers as in llm-internal-medicine's dsa_metrics.
+    Source: derived; llm-internal-medicine's dsa_metrics has the same numbers.
     """
     every = z.masked_fill(~allowed, -torch.inf)
     logs = every.log_softmax(-1)
@@ -82,7 +82,7 @@ def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs
     index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
     keys' positive scores over that of all keys, 0 where none is positive.
 
-    Source: the same numbers as in llm-internal-medicine's dsa_metrics.
+    Source: llm-internal-medicine's dsa_metrics, which has the same numbers.
     """
 
     def mean(over: Pairs) -> PerRow:
@@ -105,7 +105,7 @@ def index_divergence(
         z: attention logits of all pairs after the cap, in nats.
         seen: the keys that both softmaxes are over.
 
-    Source: the loss that indexers are trained on while attention is still dense, DeepSeek-V3.2 (2025).
+    Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
     """
     p = z.masked_fill(~seen, -torch.inf).softmax(-1).mean(1, keepdim=True)
     logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
@@ -121,8 +121,7 @@ def index_sizes(
     index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k
     then speaks against a key.
 
-    Source: the same tensors as in llm-internal-medicine's dsa_metrics, which takes root mean squares instead of L2
-    norms.
+    Source: llm-internal-medicine's dsa_metrics, which takes root mean squares of the same tensors instead of L2 norms.
     """
     found = {"index_query_norm": q.norm(dim=-1), "index_key_norm": k.norm(dim=-1)}
     if weights is not None:

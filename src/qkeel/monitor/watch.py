@@ -109,7 +109,7 @@ def watch(
     Raises:
         InvalidTypeError: an argument has the wrong type.
         InvalidValueError: the optimizer holds none of the model's parameters; the forward takes no `query_mask`;
-            classes are combined with statistics other than True; updates are asked for without an optimizer; there is
+            classes are combined with statistics other than True; updates are requested without an optimizer; there is
             no model, or one is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1) or trains under DeepSpeed's ZeRO stage 3,
             the sites are those of another model, or a probe batch is given for several models.

@@ -188,7 +188,7 @@ def apply(
             name. Not needed with an optimizer; see above.
         sites: the result of `find_sites` for this model, in place of an example. Find them before fully_shard or tensor
             parallelism splits the weights, because split weights cannot be traced. Matched by name. For several models,
-            give one for each, like examples.
+            give one for each, as for `example`.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
         partial: applies the remedy even if some attention was seen but not understood; that attention stays unchanged.
         options: options of a single remedy named by a string.

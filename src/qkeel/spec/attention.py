@@ -137,7 +137,7 @@ class AttentionSpec:
         return self.norm.apply("v", v, params)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Factor:
-        """Returns the scale: a float, or a tensor that broadcasts to [b h t 1], in dtype or float32 if wider."""
+        """Returns the scale: a float, or a tensor that broadcasts to [b h t 1], in `dtype` or at least float32."""
         reach = self.position.reach
         # A position-dependent scale reads how many keys the query sees; a window bounds that number.
         at = pos_q if reach is None else pos_q.clamp_max(reach - 1)

@@ -82,8 +82,8 @@ TRAIN = Chart(
 HEADS = Chart(
     "heads",
     "Head by head",
-    "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, share "
-    "one scale of colour; black marks values at or below its lower end, such as a largest logit near zero or below."
+    "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, "
+    "share one colour scale; black marks values at or below its lower end, such as a largest logit near zero or below."
     f" For a model with more than {MAX_ROWS} heads, the chart shows the worst head of each layer instead.",
     "Heat maps: one row per head, one column per logged step.",
 )
