@@ -342,7 +342,7 @@ def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
 
 
 REASONS = [
-    ("net = Net()", "the script made no torch.optim.Optimizer in this process"),
+    ("net = Net()", "the script created no torch.optim.Optimizer in this process"),
     ("torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)", "no nn.Module was found"),
     ("net = Net(); torch.optim.SGD(net.parameters(), lr=1)", "the script ended before Net was called"),
     ("net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0))", "no step of its optimizer was seen"),

@@ -211,8 +211,8 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
     typed = "qkeel watch --every 3 --apply lalr -- torchrun --nproc-per-node 2 'a b.py'"
     assert [fix.lines(remedy)[0] for fix in seen] == [
         f"to fix it: {typed}",
-        "to fix it: start it again with --apply lalr before the --",
-        "to fix it: start it again with --apply lalr before the --",
+        "to fix it: restart it with --apply lalr before the --",
+        "to fix it: restart it with --apply lalr before the --",
     ]
 
 
