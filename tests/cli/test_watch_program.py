@@ -65,7 +65,7 @@ def test_output_exit_code_and_traceback_are_those_of_python(mode: str, tmp_path:
     own = [line for line in err.splitlines() if line.startswith("qkeel: ")]
     assert [line for line in err.splitlines() if line not in own] == plain.stderr.splitlines()
     assert len(own) == 1
-    assert "made no torch.optim.Optimizer" in own[0]
+    assert "created no torch.optim.Optimizer" in own[0]
 
 
 def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path: Path, here: Watch) -> None:
