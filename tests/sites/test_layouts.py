@@ -301,7 +301,7 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
     model, q = Given(), torch.randn(H, H, T, D)
     (site,) = find_sites(model, q, q)
     assert site.terms == ()
-    assert "do not show which dimension is heads" in site.why
+    assert "do not show which dimension holds the heads" in site.why
     for sites in ([], [site]):
         with torch.no_grad(), Tap(model) as tap:
             tap.sites = sites

@@ -186,7 +186,7 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     elif largest <= threshold:
         status, text = (
             Status.HEALTHY,
-            f"healthy: no input can make a logit over {largest:,.4g} ({where}), under {threshold:,g}",
+            f"healthy: no input can produce a logit over {largest:,.4g} ({where}), under {threshold:,g}",
         )
     else:
         status = Status.NOT_KNOWN

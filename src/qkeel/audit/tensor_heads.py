@@ -527,5 +527,5 @@ def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:
     shown = []
     for module, leaves in lost.items():
         if not any(site == module or site.startswith(f"{module}.") or module.startswith(f"{site}.") for site in known):
-            shown.append(Unknown(module, f"no known names of query and key among {', '.join(sorted(leaves)[:6])}"))
+            shown.append(Unknown(module, f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"))
     return shown

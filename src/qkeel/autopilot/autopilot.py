@@ -216,7 +216,7 @@ class Autopilot(Handle):
         """Returns the sites if they are known without a training pass.
 
         Raises:
-            RefusedError: they are not.
+            RefusedError: the sites are not known.
         """
         if self.monitor.sites:
             return list(self.monitor.sites)

@@ -1,7 +1,7 @@
 """Policies of the autopilot: pure functions that map the records of a run to the next remedy.
 
-Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have, or
-that were not measured, are NaN.
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Numbers of heads that a layer does not
+have, or that were not measured, are NaN.
 """
 
 from __future__ import annotations
@@ -284,7 +284,8 @@ RULES: tuple[Rule, ...] = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(Policy):
-    """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, request a lower learning rate.
+    """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, and a request for a lower learning
+    rate.
 
     *Watch closer* measures every `every` steps, for the first `calm` records and while some head over 8 nats has
     doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it acts on

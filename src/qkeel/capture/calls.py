@@ -198,7 +198,7 @@ def layout(
     for place, letter in zip(places, letters):
         groups[place] = letter
     headless = not sizes and len(lead) < 2
-    guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension is heads"
+    guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension holds the heads"
     return HeadLayout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
 
 

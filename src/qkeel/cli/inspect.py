@@ -65,7 +65,7 @@ def explain(text: str) -> str:
     if len(found) < len(remedies_of(text)):
         found.append(_formula(text))
     elif found:
-        found.append("what attention computes stays the model's own")
+        found.append("the attention computation stays the model's own")
     return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *found])
 
 

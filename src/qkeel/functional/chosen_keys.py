@@ -14,7 +14,7 @@ Pairs = Bool[Tensor, "b h r s"]
 
 
 def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]) -> dict[str, Tensor]:
-    """Returns where the chosen keys of each row lie, by the recorded names of the numbers [b h r].
+    """Returns where the chosen keys of each row lie, as numbers [b h r] by recorded name.
 
     With n keys to choose from and c chosen ones: select_share c / n; select_distance, the mean distance of the chosen
     keys in tokens over n, and select_distance_max, the largest; select_local_share, the share of the chosen keys that
@@ -22,7 +22,7 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
 
     Args:
         chosen: the keys that each row reaches, a part of `allowed`.
-        allowed: the keys that it could have chosen.
+        allowed: the keys that the row could have chosen.
         positions: the place of each row's query among the keys.
 
     Source: llm-internal-medicine's dsa_metrics for the first three; the last is derived here, and needs no window
@@ -43,7 +43,7 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
 
 
 def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how much of dense attention the chosen keys keep, by the recorded names of the numbers [b h r].
+    """Returns how much of dense attention the chosen keys keep, as numbers [b h r] by recorded name.
 
     Let p be the softmax of z over all allowed keys. dense_recall R is the weight of p on the chosen keys. Attention to
     these alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share is 1
@@ -52,7 +52,7 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
     Args:
         z: logits of all pairs after the cap, in nats.
         chosen: the keys that each row reaches, a part of `allowed`.
-        allowed: the keys that it could have chosen.
+        allowed: the keys that the row could have chosen.
 
     Source: derived; llm-internal-medicine's dsa_metrics has the same numbers.
     """
@@ -69,7 +69,7 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
 
 
 def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
-    """Returns the share of the keys of any row that some row chose: low where all rows choose the same keys.
+    """Returns the share of all available keys that at least one row chose; it is low if all rows choose the same keys.
 
     Source: as in llm-internal-medicine's dsa_metrics, over the rows that are given.
     """
@@ -77,7 +77,7 @@ def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
 
 
 def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how an indexer's scores tell chosen keys from others, by the recorded names of the numbers [b h r].
+    """Returns how an indexer's scores tell chosen keys from others, as numbers [b h r] by recorded name.
 
     index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
     keys' positive scores over that of all keys, 0 where none is positive.
@@ -101,9 +101,9 @@ def index_divergence(
     """Returns Σ_s p_s ln(p_s / q_s), q a softmax over an indexer's scores and p dense attention, its mean over heads.
 
     Args:
-        scores: of the indexer.
+        scores: the scores of the indexer.
         z: attention logits of all pairs after the cap, in nats.
-        seen: the keys that both softmaxes are over.
+        seen: the keys over which both softmaxes run.
 
     Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
     """
@@ -115,11 +115,11 @@ def index_divergence(
 def index_sizes(
     q: Float[Tensor, "... d"], k: Float[Tensor, "... d"], weights: Float[Tensor, ...] | None
 ) -> dict[str, Tensor]:
-    """Returns the sizes of an indexer's queries, keys and head weights, by the recorded names of the numbers.
+    """Returns the sizes of an indexer's queries, keys and head weights, as numbers by recorded name.
 
     A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norm of each vector.
     index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k
-    then speaks against a key.
+    then lowers a key's score.
 
     Source: llm-internal-medicine's dsa_metrics, which takes root mean squares of the same tensors instead of L2 norms.
     """

@@ -39,7 +39,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
-    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded to half."""
+    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -168,7 +168,7 @@ class StreamValues:
     Args:
         x: the states [... m].
         before: the stream that enters the block, if x is compared with it.
-        factor: what the block multiplies x by when it adds it.
+        factor: the factor by which the block multiplies x when it adds it.
     """
 
     def __init__(self, x: Tensor, before: StreamValues | None = None, factor: float = 1.0) -> None:

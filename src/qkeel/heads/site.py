@@ -306,8 +306,8 @@ class AttentionSite:
         return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
-        """Returns, for each query head, its head in a weight with rows for n heads: query heads, key heads, or one that
-        all share.
+        """Returns, for each query head, its index in a weight with rows for n heads: query heads, key heads, or one
+        shared head.
 
         >>> site = AttentionSite(
         ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8

@@ -89,7 +89,7 @@ def _of_tensors(call: AttentionCall) -> str | None:
     if not all(is_plain(x) and x.is_cpu for x in given):
         return "the compiled attention is for plain tensors on a CPU"
     if q.dtype not in STORED:
-        return f"the compiled attention computes in float32 on float32, bfloat16 and float16, not on {q.dtype}"
+        return f"the compiled attention takes float32, bfloat16 and float16 (computing in float32), not {q.dtype}"
     if q.shape[-1] % 8 or v.shape[-1] % 8 or not q.numel() or not v.numel():
         return f"the compiled attention takes widths that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"
     if mask is not None and mask.dtype not in _MASKS:

@@ -182,7 +182,7 @@ def study(
 
     Args:
         name: a key of lab.studies.STUDIES.
-        remedies: spec strings; a later call for the same directory may add more, and more rates and seeds.
+        remedies: spec strings; a later call for the same directory may add remedies, rates and seeds.
         lrs: learning rates.
         seeds: seeds.
         out: the directory.

@@ -48,8 +48,8 @@ class Resolution(Rule):
     kernel "fused": the error of rounded q and k, see metrics.fused_logit_error; "eager": that of stored scores, see
     metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
     are computed from per-head records. scale: the factor by which attention multiplies q·k, where query_norm and
-    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because maximal logits
-    are recorded after scaling.
+    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because the largest
+    logits are recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -408,7 +408,7 @@ class Recording:
         return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces the records by those of another Recording."""
+        """Replaces the records with those of another Recording."""
         self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
         self._rated = bool(rated)
         self._columns, self._room = {}, max(4, self._kept)

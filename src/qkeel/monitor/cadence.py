@@ -17,7 +17,7 @@ from qkeel.sites.tap import Look, Phase
 
 
 class Cadence(abc.ABC):
-    """The choice of measured steps, without state, so that all processes of a run decide the same."""
+    """Chooses which steps are measured, without state, so that all processes of a run decide alike."""
 
     brackets: ClassVar[bool] = False  # whether it wants the bound on the largest logit at every step
 
@@ -53,7 +53,8 @@ class Every(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSpaced(Cadence):
-    """`per_decade` steps for each factor of ten in steps, from step 0 on: a drift is a power law, which starts fast.
+    """`per_decade` steps for each factor of ten in steps, from step 0 on: logit drift follows a power law, which starts
+    fast.
 
     >>> [step for step in range(101) if LogSpaced(per_decade=4).due(step, None, 1.0)]
     [0, 1, 2, 3, 6, 10, 18, 32, 56, 100]

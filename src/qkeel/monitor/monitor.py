@@ -46,9 +46,9 @@ from qkeel.sites.tap import Phase, Tap
 # The end of a step, which sends its numbers on, and the end of a training, which measures the final weights.
 
 NOT_SEEN = (
-    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
-    "model.forward(...) nor one of its parts, and watch the object that you call: if torch.compile returned it, pass "
-    "that to watch(); if a compiled function calls the model, compile the model instead"
+    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), "
+    "and not model.forward(...) or one of its parts, and watch the object that you call: if torch.compile returned it, "
+    "pass that to watch(); if a compiled function calls the model, compile the model instead"
 )
 
 
@@ -221,8 +221,8 @@ class TrainingEnd:
             return
         if dist.world() > 1 or self._group.members is not None:
             raise RefusedError(
-                "several processes train, and a pass in one of them alone could wait for the others; if the last step "
-                "is known in advance, give planned=PlannedRates.of(rates) or call measure_next() before it"
+                "several processes train, and a pass in one of them alone could wait for the others; if the last "
+                "step is known in advance, pass planned=PlannedRates.of(rates) or call measure_next() before it"
             )
         if self._optimizer is None or not self._steps.done or stepping():
             raise RefusedError("no finished step of an optimizer was seen")
@@ -418,8 +418,8 @@ class Monitor(Handle):
         Call this if the weights were changed since the last step, or to get the numbers before watching ends.
 
         The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
-        pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
-        backward pass. It does nothing if the last step was measured.
+        pass seen last, in training mode; random number generators and buffers are restored. Gradients are not read:
+        there is no backward pass. It does nothing if the last step was measured.
 
         Raises:
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training

@@ -244,7 +244,7 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
     Args:
         sample: the step's numbers.
         alarms: alarms of the run so far; the most severe are printed below the table.
-        note: a sentence between the table and the alarms.
+        note: a sentence to show between the table and the alarms.
         root: the name for attention if the whole model is one attention module.
 
     >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
@@ -268,7 +268,7 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
     Args:
         sample: the step's numbers.
         alarms: alarms of the run so far; the most severe are listed below the table.
-        note: a sentence between the table and the alarms.
+        note: a sentence to show between the table and the alarms.
         root: the name for attention if the whole model is one attention module.
 
     >>> sample_html(Sample(step=5))

@@ -96,7 +96,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def check(self, history: History) -> Alarm | None:
-        """The alarm, if the last record gives reason for one."""
+        """Returns the alarm, if the last record warrants one."""
 
     def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
         """The alarm for the first type of layers on which this rule fires with the threshold of that type."""
@@ -111,7 +111,7 @@ class Rule(abc.ABC):
     def alarm(
         self, history: History, meaning: str, value: float, *, at: RecordPlace | None = None, trend: str = ""
     ) -> Alarm:
-        """The alarm of the last record."""
+        """Returns the alarm for the last record."""
         layer, head = (None, None) if at is None else history.where(at)
         return Alarm(
             rule=self.name,
@@ -301,8 +301,8 @@ class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
     far.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold is
-    for all layers or by layer type.
+    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold
+    applies to all layers, or is given by layer type.
     """
 
     threshold: Threshold

@@ -186,7 +186,7 @@ class LoggingSink(Sink):
         self.logger = logging.getLogger(logger)
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Say what is watched."""
+        """Logs what is watched."""
         sites = about.get("sites")
         found = len(sites) if isinstance(sites, (list, tuple)) else 0
         missed = about.get("missed")
@@ -227,9 +227,9 @@ def sink(text: str) -> Sink:
     """Builds one sink from a spec string.
 
     Args:
-        text: a name of SINKS and its options: `wandb:project=gpt,mode=offline`.
+        text: a name from SINKS with its options: `wandb:project=gpt,mode=offline`.
 
-    Raises: UnknownNameError for a name or an option that does not exist; InvalidValueError for several sinks.
+    Raises: UnknownNameError for a name or an option that does not exist; InvalidValueError if `text` names several sinks.
 
     >>> sink("directory:path=runs/a").asked.as_posix()
     'runs/a'
@@ -241,7 +241,7 @@ def sink(text: str) -> Sink:
 
 
 def sinks(text: str) -> tuple[Sink, ...]:
-    """Several sinks, joined by `+`; or the path of a run directory, which has a / in it or begins with a dot.
+    """Builds sinks from names joined by `+`, or from the path of a run directory, which has a / or begins with a dot.
 
     >>> [type(one).__name__ for one in sinks("log+directory:path=runs/a")]
     ['LoggingSink', 'RunDirectorySink']
@@ -257,7 +257,7 @@ def sinks(text: str) -> tuple[Sink, ...]:
 def _build(term: Term) -> Sink:
     if term.name not in SINKS:
         error = unknown("sink", term.name, SINKS)
-        error.args = (f"{error}. A run directory of that name is ./{term.name}",)
+        error.args = (f"{error}. To use a run directory of that name, write ./{term.name}",)
         raise error
     module, _, name = SINKS[term.name].partition(":")
     cls: type[Sink] = vars(importlib.import_module(module))[name]

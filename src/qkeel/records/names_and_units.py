@@ -47,7 +47,7 @@ class LayerField(Field):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockField(Field):
-    """A number of each block of a watched model, of the stream of hidden states that its branches add to.
+    """A number for each block of a watched model, measured on the residual stream that its branches add to.
 
     place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
     passes and processes are combined. fold: how several blocks are summarised. column, per_layer: see HeadField.
@@ -435,7 +435,7 @@ MONITOR_EXTREMES: dict[str, Field] = {
 # of one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
     "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
-    "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
+    "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
     "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
     "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
     "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
@@ -492,13 +492,13 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "train_length": Field("tokens", "context in training"),
     "test_length": Field("tokens", "context in the test"),
     "accuracy_train": Field(
-        "share", "next tokens predicted, as trained, on the test text cut into pieces of the training length"
+        "share", "share of next tokens predicted, as trained, on the test text cut into pieces of the training length"
     ),
-    "accuracy_nonrepeat": Field("share", "next tokens predicted on held-out text of the test length"),
+    "accuracy_nonrepeat": Field("share", "share of next tokens predicted on held-out text of the test length"),
     "accuracy_repeat": Field(
-        "share", "next tokens predicted on one training length of text repeated up to the test length"
+        "share", "share of next tokens predicted on one training length of text repeated up to the test length"
     ),
-    "accuracy_last": Field("share", "next tokens predicted in the last training length of the text"),
+    "accuracy_last": Field("share", "share of next tokens predicted in the last training length of the text"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field("nats/token", "loss as trained, on the test text cut into pieces of the training length"),
     "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
@@ -509,10 +509,10 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
         "share", "the tokens of accuracy_last, predicted from only one training length of text"
     ),
     "cos_outside": Field(
-        "share", "visible pairs whose cos(q, k) lies outside the range that their head saw in training"
+        "share", "share of visible pairs whose cos(q, k) lies outside the range that their head saw in training"
     ),
     "dilution": Field("share", "largest weight that one of test_length keys can get, in the head where it is smallest"),
-    "needle": Field("share", "values of needles predicted when asked for; empty without needles in training"),
+    "needle": Field("share", "share of needle values predicted when asked for; empty without needles in training"),
     "needle_weight": Field("share", "mean weight of a question on its needle, in the head that gives it most"),
     "needle_bound": Field("share", "largest weight that one of test_length keys can get in the head of needle_weight"),
 }

@@ -39,7 +39,7 @@ class Target:
     trace: ModelTrace | None = None  #: the pass that showed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
-        """Returns the pass that showed the sites, or else the trace of a pass on the example."""
+        """Returns the pass in which the sites were seen, or else the trace of a pass on the example."""
         args, kwargs = self.example
         return self.trace or seen(self.model, args, kwargs)
 

@@ -332,7 +332,8 @@ def heads_of(
             return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
         if index is None or not whole:
             return refuse_heads(
-                f"no module outputs complete heads of the {side}, {heads} of {site.head_dim}: {made} do"
+                f"no module outputs complete heads of the {side} ({heads} heads of {site.head_dim}): they are "
+                f"computed by {made}"
             )
         weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
         if len(apart) > 1 and not all(bool(w.any()) for w in weights):

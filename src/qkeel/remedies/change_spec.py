@@ -84,7 +84,7 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
     if slot == "cap" and spec.cap.kind != "none":
         return Refusal(f"logits are already capped ({spec.cap.formula()})", "remove that cap first")
     if slot == "scale" and spec.scale.follows_position:
-        return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
+        return Refusal(f"logits are already scaled by position ({spec.scale.formula()})", "remove that first")
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
         return Refusal(
             f"its attention weights are already {spec.normalizer.formula()} instead of a softmax",

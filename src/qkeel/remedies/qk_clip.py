@@ -84,7 +84,7 @@ class QKClip(StepRemedy):
         "the logit by the intended factor",
         "use one of the two; with a norm, watch its gains",
     )
-    if_computed = "scaling what is stored would not scale the logit"
+    if_computed = "scaling the stored weight would not scale the logit"
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)

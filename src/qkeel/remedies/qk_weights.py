@@ -202,7 +202,7 @@ class SpectralCap(StepRemedy):
         "nothing",
         "use one of the two; with a norm, watch its gains",
     )
-    if_computed = "capping what is stored would not cap what is used"
+    if_computed = "capping the stored weight would not cap the weight in use"
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))

@@ -63,7 +63,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
             raise InvalidTypeError(f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}")
         if not re.fullmatch(r"[\w-]+", name) or name in dir(nn.ModuleDict):
             raise InvalidValueError(
-                f"expected model names made of letters, digits, _ and -, and no method's name, got {name!r}"
+                f"expected model names made of letters, digits, _ and -, and not the name of a method, got {name!r}"
             )
     inside = {name: {id(m) for m in unwrapped(model).modules()} for name, model in models.items()}
     for part, model in itertools.permutations(models, 2):

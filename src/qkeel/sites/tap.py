@@ -315,9 +315,9 @@ class Tap(Handle):
         due: due(training, compiled) returns what to measure in a pass; "bracket" is a bound on the largest logit, see
             `BracketMode`.
         measure: computes the statistics of a call.
-        measure_rows: computes them from what a kernel returned for each row.
-        measure_plain: computes them from q, k, the scale and whether the call is causal, for calls of torch's function
-            without a mask at a known site; returns None if it cannot.
+        measure_rows: computes the statistics from what a kernel returned for each row.
+        measure_plain: computes the statistics from q, k, the scale and whether the call is causal, for calls of torch's
+            function without a mask at a known site; returns None if it cannot.
         keeps: whether to keep the batch of the latest training pass, for `look_again`.
         guard: reports the first fault in the tap with a warning, and switches the tap off.
 
@@ -379,7 +379,7 @@ class Tap(Handle):
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """The modules in which the next pass is searched for attention outside qkeel's modules; None for everywhere.
+        """The modules in which the next pass is searched for attention outside qkeel's modules; None means everywhere.
 
         Searching everywhere costs a callback per function of torch, so this is done where something may have changed:
         in the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after

@@ -899,8 +899,8 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
     if watcher.missed or unrecognized:
         found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unrecognized))))
         return (
-            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
-            f"and keys, {_BY_HAND}"
+            f"{looked}Seen but not understood: {found}. If the logits are just scaled products of queries and keys, "
+            f"{_BY_HAND}"
         )
     if watcher.handwritten.multiplied:
         followed = ", ".join(watcher.handwritten.lost.ends)

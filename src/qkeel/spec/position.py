@@ -195,7 +195,7 @@ METHODS: dict[str, str] = {
     "yarn": "interpolation of the slow pairs only, logits × (0.1 ln factor + 1)² [arXiv 2309.00071]",
     "rerope": "distances clipped at window= (half of train_length) [kexue.fm 9708]",
     "leaky_rerope": "distances beyond window= grow 1/factor as fast [kexue.fm 9708]",
-    "rope": "plain RoPE in place of the clipped one of training (InvLeaky) [kexue.fm 9728]",
+    "rope": "plain RoPE in place of the clipped RoPE used in training (InvLeaky) [kexue.fm 9728]",
     "window": "only the last window= (train_length) keys are seen [arXiv 2004.05150]",
     "self_extend": "leaky_rerope at integer positions [arXiv 2401.01325]",
     "log_n": "logits × max(1, ln n / ln train_length) at test time [kexue.fm 9706]",

@@ -143,7 +143,8 @@ def floors_table(study: StudyData) -> Markup:
     if not lines:
         return Markup("")
     text = (
-        "Each run against one that differs by one float32 step in one weight. Chaos floor: root mean square over seeds "
+        "Each run is compared with one that differs by one float32 step in one weight. Chaos floor: root mean square "
+        "over seeds "
         "of the difference in final held-out loss. Exponent: slope of ln distance of the heads' largest and smallest "
         "logits against steps, until it passes a tenth of their size; mean and 95 % interval over seeds."
     )

@@ -148,7 +148,8 @@ def comparison(study: StudyData) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
     text = (
-        "Next tokens predicted, in %, means over seeds, range below. Kept: accuracy at the long length over that at "
+        "Share of next tokens predicted, in %: means over seeds, with the range below. Kept: accuracy at the long "
+        "length over that at "
         "the training length, as trained. "
         "Last stretch: accuracy on the last training length of a text, with all the text before it and alone; the "
         "difference is what the longer context adds. "
@@ -171,7 +172,8 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
     text = (
-        "Values predicted when their key is asked for at the end of a text, in %, means over seeds, range below; "
+        "Share of values predicted when their key is asked for at the end of a text, in %: means over seeds, with "
+        "the range below; "
         "a guess finds one in eight. Weight on it: what the question gives the needle in the longest text, in the "
         "head that gives it most. "
         "At most: the weight that the norms of that head's queries and keys allow one of that many keys."

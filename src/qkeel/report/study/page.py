@@ -54,7 +54,8 @@ LOSS = Chart(
 LOGITS = Chart(
     "logits",
     "Largest attention logit during training",
-    "One panel per learning rate, one line per run (each seed its own), before the cap where a remedy has one. "
+    "One panel per learning rate, one line per run (a separate one for each seed), before the cap where a remedy has "
+    "one. "
     "Logarithmic axis, shared by the panels; the red line is the alarm threshold.",
     "Line charts: largest attention logit against step, one panel per learning rate.",
 )
