@@ -229,7 +229,9 @@ def sink(text: str) -> Sink:
     Args:
         text: a name from SINKS with its options: `wandb:project=gpt,mode=offline`.
 
-    Raises: UnknownNameError for a name or an option that does not exist; InvalidValueError if `text` names several sinks.
+    Raises:
+        UnknownNameError: a name or an option does not exist.
+        InvalidValueError: `text` names several sinks.
 
     >>> sink("directory:path=runs/a").asked.as_posix()
     'runs/a'
