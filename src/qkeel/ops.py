@@ -104,9 +104,9 @@ def attention(
         causal: a query sees keys at its position or before.
         mask: boolean (True = may attend) or additive, broadcast to [b h t s], or a padding mask [b s].
         pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
-        cu_seqlens: where the sequences that are packed into q, k, v of b = 1 begin, and finally where the last one
-            ends: an int tensor [n + 1], or a pair of them for queries and keys. Each sequence attends only to itself,
-            and its positions start at 0.
+        cu_seqlens: the start of each sequence packed into q, k, v of b = 1, and the end of the last one, as an int
+            tensor [n + 1] or, for queries and keys, a pair of them. Each sequence attends only to itself, and its
+            positions start at 0.
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
         stats: True also returns LogitStats, exact, without a T×T matrix, detached. The others return a LogitBracket.

@@ -42,9 +42,9 @@ def attend(
         q: queries [b h t d].
         k: keys [b g s d]; g divides h.
         v: values [b g s d].
-        params: what the spec learns, from `spec.init_params`.
+        params: the parameters of the spec, from `spec.init_params`.
         causal: hide keys after the query.
-        mask: True where a key is visible, or a bias that is added.
+        mask: True where a key is visible, or an additive bias.
         pos_q: positions of queries; by default the last t of s.
         pos_k: positions of keys; by default 0 to s - 1.
     """

@@ -1,4 +1,4 @@
-"""Health check of a model, a run or a checkpoint: one sentence with its number and its threshold."""
+"""Health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
 
 from __future__ import annotations
 

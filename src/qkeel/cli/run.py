@@ -503,7 +503,7 @@ def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> s
     try:
         seconds = estimate_seconds(left, jobs)
     except Exception as error:  # a node that only submits may lack the device; the runs say themselves what fails
-        return f"no estimate of the time: the first steps fail here with {type(error).__name__}: {error}"
+        return f"no time estimate: the first steps failed here with {type(error).__name__}: {error}"
     return f"about {spent(seconds)} on this machine" if seconds >= least else ""
 
 

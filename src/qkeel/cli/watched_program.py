@@ -82,7 +82,7 @@ class Fix:
 # In the workers of torchrun: the command that was typed behind `qkeel watch --`.
 TYPED = "QKEEL_TYPED_COMMAND"
 _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
-_WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new training try qk_norm first)"
+_WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
 
 
 @final
@@ -603,8 +603,8 @@ class WatchSession:
             return f"no attention was seen in the passes of {models}"
         if any(monitor.passes for monitor in monitors):
             return (
-                f"{models} was called, but no step of its optimizer was seen. It ended before the first one, or a "
-                "compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
+                f"{models} was called, but no step of its optimizer was seen. The script ended before the first one, "
+                "or a compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
             )
         return f"the script ended before {models} was called"
 

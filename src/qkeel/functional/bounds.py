@@ -79,7 +79,7 @@ def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> F
 def gram_interaction_norms(
     a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
-    """Returns Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
+    """Returns the Frobenius and spectral norms of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
     ‖·‖_F² = Σ a ∘ b; for the spectral norm see `interaction_norm`. NaN where a or b is not finite.
     Source: as `logit_frobenius`.
@@ -191,7 +191,7 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
 def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
     """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
 
-    R_a R_bᵀ of thin QR factorisations, see `product_spectrum`. The host does not wait for a device.
+    It is R_a R_bᵀ of thin QR factorisations; see `product_spectrum`. The host does not wait for a device.
 
     Args:
         a: the left factor.
@@ -208,7 +208,7 @@ def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Flo
 
 
 def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
-    """Returns the spectra of matrices in float64, such as those that `small_product` makes of many sites.
+    """Returns the spectra of matrices in float64, such as those that `small_product` returns for many sites.
 
     On a GPU the host waits once for all of them.
 
@@ -232,7 +232,8 @@ def step_products(
     key: Float[Tensor, "*h r n"],
     key_step: Float[Tensor, "*h r n"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes of W_Qᵀ W_K per head by a step.
+    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes that a step makes to each head's W_Qᵀ
+    W_K.
 
     Rows are head features, r = d_head.
 
@@ -245,7 +246,7 @@ def step_products(
         key: W_K of each head before the step.
         key_step: ΔW_K.
 
-    Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W for this W x.
+    Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W where this module writes W x.
     """
     second = small_product(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
     return second, small_product(query_step, key_step)
@@ -420,7 +421,7 @@ def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[
 
 
 def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
-    """Returns root sum of squares, sum of magnitudes, largest magnitude and count of blanked changes per query row."""
+    """Returns each query row's root sum of squares, sum and maximum of magnitudes, and count of blanked changes."""
     b, h, r, _ = change.shape
     norm = torch.linalg.vector_norm(change, dim=-1)
     size = change.abs_()

@@ -46,8 +46,8 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
     """Returns how much of dense attention the chosen keys keep, as numbers [b h r] by recorded name.
 
     Let p be the softmax of z over all allowed keys. dense_recall R is the weight of p on the chosen keys. Attention to
-    these alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share is 1
-    where the largest logit belongs to a chosen key. dense_entropy is that of p, in nats.
+    these keys alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share
+    is 1 where the largest logit belongs to a chosen key. dense_entropy is that of p, in nats.
 
     Args:
         z: logits of all pairs after the cap, in nats.
@@ -71,13 +71,13 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
 def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
     """Returns the share of all available keys that at least one row chose; it is low if all rows choose the same keys.
 
-    Source: as in llm-internal-medicine's dsa_metrics, over the rows that are given.
+    Source: llm-internal-medicine's dsa_metrics, over the given rows.
     """
     return chosen.any(-2).sum(-1) / allowed.any(-2).sum(-1).clamp_min(1)
 
 
 def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how an indexer's scores tell chosen keys from others, as numbers [b h r] by recorded name.
+    """Returns how an indexer's scores distinguish chosen keys from others, as numbers [b h r] by recorded name.
 
     index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
     keys' positive scores over that of all keys, 0 where none is positive.
@@ -98,7 +98,8 @@ def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs
 def index_divergence(
     scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], seen: Bool[Tensor, "b 1 r s"]
 ) -> Float[Tensor, "b 1 r"]:
-    """Returns Σ_s p_s ln(p_s / q_s), q a softmax over an indexer's scores and p dense attention, its mean over heads.
+    """Returns Σ_s p_s ln(p_s / q_s), with q a softmax over an indexer's scores and p the mean of dense attention over
+    heads.
 
     Args:
         scores: the scores of the indexer.

@@ -79,7 +79,7 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
 
 
 def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: that of x's norm."""
+    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: the same as for x's norm."""
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)

@@ -210,8 +210,8 @@ def yarn(
 ) -> Frequencies:
     """Returns θ_i (γ_i + (1 - γ_i)/factor), γ = 1 for pairs with more than `fast` turns in training, 0 below `slow`.
 
-    ramp="paper": γ is linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: linear
-    in the index i between the floor and the ceiling of the two cut-offs, a clearly different curve.
+    ramp="paper": γ is linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: γ is
+    linear in the index i between the floor and the ceiling of the two cut-offs, a clearly different curve.
 
     Source: Peng et al. 2023, arXiv 2309.00071, section 3.2.
 
@@ -241,7 +241,7 @@ def yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """Returns the factor 0.1 ln factor + 1 on cos and sin, squared in the logits. 1 for a factor of at most 1.
+    """Returns the factor 0.1 ln factor + 1 on cos and sin, which is squared in the logits; 1 for a factor of at most 1.
 
     Source: Peng et al. 2023, arXiv 2309.00071, equation 22.
 

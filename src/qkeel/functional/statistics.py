@@ -194,7 +194,7 @@ class LogitBracket:
     bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
     comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
     NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
-    computed and why, if the bounds needed a pass of their own.
+    computed and why, if the bounds needed a separate pass.
     """
 
     lower: PerHead

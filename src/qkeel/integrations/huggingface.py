@@ -207,7 +207,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     logit and the mean entropy. The last step is always measured.
 
     With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
-    action, training is bit for bit the same as without. Its state is saved with each checkpoint and restored on resume.
+    action, training is bit for bit the same as without it. Its state is saved with each checkpoint and restored on
+    resume.
 
     Args:
         every: see `qkeel.watch`; by default every 50th step is measured, and every 5th among the first 20 and while

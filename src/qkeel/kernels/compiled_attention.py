@@ -77,7 +77,7 @@ def _of_spec(call: AttentionCall) -> str | None:
     if isinstance(call, BandCall):
         return "the compiled attention supports windows on both sides, but not packed sequences"
     if not call.plain and (call.causal or biased or call.window is not None):
-        return "the compiled attention takes positions 0, 1, 2, … only"
+        return "the compiled attention only takes positions 0, 1, 2, …"
     if call.dropout:
         return "the compiled attention has no dropout"
     return None
@@ -93,7 +93,7 @@ def _of_tensors(call: AttentionCall) -> str | None:
     if q.shape[-1] % 8 or v.shape[-1] % 8 or not q.numel() or not v.numel():
         return f"the compiled attention takes widths that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"
     if mask is not None and mask.dtype not in _MASKS:
-        return f"the compiled attention does not read masks of {mask.dtype}"
+        return f"the compiled attention does not support masks of {mask.dtype}"
     return None
 
 

@@ -123,7 +123,7 @@ class Execution:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """The result of a study: tables of all runs in the directory and of its long contexts, and the new failures."""
+    """The result of a study: tables of all runs in the directory, of their long-context tests, and new failures."""
 
     path: Path  #: the study's directory
     table: Sequence[Json]  #: one row per finished run

@@ -112,7 +112,7 @@ class GainGrowth(Rule):
             return None
         at = peak("gain_bound", ratio)
         now, times = float(series[-1, at.layer, at.head]), float(np.nanmax(ratio))
-        text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as much as at the start"
+        text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as high as at the start"
         return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
 
 
@@ -135,7 +135,7 @@ class IdleNorm(Rule):
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
     remedy: str = LOOK
-    cause: str = "the q/k norm that is configured does not act"
+    cause: str = "the configured q/k norm does not act"
 
     def check(self, history: History) -> Alarm | None:
         found = (self._length(history, f"{side}_norm") for side in self.sides if self.fresh)
@@ -214,7 +214,7 @@ class Setting:
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
-    """The default rules, and those that need facts which `setting` provides.
+    """Returns the default rules, and the rules whose required facts `setting` provides.
 
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
@@ -335,8 +335,8 @@ class _Columns:
 
 @final
 class Recording:
-    """The records of a run so far. All records up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
-    two.
+    """The records of a run so far. It keeps all records up to `most`, and beyond that every 2nd, 4th, 8th …, the first
+    and the last two.
 
     Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
 

@@ -284,11 +284,10 @@ _OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; 
 class Monitor(Handle):
     """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
-    With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
-    the model after s steps, over all the micro-batches that go into the next. If torchrun restarts a run
-    (`--max-restarts`), the step numbers continue where the optimizer's loaded state is. Without an optimizer each
-    training pass is a step. Passes in eval mode are kept apart. An internal fault causes one warning and switches the
-    monitor off.
+    With an optimizer, a measurement at step s shows the model after s optimizer steps, over all micro-batches of the
+    next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue where the optimizer's loaded
+    state is. Without an optimizer each training pass is a step. Passes in eval mode are kept apart. An internal fault
+    causes one warning and switches the monitor off.
 
     Data flow one way: the tap measures calls, the end of the step collects the numbers, the group of processes merges
     them, the journal records what arrives, and the rules and sinks read the record.
@@ -386,7 +385,7 @@ class Monitor(Handle):
 
     @property
     def missed(self) -> tuple[UnrecognizedAttention, ...]:
-        """The attention layers that were seen but not understood, so they are not watched."""
+        """The attention layers that were seen but not understood, and so are not watched."""
         return self.sites.missed
 
     @property
@@ -460,8 +459,8 @@ class Monitor(Handle):
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
 
-        Training and eval passes are kept apart. Without a phase: those of training passes or, if there were none, of
-        eval passes. If several processes train, statistics of finished steps cover all of them.
+        Training and eval passes are kept apart. Without a phase, the statistics are those of training passes or, if
+        there were none, of eval passes. If several processes train, statistics of finished steps cover all of them.
         """
         self._settle()
         if phase is None:
@@ -488,8 +487,9 @@ class Monitor(Handle):
         return self._journal.sample
 
     def sample_before(self, step: int) -> Sample | None:
-        """The numbers of the last training step that was measured before `step`. It waits for that one and for no later
-        one, so every process gets the same answer. `step` may be no earlier than the one before the last.
+        """The numbers of the last training step that was measured before `step`. It waits for the numbers of that step
+        and of no later one, so every process gets the same answer. `step` may be no earlier than the one before the
+        last.
         """
         if self.active:
             self._guard(lambda: self._arrivals.settle(wait=False, before=step))
@@ -559,8 +559,11 @@ class Monitor(Handle):
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned. If so, the final weights are measured
-        first unless the last step was, as by `measure_end`; if that is impossible, one warning says so."""
+        """Stops watching; `complete` says whether training ended as planned.
+
+        If so, the final weights are measured first, as by `measure_end`, unless the last step was measured; if that is
+        impossible, one warning says so.
+        """
         if self.active:
             self._journal.complete = complete
             try:

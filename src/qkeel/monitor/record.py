@@ -190,7 +190,8 @@ def leading_head(sample: Sample) -> tuple[str, int, float] | None:
 
 
 def sample_line(sample: Sample, root: str = "") -> str:
-    """One line: step, loss, the largest logit and its head, entropy, norms; what was not measured is left out.
+    """One line: step, loss, the largest logit and its head, entropy, norms; numbers that were not measured are left
+    out.
 
     >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
     'step 5, max logit 3'

@@ -269,7 +269,7 @@ class Ceiling(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Growth(Rule):
-    """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
+    """The largest logit is over `floor` and will be `factor` times as large within `horizon` times the training so far.
 
     The power law of `forecast` must predict such growth at the last record and at the one before, so that one odd batch
     raises no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a
@@ -513,7 +513,7 @@ class GateShut(Rule):
     """
 
     factor: float = 0.01
-    source: str = "derived: the output of a head is multiplied by its gate, so a shut one adds nothing"
+    source: str = "derived: the output of a head is multiplied by its gate, so a head with a shut gate adds nothing"
     cause: str = "a head's sink takes all of its weight"
 
     def check(self, history: History) -> Alarm | None:

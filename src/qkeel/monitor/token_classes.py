@@ -272,7 +272,7 @@ class Classes:
         names: the names of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
         forward: the names of the forward's positional arguments.
 
-    Classes belong to the tokens of the sequence that attention sees: all its keys. Where there are fewer queries than
+    The classes are those of all tokens that attention sees as keys. Where there are fewer queries than
     keys (a cached step), the queries are the last tokens of the sequence.
     """
 

@@ -86,8 +86,8 @@ def watch(
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.
-        rules: the alarm rules; each warns once. None for the default rules and those of `monitor.rules_for` that fit
-            the model (number format, kernel, head width, norms); an empty list for none.
+        rules: the alarm rules; each warns once. None uses the default rules and those of `monitor.rules_for` that fit
+            the model (number format, kernel, head width, norms); an empty list uses none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
@@ -95,11 +95,11 @@ def watch(
             [b t]; see `monitor.Classes`, which also names them. Statistics are then also split by class:
             `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. The change
-            of its logits in each measured step is then measured, by two extra passes without gradients. For one model
-            only.
+            of its logits in each measured step is then measured, by two extra passes without gradients. Only one model
+            can be probed.
         planned: the learning rates of the run, if known; alarms then come earlier, and forecasts follow the schedule.
         sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for
-            several models one for each, as a list or a dict by name. None to find them in the first measured pass.
+            several models one for each, as a list or a dict by name. None finds them in the first measured pass.
         layout: the place of this process in the run, if torch's own wrappers do not show it.
 
     Returns:

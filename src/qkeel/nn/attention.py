@@ -300,7 +300,7 @@ class Attention(SpecModule):
         n_kv_heads: key and value heads (default n_heads; 1 is multi-query).
         head_dim: default d_model / n_heads.
         spec: a spec, or the name of a preset with its options ("qwen3", "gemma2:cap=30"); default "baseline".
-        bias: biases on the q, k, v projections.
+        bias: whether the q, k and v projections have biases.
         dropout: on the attention weights, in training.
         impl: a kernel's name or "auto".
 

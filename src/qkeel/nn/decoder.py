@@ -74,7 +74,7 @@ class Block(nn.Module):
         attention: the first branch.
         mlp: the last branch.
         d_model: width of the stream.
-        norm_order: place of the norms in every branch.
+        norm_order: position of the norms in every branch.
         cross_attention: attends to the `context` of a call.
     """
 

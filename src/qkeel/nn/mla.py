@@ -68,7 +68,7 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     if norm.kind == "layer":
         return Refusal(
             "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
-            "root mean square, and that mean can't be subtracted from the key the heads share",
+            "root mean square, and that mean can't be subtracted from the shared key",
             _WAY_OUT,
         )
     if norm.bias:

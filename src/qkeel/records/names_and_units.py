@@ -18,7 +18,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadField(Field):
-    """A number of each head; the monitor, the trackers and the report take everything they need from its row.
+    """A per-head number; the monitor, the trackers and the report take everything they need from its row.
 
     fold: how several heads are summarised, by the most critical head or by the mean. count: the field of LogitStats
     that is above 0 if the number was measured. column: heading in the monitor's table; "" leaves it out. per_layer:
@@ -34,9 +34,9 @@ class HeadField(Field):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerField(Field):
-    """A number of each layer that is computed from one number of its heads, so nothing more is measured or stored.
+    """A per-layer number that is computed from one per-head number, so nothing more is measured or stored.
 
-    of: the number of the heads, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
+    of: the per-head number, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
     """
 
     of: str
@@ -185,7 +185,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
     "index_top_mass": HeadField(
-        "share", "positive scores of the keys that an indexer chose, divided by those of all keys", "min"
+        "share", "sum of the positive scores of the keys that an indexer chose, divided by that of all keys", "min"
     ),
     "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
     "index_query_norm": HeadField("1", "mean L2 norm of an indexer's queries, over its heads", "mean"),
@@ -328,7 +328,7 @@ CLASS_FIELDS: dict[str, HeadField] = {
         column="|k| by class",
     ),
     "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
-    "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
+    "class_mass": HeadField("share", "mean weight that queries of one class give to all keys of another", "mean"),
     "class_uniform_mass": HeadField("share", "class_mass if a query gave each visible key the same weight", "mean"),
     "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
     "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
@@ -434,17 +434,17 @@ MONITOR_EXTREMES: dict[str, Field] = {
 # Numbers that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries
 # of one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
-    "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
+    "val_loss": Field("nats/token", "loss on held-out targets of one kind; null where it was not evaluated"),
     "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
     "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
     "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
     "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
-    "attention_mass": Field("share", "weight that queries of one class give keys of the other, over heads, layers"),
+    "attention_mass": Field("share", "weight that queries of one class give to keys of the other, over heads, layers"),
     "uniform_mass": Field("share", "attention_mass if each query gave all visible keys the same weight"),
     "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
     "mix": Field("name", "the mix of data in a multimodal study"),
     "part": Field("name", "the values of a study's axes"),
-    "loss_scale": Field("1", "factor on the loss in fp16 training after the step"),
+    "loss_scale": Field("1", "loss scale of fp16 training after the step"),
     "skipped_steps": Field("optimizer steps", "steps skipped because a gradient overflowed fp16, over training"),
 }
 

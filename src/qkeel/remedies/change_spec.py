@@ -73,7 +73,7 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
         return None
     other = "qk_norm" if remedy == "cosine" else "kind=rms"
     return Refusal(
-        f"unit vectors need a scale of their own in place of 1/√d, and this site has the scale {scale.base.formula()}",
+        f"unit vectors need their own scale in place of 1/√d, and this site has the scale {scale.base.formula()}",
         f"use {other}, which keeps the scale, or build the model with the spec you want",
     )
 

@@ -85,8 +85,8 @@ class AdamPass:
             self._move(device)
         if not self._takes_all():
             return (
-                "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not in "
-                "the form that its fused step creates"
+                "the weights are on several devices or not dense by rows or columns, or the optimizer's state is not "
+                "in the form that its fused step creates"
             )
         return ""
 

@@ -37,9 +37,9 @@ class LALR(StepRemedy):
     takes part in the terms of all of them.
 
     Biases keep the base rate. The whole step is scaled, decoupled weight decay included, unless decay="plain" leaves
-    that at the base rate η·λ. A matrix whose norm becomes zero counts with its norm at the start; one that was zero at
-    the start never counts. Frozen weights count as partners. "Start" is when the remedy is applied; `state()` carries
-    the norms across a checkpoint. If `heads` is given, weights that none of these heads uses keep the base rate.
+    that at the base rate η·λ. A matrix whose norm becomes zero counts with its initial norm; one that was zero at the
+    start never counts. Frozen weights count as partners. "Start" is when the remedy is applied; `state()` carries the
+    norms across a checkpoint. If `heads` is given, weights that none of these heads uses keep the base rate.
     norm="spectral" synchronises a GPU with the host at every step, for an eigenvalue problem of size d per head.
     """
 

@@ -64,7 +64,7 @@ class AttentionSpec:
         A sliding window no wider than the training length keeps its rotation, since training covered its distances.
 
         Args:
-            method: a name of `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
+            method: a name from `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
                 leaky_rerope, self_extend, rope, window, log_n, none.
             factor: test length / training length, at least 1.
             train_length: in tokens, for methods that need it.

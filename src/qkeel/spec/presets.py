@@ -129,7 +129,7 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
     Args:
         spec: the attention of every layer.
         n_layers: number of layers.
-        positions: a name of POSITIONS or of `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
+        positions: a name from POSITIONS or from `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
             several joined by "/" alternate over the layers, like "window:window=64/rope". Empty: `spec` unchanged.
         train_length: in tokens, for positions that depend on it, unless their options give it.
 

@@ -65,7 +65,7 @@ class RetrofitConfig:
             check(whole, f"{name} to be a whole number of at least 0", repr(value))
         if self.distil and self.anneal:
             raise InvalidValueError(
-                "distilled q and k belong to the full norm, and a blended-in norm starts from the old q and k: give "
+                "distilled q and k belong to the full norm, and a blended-in norm starts from the old q and k: pass "
                 "distil or anneal, not both"
             )
         check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")

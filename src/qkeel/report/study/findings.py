@@ -322,7 +322,7 @@ def _drift_clause(run: RunData, *, alone: bool) -> str:
 def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     if not any(row["remedy"] == study.baseline for row in rows):
         without = "without a remedy (none)" if study.baseline == BASELINE else f"of {study.baseline}"
-        text = f"No run {without} has finished, so no gain can be given: add {study.baseline} to the remedies."
+        text = f"No run {without} has finished, so no gain can be computed: add {study.baseline} to the remedies."
         return [Finding("caution", text)]
     found = [g for g in gains(rows, study.remedies, study.baseline) if math.isfinite(g.mean)]
     if not found:

@@ -153,8 +153,9 @@ def comparison(study: StudyData) -> Markup:
         "the training length, as trained. "
         "Last stretch: accuracy on the last training length of a text, with all the text before it and alone; the "
         "difference is what the longer context adds. "
-        "Angles outside: visible pairs, in %, whose cos(q, k) lies outside the range that their head met in training. "
-        "Largest weight: the most that one of that many keys can get, in the head that can give least. "
+        "Angles outside: share of visible pairs, in %, whose cos(q, k) lies outside the range that their head met in "
+        "training. "
+        "Largest weight: the largest weight that one of that many keys can get, in the head where it is smallest. "
         f"Published: {SOURCE}, GAU, {TRAIN_LENGTH} → {TEST_LENGTH}; "
         "orders can be compared, sizes cannot."
     )

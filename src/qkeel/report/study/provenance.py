@@ -272,7 +272,8 @@ def definitions() -> Markup:
         "Alarm line": f"A largest attention logit above {h.number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
         "step above it; in the ranking, the earliest over LRs and seeds.",
         "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
-        "and bootstrap interval over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman "
+        "and bootstrap interval over seeds. Clipped: losses above the loss at initialisation count as that loss "
+        "(Wortsman "
         "et al. 2023, arXiv 2309.14322).",
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
         "batches. Positive: the remedy is better. Below it the interval of the mean by Student's t, 95 % for all gains "
