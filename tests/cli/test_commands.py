@@ -211,7 +211,7 @@ def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
 
     monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
     study = ["study", "lr", "--remedies", "none", "--lrs", "0.1", "--seeds", "0", *TINY, "--out", str(tmp_path / "s")]
-    why = "no time estimate: the first steps fail here with RuntimeError: no such device"
+    why = "no time estimate: the first steps failed here with RuntimeError: no such device"
     for words in (["--dry-run"], []):
         assert main([*study, *words]) == 0
         assert why in capsys.readouterr().out
