@@ -312,8 +312,8 @@ def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
 def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -> Float[Tensor, "*h"]:
     """Returns E‖W x‖² = σ² ‖W‖_F² for x with independent entries of mean 0 and standard deviation σ.
 
-    A class of inputs with entries k times as large gives queries k times as long. Behind a norm of x (RMS 1 for every
-    token) σ is 1 for all classes. Source: derived, E[x xᵀ] = σ² I.
+    Inputs with entries k times as large give queries k times as long. After a norm of x (RMS 1 for every token), σ is 1
+    for all inputs. Source: derived, E[x xᵀ] = σ² I.
     """
     return sigma**2 * weight.square().sum((-2, -1))
 

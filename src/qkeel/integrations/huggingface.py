@@ -272,7 +272,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Passes on what has arrived from the device so far; measures the end of training if it stops early."""
+        """Passes on the numbers that have arrived from the device; measures the end of training if it stops early."""
         if self.monitor is not None and control.should_training_stop:
             self.monitor.training_over()
         self._send(args, state, control)

@@ -231,7 +231,7 @@ def _rule() -> tuple[np.ndarray, np.ndarray]:
 
 
 def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
-    """Returns one level for all intervals of a page that controls the expected share of wrong verdicts.
+    """Returns one level for all intervals of a page, chosen to control the expected share of wrong verdicts.
 
     Let R rows be decided by intervals at level 1 - nominal(error · R / rows, looks), with the largest possible R. Then
     the expected share of decided rows whose interval misses the true value is at most `error`. If no row is decided,

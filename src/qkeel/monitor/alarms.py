@@ -169,9 +169,9 @@ class VanishingGradient(Rule):
     """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1) in two records in a
     row.
 
-    Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of the intended step, below that by ever less, so
-    the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a projection
-    that starts at zero.
+    Adam changes a weight by lr · m / (√v + eps): at √v = eps that is half of the intended step, and below that ever
+    less, so the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a
+    projection that starts at zero.
     """
 
     severity: Severity = Severity.NOTICE
@@ -356,13 +356,14 @@ class Recording:
         self._room = 4
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
-        """Adds a record of a step after the last one.
+        """Adds the record of a step that comes after the last one.
 
         values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
         [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. Records may have different names; a
         missing value is NaN.
 
-        Raises: ShapeError if a step does not come after the last one, or a shape is not that of the record before.
+        Raises: ShapeError if a step does not come after the last one, or a shape differs from that of the previous
+        record.
         """
         heads = {} if heads is None else heads
         shapes = self._check(values, heads)

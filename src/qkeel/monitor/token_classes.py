@@ -313,7 +313,8 @@ class Classes:
 
         counted: query rows that count; others may hold ids of no class.
 
-        Raises: InvalidTypeError, InvalidValueError, ShapeError if it is something else, or an id belongs to no class.
+        Raises: InvalidTypeError, InvalidValueError, ShapeError if the given classes are of another kind, or an id
+        belongs to no class.
         """
         if isinstance(self.given, Mapping):
             named = {**dict(zip(self.forward, args)), **kwargs}

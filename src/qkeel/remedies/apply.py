@@ -183,9 +183,9 @@ def apply(
         model: a model, or a part of one, that contains attention. A list of models, or a dict by name, is treated as
             one model, such as all pipeline stages of this process.
         optimizer: the optimizer of the model's weights. Remedies that act on its steps need it; new parameters join it.
-        example: a batch for one pass, which shows the attention of foreign modules: a tensor, a tuple of the forward's
-            arguments or a dict of its keyword arguments. For several models, give one for each, as a list or a dict by
-            name. Not needed with an optimizer; see above.
+        example: a batch for one pass, which shows the attention of modules from other libraries: a tensor, a tuple of
+            the forward's arguments or a dict of its keyword arguments. For several models, give one for each, as a list
+            or a dict by name. Not needed with an optimizer; see above.
         sites: the result of `find_sites` for this model, in place of an example. Find them before fully_shard or tensor
             parallelism splits the weights, because split weights cannot be traced. Matched by name. For several models,
             give one for each, as for `example`.

@@ -102,8 +102,8 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
-                "parallel and fused blocks have another form; foreign blocks are recognised on an example "
-                "batch: apply(..., example=batch)); build the model with the order you want"
+                "parallel and fused blocks have another form; blocks from other libraries are recognised on an "
+                "example batch: apply(..., example=batch)); build the model with the order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
@@ -527,10 +527,10 @@ class _ModuleNorm:
 class ChangeNorm(ChangeSpec):
     """Norms the `sides` of attention, some of q, k and v.
 
-    In foreign modules the norm follows the projection: before the rotation, where a gain per dimension belongs, and
-    before a cache, which then holds normed keys. If no module outputs whole heads (nn.MultiheadAttention multiplies by
-    its own weight; latent attention concatenates keys from two parts), the attention call is replaced, for norms that
-    commute with the rotation.
+    In modules from other libraries the norm follows the projection: before the rotation, where a gain per dimension
+    belongs, and before a cache, which then holds normed keys. If no module outputs whole heads (nn.MultiheadAttention
+    multiplies by its own weight; latent attention concatenates keys from two parts), the attention call is replaced,
+    for norms that commute with the rotation.
 
     Heads are heads of a token, even if a logit sums over tokens (tied rows, attention over channels). A table of
     relative positions that multiplies queries stays unchanged, like a bias.

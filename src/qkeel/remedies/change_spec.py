@@ -221,7 +221,7 @@ class ChangeSpec(Remedy):
         yield from self.change_others(target, others)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        """Changes sites of foreign modules."""
+        """Changes sites of modules from other libraries."""
         yield from exchange_calls((self, target.train_length), target, sites)
 
     def change_own(self, site: AttentionSite, target: Target) -> Handle:

@@ -98,7 +98,7 @@ def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterat
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Restores random streams and the gradient mode at the end."""
+    """Restores random number generators and the gradient mode at the end."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         yield
 

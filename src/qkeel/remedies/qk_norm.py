@@ -135,8 +135,8 @@ class Cosine(ChangeNorm):
 class QKVNorm(ChangeNorm):
     """Norms q, k and v per head after the projection, each norm(x) · gain, and drops the block's norm before attention.
 
-    The values are normed per key-value head. `drop_pre_norm=false` keeps the norm before attention. In
-    foreign models that norm is recognised by the block's activations, and the remedy is refused if it is not found.
+    The values are normed per key-value head. `drop_pre_norm=false` keeps the norm before attention. In models from
+    other libraries that norm is recognised by the block's activations, and the remedy is refused if it is not found.
     qkeel's post and swin blocks have no norm to drop; a peri block loses the one before and keeps the one after.
     """
 

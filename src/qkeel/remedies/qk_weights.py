@@ -68,7 +68,7 @@ class FrozenQK(StepRemedy):
     """Freezes everything that queries and keys are made of: weights, biases, and gains of norms on q and k.
 
     The control of a comparison: a run's gain over it is due to training queries and keys. After each step the rows are
-    put back bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
+    restored bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
     global norm of gradient clipping, so the other weights take the steps of a run without the remedy. A learned scale
     or temperature of the logits is trained. Rows that a step made infinite or NaN are not repaired: a run with such a
     step has diverged.

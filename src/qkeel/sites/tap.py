@@ -553,7 +553,7 @@ class Tap(Handle):
                 running.begin(call, self._forwards.around)
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
-        """Makes the pass that the model is about to make, eagerly; returns its output. `seed` sets random streams."""
+        """Makes the pass that the model is about to make, eagerly; returns its output. `seed` seeds the generators."""
         with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             if seed is not None:
                 torch.manual_seed(seed)

@@ -229,8 +229,8 @@ def pair_tables(study: StudyData) -> Markup:
     judged = sum(gain.effect is not None for gain in found)
     text = (
         "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's is "
-        "better; means over pairs with one seed. Below it is the 95 % interval (Student's t), by Holm's method over "
-        f"all {judged} comparisons of this section at once; grey is equal, undecided, or of a remedy that collapsed."
+        "better; means over pairs with one seed. Below it is the 95 % interval (Student's t), corrected by Holm's "
+        f"method for all {judged} comparisons of this section; grey is equal, undecided, or of a remedy that collapsed."
     )
     parts: list[Markup] = [h.note(text)]
     for i, lr in enumerate(reversed(study.lrs())):
