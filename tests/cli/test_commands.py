@@ -352,7 +352,7 @@ BAD = [
     (["run", "--remedy", "qk_norm+lalr"], "lalr at"),
     (["run", "--attention", "gema2"], "Did you mean 'gemma2'"),
     (["run", "--lrr", "0.1"], "Did you mean --lr?"),
-    (["study", "lr", "--lrs=1,fast"], 'unable to convert "1,fast" into float. Where an option takes several values, '),
+    (["study", "lr", "--lrs=1,fast"], 'unable to convert "1,fast" into float. If an option takes several values, '),
     (["run", "--lr", "0"], "expected a finite number above 0 for lr, got 0.0"),
     (["run", "--steps", "0"], "expected a finite number of at least 1 for steps, got 0"),
     (["run", "--schedule", "cosin"], 'Did you mean "cosine"?'),

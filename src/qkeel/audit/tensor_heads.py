@@ -41,7 +41,7 @@ UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of attention; None if neither config nor flags give them. `scale` None means 1/√head_dim."""
+    """The sizes of an attention layer; None if neither config nor flags give them. `scale` None means 1/√head_dim."""
 
     n_heads: int | None = None  #: query heads
     n_kv_heads: int | None = None  #: key heads

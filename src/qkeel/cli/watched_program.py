@@ -592,7 +592,7 @@ class WatchSession:
         if not self._finder.optimizers:
             return (
                 "the script created no torch.optim.Optimizer in this process. If it starts processes that train, start "
-                "them with torchrun instead; elsewhere call qkeel.watch(model) in it"
+                "them with torchrun instead; otherwise call qkeel.watch(model) in the script"
             )
         if not self._runs and self._by_script:
             return "the script watches its models itself"

@@ -14,7 +14,7 @@ Pairs = Bool[Tensor, "b h r s"]
 
 
 def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]) -> dict[str, Tensor]:
-    """Returns where the chosen keys of each row lie, as numbers [b h r] by recorded name.
+    """Returns where the chosen keys of each row lie, as numbers [b h r], keyed by recorded name.
 
     With n keys to choose from and c chosen ones: select_share c / n; select_distance, the mean distance of the chosen
     keys in tokens over n, and select_distance_max, the largest; select_local_share, the share of the chosen keys that
@@ -43,11 +43,11 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
 
 
 def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how much of dense attention the chosen keys keep, as numbers [b h r] by recorded name.
+    """Returns how much of dense attention the chosen keys keep, as numbers [b h r], keyed by recorded name.
 
     Let p be the softmax of z over all allowed keys. dense_recall R is the weight of p on the chosen keys. Attention to
     these keys alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share
-    is 1 where the largest logit belongs to a chosen key. dense_entropy is that of p, in nats.
+    is 1 where the largest logit belongs to a chosen key. dense_entropy is the entropy of p, in nats.
 
     Args:
         z: logits of all pairs after the cap, in nats.
@@ -77,7 +77,7 @@ def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
 
 
 def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how an indexer's scores distinguish chosen keys from others, as numbers [b h r] by recorded name.
+    """Returns how an indexer's scores distinguish chosen keys from others, as numbers [b h r], keyed by recorded name.
 
     index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
     keys' positive scores over that of all keys, 0 where none is positive.
@@ -116,7 +116,7 @@ def index_divergence(
 def index_sizes(
     q: Float[Tensor, "... d"], k: Float[Tensor, "... d"], weights: Float[Tensor, ...] | None
 ) -> dict[str, Tensor]:
-    """Returns the sizes of an indexer's queries, keys and head weights, as numbers by recorded name.
+    """Returns the sizes of an indexer's queries, keys and head weights, keyed by recorded name.
 
     A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norm of each vector.
     index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k

@@ -101,7 +101,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
         n: keys that a query sees, above 1; for a decoder half of the training length.
         head_dim: d, at least 2.
 
-    Source: Su 2023, kexue.fm 9812. For 128 numbers and n near 256 it is about 4 ln n.
+    Source: Su 2023, kexue.fm 9812. For head_dim 128 and n near 256, λ is about 4 ln n.
 
     >>> round(gradient_scale(256, 128), 2), round(gradient_scale(256, 64), 2), round(gradient_scale(256), 4)
     (22.29, 16.64, 1.8635)

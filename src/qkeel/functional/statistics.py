@@ -132,7 +132,7 @@ class LogitStats:
 
     @classmethod
     def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
-        """Returns the neutral element with expanded scalars from `number(value, is_count)`, shared by equal fields."""
+        """Returns the neutral element, expanded from scalars of `number(value, is_count)`; equal fields share one."""
         heads = n_heads, n_kv_heads
         kinds = {kind: number(*kind) for kind in {form[0] for form in _FORMS.values()}}
         return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]

@@ -257,7 +257,8 @@ class AttentionSite:
     `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only a CaptureMode with dispatch=True sees it. `description` is set for a site described by hand.
+    `below`: only a CaptureMode with dispatch=True sees this attention. `description` is set for a site described by
+    hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.

@@ -212,7 +212,7 @@ def _decode_refuses_tensors(call: AttentionCall) -> str | None:
     q, k = call.q, call.k
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
-        most = f"{ROWS} queries per key head at most, {TOKENS} per query head,"
+        most = f"at most {ROWS} queries per key head, at most {TOKENS} per query head,"
         return f"decoding is for {most} and more keys than queries"
     return _of_any(call)
 

@@ -450,7 +450,7 @@ class NonFinite(Rule):
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
-    remedy: str = f"{HOLD}  # from the last checkpoint before it on"
+    remedy: str = f"{HOLD}  # from the last checkpoint before this step"
 
     @property
     def name(self) -> str:
@@ -507,8 +507,8 @@ class GateShut(Rule):
     """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
     head does.
 
-    It needs runs that are watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
-    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is not harmful in
+    It needs a run that is watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
+    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md). One shut head is not harmful in
     itself.
     """
 

@@ -301,7 +301,8 @@ class Classes:
     def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
         """Returns the given source, checked against the forward of a model.
 
-        Raises: InvalidTypeError, InvalidValueError; the latter also if the forward takes no argument of that name.
+        Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward has no
+        such argument.
         """
         own = given if isinstance(given, Classes) else cls(given)
         return cls(own.given, own.names, positional(model, "classes", own.given))

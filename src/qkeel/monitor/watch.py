@@ -94,9 +94,9 @@ def watch(
             forward argument that holds class numbers or is true for class 1, a function of the arguments, or a tensor
             [b t]; see `monitor.Classes`, which also names them. Statistics are then also split by class:
             `read()[site].classes`.
-        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. The change
-            of its logits in each measured step is then measured, by two extra passes without gradients. Only one model
-            can be probed.
+        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. How much
+            each measured step changes its logits is then recorded, at the cost of two extra passes without gradients.
+            Only one model can be probed.
         planned: the learning rates of the run, if known; alarms then come earlier, and forecasts follow the schedule.
         sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for
             several models one for each, as a list or a dict by name. None finds them in the first measured pass.

@@ -456,7 +456,8 @@ class GAU(SpecModule):
 
     A are the attention weights of one head of `size` numbers under `spec`; u and v have `hidden` numbers. Two such
     layers replace one attention layer and one MLP. With SquaredReLU as normalizer A = relu(z)²/n for n visible keys, as
-    in bert4keras; the paper's own code divides by n before squaring. No T5 bias, no linear attention between chunks.
+    in bert4keras; the paper's own code divides by n before squaring. It has no T5 bias, and no linear attention between
+    chunks.
 
     Args:
         d_model: width of the input.

@@ -113,7 +113,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
     "normalized_entropy": HeadField(
-        "1", "mean of entropy / ln(visible keys) over rows with two or more", "mean", count="n_free"
+        "1", "mean of entropy / ln(visible keys) over rows with two or more keys", "mean", count="n_free"
     ),
     "query_norm": HeadField(
         "1",
@@ -139,7 +139,10 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "share", "share of visible logits (signed, before cap) above the threshold", "max", count="n_pairs"
     ),
     "sink_share": HeadField(
-        "share", "mean attention weight on the first visible key, over rows with two or more", "mean", count="n_free"
+        "share",
+        "mean attention weight on the first visible key, over rows with two or more keys",
+        "mean",
+        count="n_free",
     ),
     "qk_frobenius": HeadField(
         "1", "Frobenius norm of Q Kᵀ over visible pairs, without the scale", "max", count="n_products"

@@ -59,7 +59,7 @@ class LALR(StepRemedy):
         "a norm on q and k already makes the logit independent of the size of the weights",
         "use one of the two, or qk_lr for a plain lower rate",
     )
-    if_computed = "the norm of the weight that the optimizer steps says nothing about the logit"
+    if_computed = "the norm of the weight in the optimizer says nothing about the logit"
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)

@@ -54,7 +54,7 @@ class QKClip(StepRemedy):
     - Query heads that share a key head: with groups="query" W_Q^h takes all of γ_h and the key is left alone, which is
       exact for each head; with groups="group" the whole group is clipped by its largest logit, as in Megatron-LM.
     - A logit that is a sum of products: each product is multiplied by γ_h. If one of them has a table of positions as
-      its key, W_Q^h takes γ_h and the other key nothing.
+      its key, W_Q^h takes all of γ_h and the other key stays unchanged.
     - MLA: √γ on both up-projections, γ on the rotated query; the shared rotated key is left alone.
     - GAU: √γ on the gains and offsets of q and of k.
     - A weight that layers share is scaled once, by the smallest of their factors.

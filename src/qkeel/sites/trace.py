@@ -908,7 +908,7 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
             "linear attention, state-space models and attention through another function of the scores have no softmax "
-            "over keys, and that is all that is watched here"
+            "over keys, and only attention with one is watched"
         )
     hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
     return (

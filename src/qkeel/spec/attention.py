@@ -74,7 +74,7 @@ class AttentionSpec:
 
         Raises:
             UnknownNameError: unknown method or option.
-            InvalidValueError: the value is known to fail.
+            InvalidValueError: an option has a value that is known to fail.
             RefusedError: the position is not a plain RoPE.
 
         Example:

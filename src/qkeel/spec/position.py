@@ -188,7 +188,7 @@ METHODS: dict[str, str] = {
     "none": "as trained",
     "pi": "position interpolation, θ / factor [arXiv 2306.15595]",
     "ntk": "NTK-aware, base × factor [kexue.fm 9706: NTK-old]",
-    "ntk_fixed": "NTK with one more step for every pair [kexue.fm 9706]",
+    "ntk_fixed": "NTK with pairs counted from 1 instead of 0 [kexue.fm 9706]",
     "ntk_mixed": "between interpolation and NTK-fixed, power=0.625 [kexue.fm 9706]",
     "dynamic_ntk": "NTK by the current length, from train_length on [transformers]",
     "abf": "a larger base= and continued training [arXiv 2309.16039]",

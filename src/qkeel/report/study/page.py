@@ -32,7 +32,7 @@ LENGTHS = Chart(
     "lengths",
     "Accuracy by position in a long text",
     "Share of next tokens predicted in each stretch of one training length, mean over seeds; one panel per post-hoc "
-    "method. The curve of a form that extrapolates stays level or rises behind the dashed line, the training length.",
+    "method. The curve of a form that extrapolates stays level or rises beyond the dashed line, the training length.",
     "Line charts: accuracy against position in the text, one line per attention form, one panel per post-hoc method.",
 )
 DRIFT = Chart(
