@@ -187,9 +187,9 @@ def _counted(study: StudyData) -> Iterator[str]:
         means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
-        "A table of token pairs, counted on the text that a run reads and not trained, has a held-out loss of "
-        f"{h.loss(level)} {study.loss_unit()}. Of the mean losses of {h.count(len(means), 'remedy-rate pair')} {over} "
-        f"{'is' if over == 1 else 'are'} not below that."
+        f"A bigram model, counted on the text that a run reads, has a held-out loss of {h.loss(level)} "
+        f"{study.loss_unit()}. Averaged over seeds, {over} of {h.count(len(means), 'combination')} of remedy and LR "
+        f"{'does' if over == 1 else 'do'} not get below that."
     )
 
 
