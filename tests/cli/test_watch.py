@@ -338,7 +338,7 @@ def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
     assert "qkeel: Critic is measured up to step 2 of 4: its weights were changed" in result.stderr
     assert result.stderr.count("measured up to") == 1
     result = watched(["python", script(tmp_path, DROPPED).name], tmp_path, "--every", "2", start=forked.python)
-    assert "qkeel: Net is measured up to step 2: the script deleted the model before it ended" in result.stderr
+    assert "qkeel: Net is measured up to step 2: the script deleted the model before ending" in result.stderr
 
 
 REASONS = [

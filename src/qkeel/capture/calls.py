@@ -466,7 +466,7 @@ def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, 
 
 @torch.no_grad()
 def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
-    """The logsumexp of each row of a captured call over its keys, see `kernels.statistics.row_logsumexp`."""
+    """The logsumexp of each row of a captured call over its keys; see `kernels.statistics.row_logsumexp`."""
     with torch.autocast(_device(call), enabled=False):
         if not isinstance(call, ScoresCall):
             return row_logsumexp(call)

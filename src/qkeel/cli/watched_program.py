@@ -558,9 +558,7 @@ class WatchSession:
             if (monitor := run.monitor()) is not None:
                 monitor.training_over(self.writer)
             elif (last := run.message_sink.last) is not None:
-                self.writer(
-                    f"{run.model} is measured up to step {last:,}: the script deleted the model before it ended"
-                )
+                self.writer(f"{run.model} is measured up to step {last:,}: the script deleted the model before ending")
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
         for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record

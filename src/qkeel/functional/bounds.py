@@ -215,7 +215,7 @@ def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
     Args:
         product: the matrices.
 
-    Source: the definitions, see `Spectrum`.
+    Source: the definitions; see `Spectrum`.
     """
     finite = product.isfinite().flatten(-2).all(-1)
     sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))

@@ -55,8 +55,8 @@ class LogitStats:
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
             dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
-        qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
-            product. A scale that the model folds into q is included. Divide by √d for logits with the scale 1/√d.
+        qk_frobenius: √Σ (q·k)² over the pairs, for q and k as they enter the product, without scale, bias or cap. A
+            scale that the model folds into q is included. Divide by √d for logits with the scale 1/√d.
         cos_max: largest cosine of the angle between q and k; 0 if one of them is zero.
         cos_mean: mean of these cosines.
         n_products: number of pairs behind the previous three. It is 0 if only logits, not q and k, were seen; the three

@@ -198,7 +198,7 @@ class Plan:
     grid: Grid  #: its axes
     runs: Sequence[PlannedRun]  #: its runs, in the order of the table
     contexts: LongContexts | None = None  #: tests at longer lengths; None: no tests
-    tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role, see `tuned_plan`
+    tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
     primary: Primary | None = None  #: the comparison that the study decides, if it names one
 
     def bases(self) -> dict[str, Json]:

@@ -147,7 +147,7 @@ def forecast(
     will pass 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays the same
 
     Args:
-        steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.
+        steps, values: the steps [n] of the records and their logits [n]. threshold: the logit to reach.
         rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
 
     Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval are

@@ -214,7 +214,7 @@ class TrainingEnd:
     def measure(self) -> None:
         """Measures the current weights.
 
-        Raises: RefusedError, see `Monitor.measure_end`.
+        Raises: RefusedError; see `Monitor.measure_end`.
         """
         self.skip()
         if not self._missing:

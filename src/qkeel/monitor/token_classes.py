@@ -440,8 +440,8 @@ class PassTokens:
             now = now.expand(1, s)
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
             self._misfit = (
-                f"no attention is split by class: expected the classes of [batch tokens] = [{b} {s}], those of the "
-                f"keys of an attention call of {t} queries, got {list(self._now.shape)}. With a cache, give a "
+                f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each "
+                f"key of an attention call with {t} queries, got {list(self._now.shape)}. With a cache, give a "
                 "function that returns the classes of the whole sequence"
             )
             return call

@@ -749,7 +749,7 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
                     continue
                 if site.name in names:
                     raise RefusedError(
-                        f"{remedy.name} at {site.name}: the outputs of several modules are added up to {part}, so a "
+                        f"{remedy.name} at {site.name}: the outputs of several modules are summed to give {part}, so a "
                         "norm on each does not normalise the sum; use qk_clip or lalr, which need no norm"
                     )
                 least, most = operand.extremes()
@@ -766,7 +766,7 @@ class NormOptions(ChangeNorm):
 
     kind: Literal["rms", "layer", "l2"] = "rms"  #: the statistic that the norm divides by
     over: Over = "head"  #: the d numbers of one head, or all heads of a token ("layer")
-    gain: GainKind = "dim"  #: the gain and its shape, see `qkeel.spec.RMSNorm`
+    gain: GainKind = "dim"  #: the gain and its shape; see `qkeel.spec.RMSNorm`
 
     def __post_init__(self) -> None:
         check_known(f"kind of {self.name}", self.kind, KINDS)

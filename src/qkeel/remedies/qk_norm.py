@@ -141,7 +141,7 @@ class QKVNorm(ChangeNorm):
     """
 
     kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
-    gain: GainKind = "dim"  #: shape of the gain, see `qkeel.spec.RMSNorm`
+    gain: GainKind = "dim"  #: shape of the gain; see `qkeel.spec.RMSNorm`
     drop_pre_norm: bool = True
 
     sides = ("q", "k", "v")

@@ -349,7 +349,7 @@ class Tap(Handle):
         self._keeps = keeps
         self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
-        self._form: object = None  # what the pass that begins was called with, see `_call_form`
+        self._form: object = None  # what the pass that begins was called with; see `_call_form`
         self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # of the passes that were searched
         self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then

@@ -254,7 +254,7 @@ class YaRN(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3(Stretch):
-    """Llama 3.1's frequencies, see `qkeel.functional.rope.llama3`."""
+    """Llama 3.1's frequencies; see `qkeel.functional.rope.llama3`."""
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2

@@ -123,7 +123,7 @@ class StudyData:
 
     name: empty if there is no study.json. tuned: the rates chosen for remedies, by records.FIELDS, if each is compared
     at its own rate. chaos: the pairs of its own chaos.json. baseline: the remedy to compare the others with. primary:
-    the comparison that the study decides, see `lab.plan.Primary`.
+    the comparison that the study decides; see `lab.plan.Primary`.
     """
 
     name: str

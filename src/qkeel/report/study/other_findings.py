@@ -442,7 +442,7 @@ def _mass(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[:1]):
         one = times(_of(part, lr, "attention_mass/text>image"), _of(part, lr, "uniform_mass/text>image"))
         if one is not None:
-            what = f"at LR {h.rate(lr)} text gives images {{}} the weight that even attention would"
+            what = f"at LR {h.rate(lr)} text gives images {{}} the weight that uniform attention would give them"
             yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
@@ -539,7 +539,7 @@ _READ: dict[str, ReadScores] = {
     "before training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm", at=0),
     "after training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm"),
     "text's own query norm after training": lambda part, lr: _of(part, lr, "query_norm/text"),
-    "the largest logit between text and text at the end": lambda part, lr: _of(part, lr, "max_logit/text>text"),
+    "the largest text-to-text logit at the end": lambda part, lr: _of(part, lr, "max_logit/text>text"),
     "the largest logit": lambda part, lr: _of(part, lr, "max_logit"),
 }
 

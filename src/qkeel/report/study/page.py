@@ -228,9 +228,12 @@ def pair_tables(study: StudyData) -> Markup:
         return Markup("")
     judged = sum(gain.effect is not None for gain in found)
     text = (
-        "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's is "
-        "better; means over pairs with one seed. Below it is the 95 % interval (Student's t), corrected by Holm's "
-        f"method for all {judged} comparisons of this section; grey is equal, undecided, or of a remedy that collapsed."
+        "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's "
+        "remedy is "
+        "better; means over pairs of runs with the same seed. Below it is the 95 % interval (Student's t), corrected "
+        "by Holm's "
+        f"method for all {judged} comparisons of this section; grey: the verdict is equal or undecided, or a remedy "
+        "collapsed."
     )
     parts: list[Markup] = [h.note(text)]
     for i, lr in enumerate(reversed(study.lrs())):
@@ -395,7 +398,7 @@ def _ranking(study: StudyData) -> Markup:
     text = (
         "Sorted by the largest LR without collapse, then by LR sensitivity; click a heading to sort by it. "
         f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity is the "
-        "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
+        "95 % interval; grey: the verdict is equal or undecided, or the remedy collapsed."
     )
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
