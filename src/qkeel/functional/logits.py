@@ -98,7 +98,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     numerator and denominator are averaged separately. The average of the ratio itself keeps growing beyond this λ.
 
     Args:
-        n: keys that a query sees, above 1; for a decoder half of the training length.
+        n: number of keys that a query sees, above 1; for a decoder, half of the training length.
         head_dim: d, at least 2.
 
     Source: Su 2023, kexue.fm 9812. For head_dim 128 and n near 256, λ is about 4 ln n.

@@ -49,8 +49,8 @@ def watch(
     []
 
     Args:
-        model: any module, also compiled, wrapped in DistributedDataParallel, sharded, or one stage of a pipeline. A
-            list of models, or a dict by name, is watched as one model, such as all stages of this process, or an
+        model: any module; it may be compiled, wrapped in DistributedDataParallel, sharded, or one stage of a pipeline.
+            A list of models, or a dict by name, is watched as one model, such as all stages of this process, or an
             encoder and a decoder that are called separately. The names of sites then begin with the model's index or
             name; pipeline stages are numbered over all processes. The loss comes from the last model that returns one.
         optimizer: the optimizer that updates the model. With one, a step is an optimizer step, and the weights behind

@@ -204,7 +204,7 @@ TRANSLATION_BASE = RunConfig(
 TRANSLATION = Study(
     help="The default remedies are none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1, "
     "at rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones "
-    "resume, and more can be added "
+    "resume, and more runs can be added "
     "later.",
     grid=TRANSLATION_GRID,
     runs=parts,
@@ -466,7 +466,7 @@ def multimodal_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 MULTIMODAL = Study(
     help="By default it trains on text alone and on text mixed with handwritten digits, with none, qk_norm, "
     "swin_norm and the remedies of Chameleon 7B and 34B, at rates of 0.01 and 0.1. Finished runs are kept, "
-    "interrupted ones resume, and more can be added "
+    "interrupted ones resume, and more runs can be added "
     "later.",
     grid=MULTIMODAL_GRID,
     runs=multimodal_runs,

@@ -153,7 +153,7 @@ def comparison(study: StudyData) -> Markup:
         "the training length, as trained. "
         "Last stretch: accuracy on the last training length of a text, with all the text before it and alone; the "
         "difference is what the longer context adds. "
-        "Angles outside: share of visible pairs, in %, whose cos(q, k) lies outside the range that their head met in "
+        "Angles outside: share of visible pairs, in %, whose cos(q, k) lies outside the range that their head saw in "
         "training. "
         "Largest weight: the largest weight that one of that many keys can get, in the head where it is smallest. "
         f"Published: {SOURCE}, GAU, {TRAIN_LENGTH} → {TEST_LENGTH}; "
@@ -424,9 +424,9 @@ def _norms(study: StudyData) -> Iterator[Claim]:
             if one is None:
                 continue
             against = times(_shares(part, lr, f"{kind}_norm"), _shares(text, lr, f"{kind}_norm")) if text else None
-            what = f"at LR {h.rate(lr)} image {plural} are {{}} text {plural}"
+            what = f"at LR {h.rate(lr)} image {plural} are {{}} as long as text {plural}"
             if against is not None:
-                what = what.replace("{}", one.text()) + ", which is {} what a model of text alone makes of them"
+                what = what.replace("{}", one.text()) + ", which is {} the ratio in a model of text alone"
             yield Claim(f"Mixing makes image {plural} longer ({name})", what, against or one)
 
 
@@ -434,7 +434,7 @@ def _drift(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)):
         one = times(_shares(part, lr, "query_norm"), _shares(part, lr, "query_norm", at=0))
         if one is not None:
-            what = f"at LR {h.rate(lr)} the ratio of image to text queries ends {{}} what it was before training"
+            what = f"at LR {h.rate(lr)} the ratio of image to text query norms ends at {{}} its value before training"
             yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
 
 
@@ -536,8 +536,8 @@ def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Rea
 
 
 _READ: dict[str, ReadScores] = {
-    "before training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm", at=0),
-    "after training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm"),
+    "the ratio of image to text query norms before training": lambda part, lr: _shares(part, lr, "query_norm", at=0),
+    "the ratio of image to text query norms after training": lambda part, lr: _shares(part, lr, "query_norm"),
     "text's own query norm after training": lambda part, lr: _of(part, lr, "query_norm/text"),
     "the largest text-to-text logit at the end": lambda part, lr: _of(part, lr, "max_logit/text>text"),
     "the largest logit": lambda part, lr: _of(part, lr, "max_logit"),
