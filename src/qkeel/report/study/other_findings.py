@@ -491,7 +491,9 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
         for remedy in others:
             one = times(norm, _of(part, lr, "last_block_norm/image", remedy))
             if one is not None:
-                what = f"at LR {h.rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
+                what = (
+                    f"at LR {h.rate(lr)} hidden states leave the last block {{}} as long with {REMEDY} as with {remedy}"
+                )
                 yield Claim(f"QK-norm alone lets the hidden norm grow ({name})", what, one)
 
 

@@ -284,7 +284,7 @@ def definitions() -> Markup:
         "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "
         "pairs of runs of a chaos study of the same configuration; for two remedies, the root of the sum of their "
         "squares. "
-        "Rounding alone can make a smaller difference in a single pair.",
+        "Rounding alone can explain any smaller difference in a single pair.",
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed, with its "
         "bootstrap interval over seeds.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
