@@ -236,7 +236,7 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
     """Returns relu(z)² / n with n = number of visible keys of the row.
 
     Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring. The paper's own
-    code divides the logit by n before squaring, which gives another result.
+    code divides the logit by n before squaring, which gives a different result.
     """
     n = z.shape[-1] if visible is None else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
     return _blank(torch.relu(z).square() / n, visible)

@@ -221,7 +221,7 @@ def yarn(
         train_length: L, in tokens.
         base: RoPE base of the frequencies.
         fast: a pair with at least this many turns in training keeps its frequency.
-        slow: a pair with fewer turns is slowed by the whole factor.
+        slow: a pair with fewer turns is slowed by the full factor.
         ramp: the form of γ between the two, "code" or "paper".
     """
     half = len(theta)
@@ -260,7 +260,7 @@ def llama3(theta: Frequencies, factor: float, train_length: float, low: float = 
         theta: the frequencies in radians per token.
         factor: test length / training length.
         train_length: in tokens.
-        low: a pair with fewer turns in training is slowed by the whole factor.
+        low: a pair with fewer turns in training is slowed by the full factor.
         high: a pair with more turns keeps its frequency.
     """
     turns = train_length * theta / (2 * math.pi)

@@ -220,7 +220,7 @@ def _decode_refuses_tensors(call: AttentionCall) -> str | None:
 def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
     q, k, v = call.q, call.k, call.v
     if not all(x.is_cpu and reads(x) for x in (q, k, v)):
-        return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
+        return "decoding is for float32, bfloat16 and float16 on a CPU, with widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
         return "decoding has no dropout and takes only boolean masks"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):

@@ -255,7 +255,7 @@ Ids = range | int | Sequence[int] | Tensor
 GivenClasses = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
 _WHAT = (
     "expected classes as a dict of token ids by class name, the name of an argument of the forward, a function of its "
-    "arguments, a tensor [b t] of class numbers, or qkeel.monitor.Classes of one of these with names"
+    "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes made of one of these, with names"
 )
 
 

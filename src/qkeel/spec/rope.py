@@ -227,7 +227,7 @@ class YaRN(Stretch):
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2
     fast: float = 32.0  #: a pair with more turns in training keeps its frequency
-    slow: float = 1.0  #: a pair with fewer turns is interpolated by the whole factor
+    slow: float = 1.0  #: a pair with fewer turns is interpolated by the full factor
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -258,7 +258,7 @@ class Llama3(Stretch):
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2
-    low: float = 1.0  #: a pair with fewer turns in training is slowed by the whole factor
+    low: float = 1.0  #: a pair with fewer turns in training is slowed by the full factor
     high: float = 4.0  #: a pair with more turns keeps its frequency
 
     def __post_init__(self) -> None:
