@@ -224,8 +224,8 @@ def _open(path: Path) -> StudyData:
         found = "a file" if path.is_file() else "a directory without either" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed; of a folder of runs, give "
-            "each run."
+            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
+            "give each run."
         )
     run = _run(directory, {}, path.name)
     return StudyData(name="", command="", remedies=[run.remedy], runs=[run])
