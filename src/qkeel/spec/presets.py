@@ -136,7 +136,7 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
 
     Raises:
         UnknownNameError: unknown position or option.
-        InvalidValueError: the value is out of range.
+        InvalidValueError: an option is out of range.
         RefusedError: the spec cannot have this position.
 
     Example:
