@@ -109,7 +109,7 @@ def attention(
             positions start at 0.
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
-        stats: True also returns LogitStats, exact, without a T×T matrix, detached. All other values return a LogitBracket.
+        stats: True also returns LogitStats, exact, without a T×T matrix, detached. Other values return a LogitBracket.
             "bracket": bounds on the largest logit, free where the kernel returns the logsumexp. "max": also the
             certified maximum, for most heads with logits over 12 to 20. "entropy": also the entropy.
             "entropy:sample=16" or 32, on a GPU: exact maxima, and the entropy of every 16th or 32nd row with its error.
