@@ -45,7 +45,7 @@ MODALITIES: tuple[Claim, ...] = (
         Cell({"remedy": "none", "lr": 0.01}, "val_accuracy", 0.99),
     ),
     Claim(
-        "Without a norm its logits pass 50,000, as those of a model of 8 billion did (LR 0.1)",
+        "Without a norm its logits pass 50,000, as in a model of 8 billion parameters (LR 0.1)",
         OURS,
         "vision",
         logit("none", 0.1),

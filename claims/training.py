@@ -81,7 +81,7 @@ TRAINING: tuple[Claim, ...] = (
         equal=True,
     ),
     Claim(
-        "The L2 norm with a learned scale of 2020 is as good as RMS QK-norm (LR 0.1)",
+        "The L2 norm with a learned scale (2020) is as good as RMS QK-norm (LR 0.1)",
         f"{OURS}; the norm: {HENRY}",
         "micro",
         loss("qk_norm", 0.1),
@@ -203,7 +203,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "What grows is the norms of q and k, more than their alignment (LR 0.1; a cosine is bounded, so once logits "
+        "The norms of q and k grow more than their alignment (LR 0.1; a cosine is bounded, so once logits "
         "grow tenfold this cannot fail)",
         OURS,
         "micro",
@@ -258,7 +258,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "QK-Clip, which bounds the logits, leaves their change larger than LALR (LR 0.1)",
+        "QK-Clip, which bounds the logits, leaves their change larger than LALR does (LR 0.1)",
         ANSON,
         "micro",
         change(CLIP, 0.1),
@@ -274,7 +274,7 @@ TRAINING: tuple[Claim, ...] = (
         ratio=True,
     ),
     Claim(
-        "Larger heads are less stable: more loss (64 against 16 dimensions, LR 0.1)",
+        "Larger heads are less stable: their loss is higher (64 against 16 dimensions, LR 0.1)",
         NOTES,
         "heads",
         loss("none", 0.1, part="head_dim 64"),

@@ -26,6 +26,7 @@ def command_pages() -> dict[str, str]:
     text = make_app([word for command in commands() for word in command.split()]).generate_docs(
         output_format="markdown"
     )
+    text = text.replace("qkeel watch watch ", "qkeel watch ")  # cyclopts puts the name before a usage of our own
     sections = re.split(r"^(?=## qkeel )", text, flags=re.M)[1:]
     last = "## qkeel study\n"  # its studies are sections of their own, so it comes after the short ones
     ordered = sorted(sections, key=lambda one: (one.startswith(last), one))

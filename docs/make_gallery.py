@@ -63,7 +63,7 @@ PAGES = (
     Picture(
         "demo",
         "Six remedies at three rates",
-        "The demo: how often attention collapsed, the comparison that it decides, and the largest logit.",
+        "The demo reports how often attention collapsed, the comparison that it decides, and the largest logit.",
         ("qkeel demo --out demo",),
         page="demo/report.html",
         rows=(0, 1570),
@@ -71,7 +71,7 @@ PAGES = (
     Picture(
         "watch",
         "A training script under watch",
-        "What went wrong and what to do, each alarm, and the largest logit of each layer.",
+        "The page says what went wrong and what to do, and shows each alarm and the largest logit of each layer.",
         (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
@@ -81,7 +81,7 @@ PAGES = (
     Picture(
         "autopilot",
         "The same script with an autopilot",
-        "The actions of the autopilot on the curve of the logits, each with its reason and its effect.",
+        "The curve of the logits shows each action of the autopilot, with its reason and its effect.",
         (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
@@ -91,7 +91,7 @@ PAGES = (
     Picture(
         "study",
         "Which remedy at which rate",
-        "Four remedies, two rates, three seeds: the verdict of each comparison, with its interval.",
+        "The page gives the verdict of each comparison, with its interval.",
         (
             "qkeel study lr --remedies none qk_norm lalr:tau=0.1 qk_clip:threshold=30 --lrs 0.01 0.1 "
             "--seeds 0 1 2 --out runs/lr",
@@ -102,7 +102,8 @@ PAGES = (
     Picture(
         "lengths",
         "Longer texts than in training",
-        "KeyNorm and plain attention at eight times the training length, as trained and under ReRoPE.",
+        "The page compares KeyNorm and plain attention at eight times the training length, as trained and under "
+        "ReRoPE.",
         (
             "qkeel study extrapolation --forms baseline kna --posthoc none rerope --seeds 0 --out runs/lengths",
             "qkeel report runs/lengths -o lengths.html",
@@ -112,7 +113,7 @@ PAGES = (
     Picture(
         "precision",
         "How large a logit may be in bf16",
-        "The error of attention in each number format, for logits of increasing size.",
+        "The page shows the error of attention in each number format, for logits of increasing size.",
         ("qkeel study precision --out runs/precision",),
         page="runs/precision/report.html",
         rows=(0, 1040),
@@ -121,14 +122,14 @@ PAGES = (
 # What a reader sees first, before scrolling; the page is that of a picture above, or the docs' own.
 SCREEN = (0, 800)
 FIRST = {
-    "watch": "The first screen of a run that goes wrong: what is wrong, what that means, and what to do.",
-    "demo": "The first screen of the demo: counts, and the comparison that it decides.",
-    "home": "The first screen of these pages.",
+    "watch": "The first screen of a run that goes wrong says what is wrong, what that means, and what to do.",
+    "demo": "The first screen of the demo shows counts, and the comparison that it decides.",
+    "home": "This is the first screen of the documentation.",
 }
 PLOT = Picture(
     "plot",
     "A figure of your own",
-    "The largest logit of each head at the last step of the watched script, drawn with matplotlib.",
+    "This figure shows the largest logit of each head at the last step of the watched script.",
     ('qkeel.load("runs/gpt").plot("heads")',),
 )
 
@@ -251,7 +252,8 @@ def alt(found: dict) -> str:
     fallen = [f"{k} of {n}" for k, n in (found["collapsed"][name] for name in (theirs, mine))]
     better = f"{gain['mean']:.3f} nats better ({gain['low']:.3f} to {gain['high']:.3f}, {gain['seeds']} seeds)"
     return (
-        f"The page of make demo. At LR {named['lr']:g} attention collapsed in {fallen[0]} runs without a remedy and in "
+        f"The page that the demo writes. At LR {named['lr']:g} attention collapsed in {fallen[0]} runs without a "
+        "remedy and in "
         f"{fallen[1]} with {mine}; the largest logit was {tops[theirs]:,.0f} against {tops[mine]:,.0f}. "
         f"Held-out loss with {mine} is {better}"
     )
@@ -290,16 +292,16 @@ def shown(name: str, alt: str) -> str:
 def section(made: Picture, language: str) -> str:
     """The part of the page about one picture."""
     commands = "\n".join(made.commands)
-    return f"## {made.title}\n\n{made.shows}\n\n```{language}\n{commands}\n```\n\n{shown(made.name, made.shows)}\n"
+    return f"## {made.title}\n\n{made.shows}\n\n```{language}\n{commands}\n```\n\n{shown(made.name, made.title)}\n"
 
 
 def page() -> str:
     """The text of docs/gallery.md."""
     head = (
-        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this page. "
-        "Pictures are light or dark, like the page around them.\n\n"
+        "# Gallery\n\nReal pages and figures, each with the commands that made it. `make gallery` generates this "
+        "page.\n\n"
     )
-    screens = [f"{shows}\n\n{shown(f'{name}-first', shows)}\n" for name, shows in FIRST.items()]
+    screens = [f"{shows}\n\n{shown(f'{name}-first', 'First screen')}\n" for name, shows in FIRST.items()]
     end = "\n**Next:** make one for your own script: [watch your script](tutorials/your-script.md).\n"
     parts = ["## First screens\n", *screens, *(section(made, "sh") for made in PAGES), section(PLOT, "text")]
     return head + "\n".join(parts) + end

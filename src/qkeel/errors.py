@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class QkeelError(Exception):
-    """Root of every error that qkeel raises on purpose."""
+    """Base class of every error that qkeel raises on purpose."""
 
 
 class InvalidValueError(QkeelError, ValueError):
@@ -35,7 +35,7 @@ class NonFiniteError(QkeelError, ArithmeticError):
 
 
 class UnknownNameError(QkeelError, KeyError):
-    """A name that is in no table; the message holds the nearest ones."""
+    """An unknown name; the message suggests the nearest known ones."""
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0])
@@ -54,11 +54,11 @@ class DataError(QkeelError, OSError):
 
 
 class RunDirectoryError(QkeelError, OSError):
-    """A run directory that belongs to another run, is torn, in use or not writable."""
+    """A run directory that belongs to another run, is damaged, in use or not writable."""
 
 
 class DamagedFileError(RunDirectoryError):
-    """A file of a run that is not as it was written; the message names it, and the line where there are lines."""
+    """A file of a run that has changed since it was written; the message names the file and, if possible, the line."""
 
 
 class AlreadyAppliedError(QkeelError, RuntimeError):
@@ -66,7 +66,7 @@ class AlreadyAppliedError(QkeelError, RuntimeError):
 
 
 class MissingLibraryError(QkeelError, ImportError):
-    """Raised where an outside library is needed and cannot be imported; the message says how to install it."""
+    """Raised if another library is needed and cannot be imported; the message says how to install it."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ class Handle:
     """An object that undoes one change, once; also a context manager.
 
     `undo` is called by the first `remove()`; later calls do nothing. A change that carries state across a
-    checkpoint (initial norms, power-iteration vectors) gives `state` and `load`.
+    checkpoint (initial norms, power-iteration vectors) provides `state` and `load`.
     """
 
     about = ""  # what was changed, in a few words

@@ -104,15 +104,16 @@ def attention(
         causal: a query sees keys at its position or before.
         mask: boolean (True = may attend) or additive, broadcast to [b h t s], or a padding mask [b s].
         pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
-        cu_seqlens: where the sequences that are packed into q, k, v of b = 1 begin, and finally where the last one
-            ends: int [n + 1], or those of queries and those of keys. Each attends to itself, with positions of its own.
+        cu_seqlens: the start of each sequence packed into q, k, v of b = 1, and the end of the last one, as an int
+            tensor [n + 1] or, for queries and keys, a pair of them. Each sequence attends only to itself, and its
+            positions start at 0.
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
-        stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on the
-            largest logit (LogitBracket), free where the kernel returns the logsumexp; "max" adds, for most heads with
-            logits over 12 to 20, the certified maximum, "entropy" that and the entropy; "entropy:sample=16" or 32, on a
-            GPU, exact maxima and the entropy of one of so many rows, with its error. If no logsumexp is available, all
-            are exact, by a separate pass; LogitBracket.note then says which, and why.
+        stats: True also returns LogitStats, exact, without a T×T matrix, detached. Other values return a LogitBracket.
+            "bracket": bounds on the largest logit, free where the kernel returns the logsumexp. "max": also the
+            certified maximum, for most heads with logits over 12 to 20. "entropy": also the entropy.
+            "entropy:sample=16" or 32, on a GPU: exact maxima, and the entropy of every 16th or 32nd row with its error.
+            If no logsumexp is available, a separate pass computes exact numbers, and LogitBracket.note says why.
 
     Returns:
         out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).

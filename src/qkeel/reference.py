@@ -33,17 +33,18 @@ def attend(
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
 ) -> Attended:
-    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, every intermediate returned. Slow and T×T on
-    purpose: every kernel is measured against it, best in float64.
+    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, with every intermediate result.
+
+    It is slow and needs T×T memory on purpose, because every kernel is checked against it, preferably in float64.
 
     Args:
         spec: what is computed.
         q: queries [b h t d].
         k: keys [b g s d]; g divides h.
         v: values [b g s d].
-        params: what the spec learns, from `spec.init_params`.
+        params: the parameters of the spec, from `spec.init_params`.
         causal: hide keys after the query.
-        mask: True where a key is visible, or a bias that is added.
+        mask: True where a key is visible, or an additive bias.
         pos_q: positions of queries; by default the last t of s.
         pos_k: positions of keys; by default 0 to s - 1.
     """

@@ -172,7 +172,7 @@ def test_where_the_config_says_something_else_it_is_a_sentence() -> None:
     for name, value in changes.items():
         setattr(gemma.config, name, value)
     found = qkeel.explain_model(gemma, batch_for("gemma2")).differences
-    assert "config.attn_logit_softcapping is 30.0, the observed cap is 50 (everywhere)" in found
+    assert "config.attn_logit_softcapping is 30.0, but the observed cap is 50 (everywhere)" in found
     assert "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, observed was 0.125 (everywhere)" in found
 
 

@@ -180,7 +180,7 @@ def test_attention_under_other_names_beside_known_one_is_listed(tmp_path: Path) 
     stored["model.layers.9.linear_attn.in_proj_qkvz.weight"] = torch.ones(4, 4)
     save_file(stored, tmp_path / "model.safetensors")
     unknown = scan(tmp_path).unknown
-    assert unknown == (Unknown("model.layers.9.linear_attn", "no known names of query and key among in_proj_qkvz"),)
+    assert unknown == (Unknown("model.layers.9.linear_attn", "no known names for query and key among in_proj_qkvz"),)
 
 
 def test_quantised_weights_are_listed_not_measured(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
 
     monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
     study = ["study", "lr", "--remedies", "none", "--lrs", "0.1", "--seeds", "0", *TINY, "--out", str(tmp_path / "s")]
-    why = "no estimate of the time: the first steps fail here with RuntimeError: no such device"
+    why = "no time estimate: the first steps failed here with RuntimeError: no such device"
     for words in (["--dry-run"], []):
         assert main([*study, *words]) == 0
         assert why in capsys.readouterr().out
@@ -352,7 +352,7 @@ BAD = [
     (["run", "--remedy", "qk_norm+lalr"], "lalr at"),
     (["run", "--attention", "gema2"], "Did you mean 'gemma2'"),
     (["run", "--lrr", "0.1"], "Did you mean --lr?"),
-    (["study", "lr", "--lrs=1,fast"], 'unable to convert "1,fast" into float. Where an option takes several values, '),
+    (["study", "lr", "--lrs=1,fast"], 'unable to convert "1,fast" into float. If an option takes several values, '),
     (["run", "--lr", "0"], "expected a finite number above 0 for lr, got 0.0"),
     (["run", "--steps", "0"], "expected a finite number of at least 1 for steps, got 0"),
     (["run", "--schedule", "cosin"], 'Did you mean "cosine"?'),

@@ -338,11 +338,11 @@ def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
     assert "qkeel: Critic is measured up to step 2 of 4: its weights were changed" in result.stderr
     assert result.stderr.count("measured up to") == 1
     result = watched(["python", script(tmp_path, DROPPED).name], tmp_path, "--every", "2", start=forked.python)
-    assert "qkeel: Net is measured up to step 2: the script deleted the model before it ended" in result.stderr
+    assert "qkeel: Net is measured up to step 2: the script deleted the model before ending" in result.stderr
 
 
 REASONS = [
-    ("net = Net()", "the script made no torch.optim.Optimizer in this process"),
+    ("net = Net()", "the script created no torch.optim.Optimizer in this process"),
     ("torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)", "no nn.Module was found"),
     ("net = Net(); torch.optim.SGD(net.parameters(), lr=1)", "the script ended before Net was called"),
     ("net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0))", "no step of its optimizer was seen"),

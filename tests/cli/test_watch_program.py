@@ -65,7 +65,7 @@ def test_output_exit_code_and_traceback_are_those_of_python(mode: str, tmp_path:
     own = [line for line in err.splitlines() if line.startswith("qkeel: ")]
     assert [line for line in err.splitlines() if line not in own] == plain.stderr.splitlines()
     assert len(own) == 1
-    assert "made no torch.optim.Optimizer" in own[0]
+    assert "created no torch.optim.Optimizer" in own[0]
 
 
 def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path: Path, here: Watch) -> None:
@@ -211,8 +211,8 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
     typed = "qkeel watch --every 3 --apply lalr -- torchrun --nproc-per-node 2 'a b.py'"
     assert [fix.lines(remedy)[0] for fix in seen] == [
         f"to fix it: {typed}",
-        "to fix it: start it again with --apply lalr before the --",
-        "to fix it: start it again with --apply lalr before the --",
+        "to fix it: restart it with --apply lalr before the --",
+        "to fix it: restart it with --apply lalr before the --",
     ]
 
 

@@ -56,7 +56,7 @@ why, and what to do instead.
 | device | status |
 |---|---|
 | CPU | tested; compiled kernels on x86-64 (AVX2, AVX-512), PyTorch elsewhere; ARM64 compiles but has not been run |
-| CUDA GPU | PyTorch's operators and Triton kernels, checked in Triton's interpreter; **no GPU has run them yet** |
+| CUDA GPU | PyTorch's operators and Triton kernels, checked in Triton's interpreter and on one H200 |
 | several processes | gloo is tested; NCCL is not ([processes](guides/watch.md#under-torchrun)) |
 
 `make gpu` checks and times everything on a GPU in ten minutes ([GPU](../internals/gpu.md)).
@@ -132,23 +132,29 @@ def _once(found: Iterable[tuple[str, str, str]]) -> list[str]:
         if text:
             plain = re.sub(r"^\w+(?: \(\w+\))? at [^:]*: ", "", text)
             reasons.setdefault(plain, {}).setdefault(name, []).append(kind)
-    joined = {
-        text: "; ".join(f"`{name}` on {', '.join(kinds)}" for name, kinds in names.items())
-        for text, names in reasons.items()
-    }
-    return [f"- {names}: {text}" for text, names in joined.items()]
+    return [f"- {joined(names, 'on')}: {text}" for text, names in reasons.items()]
+
+
+def joined(names: dict[str, list[str]], word: str) -> str:
+    """The remedies and what each is refused for, those with the same ones together."""
+    alike: dict[str, list[str]] = {}
+    for name, kinds in names.items():
+        columns = ", ".join(kind if kind.startswith("`") else f"*{kind}*" for kind in kinds)
+        alike.setdefault(columns, []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(own)} {word} {columns}" for columns, own in alike.items())
 
 
 def _of_optimizers() -> list[str]:
     """Each reason of a remedy with an optimizer once, in the words of the first."""
-    found: dict[str, tuple[str, list[str]]] = {}
+    found: dict[str, tuple[str, dict[str, list[str]]]] = {}
     for name in REMEDIES:
         for optimizer in OPTIMIZERS:
             text = optimizer_refusal(name, optimizer)
             kind = text.partition("takes")[0].partition("needs")[2] or text.partition(" only")[0]
+            kind = kind.replace(name, "").replace(optimizer, "")
             if text:
-                found.setdefault(kind, (text, []))[1].append(f"`{name}` with {optimizer}")
-    return [f"- {', '.join(names)}: {text}" for text, names in found.values()]
+                found.setdefault(kind, (text, {}))[1].setdefault(name, []).append(optimizer)
+    return [f"- {joined(names, 'with')}: {text}" for text, names in found.values()]
 
 
 def _grouped() -> dict[str, str]:
@@ -205,9 +211,10 @@ def matrix() -> str:
     """The whole page."""
     foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
     steps = {name: ["" if optimizer_refusal(name, o) else "✓" for o in OPTIMIZERS] for name in REMEDIES}
-    why = _once((name, kind, refusal_of(name, kind)) for name in REMEDIES for kind in KINDS)
+    own = [(name, kind, refusal_of(name, kind)) for name in REMEDIES for kind in KINDS]
+    others = [(name, kind, foreign_refusal(name, kind)) for name in REMEDIES for kind in FOREIGN]
+    why = _once([*own, *others])
     why += [f"- {names}: {text}" for text, names in _grouped().items()]
-    why += _once((name, kind, foreign_refusal(name, kind)) for name in REMEDIES for kind in FOREIGN)
     why += _of_optimizers()
     parts = [
         HEADER,
@@ -215,13 +222,13 @@ def matrix() -> str:
         of_kernels() + "\n",
         "## Remedies and kinds of attention\n",
         of_kinds() + "\n",
-        "## Remedies and attention of other people's models\n",
-        "With an example, in training.\n",
+        "## Remedies and attention in models from other libraries\n",
+        "Each remedy is applied with an example, to a model in training.\n",
         table("remedy", list(FOREIGN), foreign) + "\n",
         "## Remedies and optimizers\n",
-        "With torch's own default options, on multi-head attention.\n",
+        "Optimizers have torch's default options; the model uses multi-head attention.\n",
         table("remedy", list(OPTIMIZERS), steps) + "\n",
-        "## Why not\n",
+        "## Why cells are empty\n",
         "\n".join(why) if why else "Nothing is refused.",
     ]
     return "\n".join(parts) + "\n"

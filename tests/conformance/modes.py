@@ -19,7 +19,7 @@ from qkeel.errors import QkeelError
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES, apply
 
-from .matrix import matrix, table
+from .matrix import joined, matrix, table
 
 Run = Callable[[nn.Module, Tensor, "torch.optim.Optimizer"], list[Tensor]]
 ROUNDING = 2e-6  # of losses and logits near 1 in float32
@@ -135,12 +135,12 @@ def ways() -> str:
     why = reasons()
     parts = [
         "\n## Remedies and ways to run\n",
-        "Against plain eager execution: losses of three steps of AdamW (compiled with backend aot_eager, with\n"
-        "gradient checkpointing, in micro-batches of one), logits of the last token (decoded with a cache, of a\n"
-        "`deepcopy`), and flex_attention in evaluation, which is all it does on a CPU.\n"
+        "Each cell is a comparison with plain eager execution: for compiled models (backend aot_eager), "
+        "checkpointing and\n"
+        "micro-batches of one, the losses of three steps of AdamW; for a cache and a `deepcopy`, the logits of the\n"
+        "last token. flex_attention is compared in evaluation only, because on a CPU it does not train.\n"
         "`sigma_reparam` takes one power iteration per forward pass, so micro-batches and recomputed passes give it\n"
-        "a different σ;\n"
-        "`dropout` draws different masks for them.\n"
+        "a different σ; `dropout` draws different masks for them.\n"
         "`pytest -m slow tests/conformance` repeats these checks.\n",
         table("remedy", list(MODES), rows()) + "\n",
         *why,
@@ -155,14 +155,14 @@ def rows() -> dict[str, list[str]]:
 
 def reasons() -> list[str]:
     """Each reason once, in the words of the first."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for name in REMEDIES:
         for mode in MODES:
             text = mode_refusal(name, mode)
             if text:
                 plain = text.removeprefix(f"{name} at ").replace(name, "it")
-                found.setdefault(plain, []).append(f"`{name}` in {mode}")
-    return [f"- {', '.join(names)}: {text}" for text, names in found.items()]
+                found.setdefault(plain, {}).setdefault(name, []).append(mode)
+    return [f"- {joined(names, 'in')}: {text}" for text, names in found.items()]
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: ratio("full statistics at every 10th step, eager"),
     ),
     (
-        r"largest logit at every step, of a model that calls `qkeel.attention` \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
+        r"largest logit at every step, in a model that calls `qkeel.attention` \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)",
         lambda: ratio("training step, certified maximum at every step"),
     ),
     (
@@ -132,7 +132,7 @@ FIGURES: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
         lambda: found("docs/guides/build-attention.md", r"steps on a CPU take ([\d.]+) to ([\d.]+) times as long"),
     ),
     (
-        r"a step of a model of 100 million weights ([\d.]+) times as long",
+        r"a training step of a 100-million-parameter model ([\d.]+) times as long",
         lambda: (f"{float(found(H200, r'everything, at every step . [0-9.]+ ms, ([0-9.]+)')[0]):.2f}",),
     ),
     (r"(\d+) architectures of transformers", lambda: (architectures(),)),

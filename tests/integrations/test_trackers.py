@@ -157,7 +157,9 @@ def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:
         sink("wandb:projct=x")
     with pytest.raises(InvalidValueError, match="expected one sink, got 2"):
         sink("log+log")
-    with pytest.raises(UnknownNameError, match=r"unknown sink 'tensorbord'\. Did you mean 'tensorboard'.*is \./tensor"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown sink 'tensorbord'\. Did you mean 'tensorboard'.*write \./tensor"
+    ):
         watch(torch.nn.Linear(1, 1), sinks="tensorbord")
 
 

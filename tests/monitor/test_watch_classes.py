@@ -317,7 +317,7 @@ def test_ids_of_no_class_are_welcome_where_rows_do_not_count() -> None:
 def test_classes_of_another_length_split_nothing_and_say_so() -> None:
     model = llama().eval()
     with watch(model, classes=torch.zeros(2, 5, dtype=torch.long)) as monitor:
-        with pytest.warns(QkeelWarning, match=r"expected the classes of \[batch tokens\] = \[2 8\].* got \[2, 5\]"):
+        with pytest.warns(QkeelWarning, match=r"expected classes of shape \[batch tokens\] = \[2 8\].* got \[2, 5\]"):
             model(input_ids=ids(0))
         assert next(iter(monitor.read().values())).classes is None
 

@@ -90,7 +90,7 @@ def test_the_logits_are_those_of_heads_normed_where_they_are_made(kind: str) -> 
     assert not torch.allclose(untouched, expected)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("adapter", "are added up to q"), ("adapter at zero", "is zero")])
+@pytest.mark.parametrize(("kind", "reason"), [("adapter", "are summed to give q"), ("adapter at zero", "is zero")])
 def test_outputs_of_several_modules_that_are_added_up_are_refused(kind: str, reason: str) -> None:
     model, x = Attention(kind), torch.randn(2, T, M)
     names, y = list(model.state_dict()), model(x)

@@ -133,7 +133,7 @@ def test_log_n_stays_when_unit_vectors_take_the_scale() -> None:
 
 def test_a_scale_of_its_own_is_not_dropped_in_silence() -> None:
     model = Attention(D_MODEL, 4, spec=AttentionSpec(scale=qkeel.spec.Fixed(0.3)))
-    with pytest.raises(RefusedError, match=r"unit vectors need a scale of their own .*0.3; use kind=rms"):
+    with pytest.raises(RefusedError, match=r"unit vectors need their own scale .*0.3; use kind=rms"):
         qkeel.apply("qk_norm:kind=l2", model)
     with qkeel.apply("qk_norm", model):
         assert model.spec.scale == qkeel.spec.Fixed(0.3)

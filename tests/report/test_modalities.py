@@ -102,8 +102,8 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
     data = study(tmp_path / "s")
     norms = claim(data, "Mixing makes image queries longer")
     assert norms.held
-    assert "image queries are 1.18× (1.16× to 1.21×, 3 seeds) text queries, which is 1.18×" in norms.text
-    assert norms.text.endswith("a model of text alone makes of them: held.")
+    assert "image queries are 1.18× (1.16× to 1.21×, 3 seeds) as long as text queries, which is 1.18×" in norms.text
+    assert norms.text.endswith("the ratio in a model of text alone: held.")
     assert not claim(data, "Mixing makes image keys longer").held, "they are as long in the model of text alone"
     mixing = [c for c in other_findings.claims(data) if c.name.startswith("Mixing makes logits")]
     assert [c.effect.verdict for c in mixing] == [INSIDE, UNDECIDED]
@@ -162,7 +162,7 @@ def test_the_variance_of_images_is_judged_over_shares_and_seeds(tmp_path: Path) 
                 add(run, {"image_share": 0.5, "image_variance": variance, "norm_order": order}, query_norm__image=end)
                 entries.append({"run_id": made.run_id, "remedy": "none", "lr": 0.01, "seed": seed, "role": role})
     write_json(tmp_path / "s" / "study.json", {"study": "multimodal", "remedies": ["none"], "runs": entries})
-    found = [c for c in other_findings.claims(collect(tmp_path / "s")) if "after training the ratio" in c.measured]
+    found = [c for c in other_findings.claims(collect(tmp_path / "s")) if "norms after training" in c.measured]
     assert [c.held for c in found] == [False, True]
     assert found[1].name == "Variance ×16 of images, no norms in the blocks"
 

@@ -331,9 +331,11 @@ def test_the_lines_are_made_of_the_runs_of_a_study(tmp_path: Path) -> None:
     study = collect(tmp_path)
     level = np.mean([counted_bigrams(dataclasses.replace(base, seed=seed)) for seed in (0, 1)])
     counted, frozen = (one.text for one in reference_findings(study))
-    assert f"predicts the held-out text at {level:.3f} nats/byte" in counted
+    assert f"has a held-out loss of {level:.3f} nats/byte" in counted
     assert chart_data(study)["counted"] == pytest.approx(level, abs=1e-3), "the line of the chart of losses"
-    assert "Of the mean losses of 2 remedy-rate pairs 2 are not below that." in counted, "four steps learn little"
+    assert "Averaged over seeds, 2 of 2 combinations of remedy and LR do not get below that." in counted, (
+        "four steps learn little"
+    )
     rows = {(row["remedy"], row["seed"]): row["val_loss"] for row in study.rows()}
     gain = np.mean([rows["frozen_qk", seed] - rows["none", seed] for seed in (0, 1)])
     assert frozen.startswith("Gain over queries and keys that are never trained (frozen_qk) at LR 0.01, nats: none ")

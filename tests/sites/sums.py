@@ -211,7 +211,7 @@ UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
     "talking heads, residual": (mixed_residual, r"its heads are mixed by a weight \(conv2d\) before the softmax"),
     "talking heads": (mixed_linear, r"its heads are mixed by a weight \(linear\) before the softmax"),
     "talking heads, einsum": (mixed_einsum, r"its heads are mixed by a weight \(einsum\) before the softmax"),
-    "gated bias": (gated, "what is added to it depends on the input and is not a product"),
+    "gated bias": (gated, "a term added to its scores depends on the input and is not a product"),
     "a part capped": (capped_part, "a part of it is capped before it is added"),
 }
 

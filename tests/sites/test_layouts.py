@@ -301,7 +301,7 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
     model, q = Given(), torch.randn(H, H, T, D)
     (site,) = find_sites(model, q, q)
     assert site.terms == ()
-    assert "do not show which dimension is heads" in site.why
+    assert "do not show which dimension holds the heads" in site.why
     for sites in ([], [site]):
         with torch.no_grad(), Tap(model) as tap:
             tap.sites = sites
@@ -348,7 +348,7 @@ def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_i
             return (q @ k.mT).softmax(-1) @ k
 
     model, q = Given(), torch.randn(H, H, T, D)
-    with pytest.raises(RefusedError, match="which dimension is heads, and each head would have a parameter"):
+    with pytest.raises(RefusedError, match="which dimension holds the heads, and each head would have a parameter"):
         qkeel.apply("sink", model, example=(q, q))
     qkeel.apply("softcap:cap=2", model, example=(q, q))
     torch.testing.assert_close(model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q)

@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[Between, str, str]] = {
     "relu": (lambda odd, z: F.relu(z), "relu", "relu"),
     "batch norm": (lambda odd, z: F.batch_norm(z, None, None, training=True), "batch_norm", "batch_norm"),
     "power": (lambda odd, z: z.pow(2) * z.sign(), "pow", "pow"),
-    "chosen and scattered": (largest, "scatter", "a selection of some, written into a new tensor"),
+    "chosen and scattered": (largest, "scatter", "a selection of some elements, written into a new tensor"),
     "the largest alone": (lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)), "topk", "a selection of the largest"),
     "written in pieces": (pieces, "setitem", "writing into a tensor piece by piece"),
 }

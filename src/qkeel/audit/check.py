@@ -1,4 +1,4 @@
-"""Health check of a model, a run or a checkpoint: one sentence with its number and its threshold."""
+"""Health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
 
 from __future__ import annotations
 
@@ -186,13 +186,13 @@ def of_scan(found: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     elif largest <= threshold:
         status, text = (
             Status.HEALTHY,
-            f"healthy: no input can make a logit over {largest:,.4g} ({where}), under {threshold:,g}",
+            f"healthy: no input can produce a logit over {largest:,.4g} ({where}), under {threshold:,g}",
         )
     else:
         status = Status.NOT_KNOWN
         text = f"not known: weights allow logits up to {largest:,.4g} ({where}), and the threshold is {threshold:,g}"
     if status is Status.NOT_KNOWN:
-        text += "; a pass on data decides: qkeel.check(model, batch)"
+        text += "; to decide, check a pass on data: qkeel.check(model, batch)"
     if apart:
         more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
         text += f". Far larger than the other heads: {', '.join(apart[:3])}{more}"

@@ -266,18 +266,18 @@ def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
     said, got = config[key], recipe.softcap
     if (said or None) == got or (said and got and abs(got / said - 1) < 1e-3):
         return ""
-    return f"config.{key} is {said}, the observed cap is {'none' if got is None else f'{got:g}'}"
+    return f"config.{key} is {said}, but the observed cap is {'none' if got is None else f'{got:g}'}"
 
 
 def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
     said = config.get("sliding_window")
     if recipe.window is None or config.get("use_sliding_window") is False:
         used = recipe.window is not None
-        return f"config says no sliding window, but a query sees {recipe.window} keys back" if used else ""
+        return f"config says no sliding window, but queries see only {recipe.window} keys" if used else ""
     if said is None:
-        return f"config.sliding_window is none, but a query sees {recipe.window} keys back"
+        return f"config.sliding_window is none, but queries see only {recipe.window} keys"
     near = isinstance(said, int) and abs(said - recipe.window) <= 1
-    return "" if near else f"config.sliding_window is {said}, but a query sees {recipe.window} keys back"
+    return "" if near else f"config.sliding_window is {said}, but queries see only {recipe.window} keys"
 
 
 def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -301,7 +301,7 @@ def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
         return ""
     if any(abs(g / value - 1) < 0.05 for value in said for g in (got, whole)):
         return ""
-    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, the observed one is {got:,.6g}"
+    return f"the rotary base is {', '.join(f'{v:,.6g}' for v in said)} in config, but the observed one is {got:,.6g}"
 
 
 _CHECKS: tuple[Check, ...] = (_norm, _scale, _cap, _window, _heads, _base)

@@ -206,7 +206,7 @@ def rotation(y: Tensor, tolerance: float, among: Tensor | None = None) -> Rotati
     if r == 0:
         return None
     if r % 2:
-        return Rotation(dims=r, of=d, why=f"{r} dimensions change, which are not pairs")
+        return Rotation(dims=r, of=d, why=f"{r} dimensions change, which do not form pairs")
     z = y[..., among]
     pairs = {"half": (z[..., : r // 2], z[..., r // 2 :]), "interleaved": (z[..., ::2], z[..., 1::2])}
     fits = [name for name, (u, v) in pairs.items() if _turns(u, v, tolerance)]

@@ -222,12 +222,12 @@ class _Bounds:
         plan = self.plan
         found = []
         if self.geometry.model_type is None and (plan.query_input or plan.query_gain or plan.key_gain):
-            found.append("no model_type: gains read as w, not 1 + w, and logits taken as divided by √head_dim")
+            found.append("no model_type: gains read as w, not 1 + w, and logits assumed to be divided by √head_dim")
         missing = [plan.query_input, plan.key_input, *([plan.rope_input] if plan.query_rope else [])]
         if not (plan.query_gain and plan.key_gain) and None in missing:
             found.append("no norm found before the projections: weights alone give no logit bound")
         if plan.query_rope is not None and (plan.query_gain or plan.key_gain):
-            found.append("q/k norm on MLA: no bound given")
+            found.append("q/k norm on MLA: no bound is computed")
         return found
 
 
@@ -279,7 +279,7 @@ class TensorReport:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The result of `scan`: attention sites, unread candidates with the reason, and every tensor."""
+    """The result of `scan`: attention sites, candidates that could not be read with the reason, and every tensor."""
 
     path: str  #: path of the checkpoint, as given
     n_bytes: int  #: size of the checkpoint in bytes

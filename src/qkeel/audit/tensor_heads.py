@@ -41,7 +41,7 @@ UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of attention; None if neither config nor flags give them. `scale` None means 1/√head_dim."""
+    """The sizes of an attention layer; None if neither config nor flags give them. `scale` None means 1/√head_dim."""
 
     n_heads: int | None = None  #: query heads
     n_kv_heads: int | None = None  #: key heads
@@ -358,7 +358,7 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
 
 def _contradiction(geometry: Geometry, size: int, groups: int, heads: int) -> str:
     if geometry.n_kv_heads not in (None, groups):
-        return f"there are {groups} key heads of that width, config or flags say {geometry.n_kv_heads}"
+        return f"there are {groups} key heads of that width, but config or flags say {geometry.n_kv_heads}"
     if heads % max(groups, 1):
         return f"{groups} key heads do not divide {heads} heads"
     if geometry.head_dim not in (None, size):
@@ -527,5 +527,5 @@ def _left_over(tensors: Tensors, known: list[str]) -> list[Unknown]:
     shown = []
     for module, leaves in lost.items():
         if not any(site == module or site.startswith(f"{module}.") or module.startswith(f"{site}.") for site in known):
-            shown.append(Unknown(module, f"no known names of query and key among {', '.join(sorted(leaves)[:6])}"))
+            shown.append(Unknown(module, f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"))
     return shown

@@ -135,7 +135,7 @@ def begun(named: str, runner: PolicyRunner, planned: PlannedRates | None) -> Row
     """The event that an autopilot begins with: what a replay needs besides the records."""
     known = planned is not None and planned.steps <= MOST_PLANNED
     alone = [f"{s.name}: {s.unknown}" for s in runner.sites if s.unknown] + list(runner.missed)
-    unverified = f". It leaves alone what was not verified: {'; '.join(alone)}" if alone else ""
+    unverified = f". It does not act on unverified attention: {'; '.join(alone)}" if alone else ""
     return {
         "event": "autopilot",
         "policy": named,

@@ -128,8 +128,8 @@ class Autopilot(Handle):
 
     `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies that act on optimizer
     steps, but keeps a norm, because the model was trained with it. `events` lists every action of the autopilot, as the
-    run's event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass
-    that to `load_state_dict()` before the next step.
+    run's event log does. To checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass it
+    to `load_state_dict()` before the next step.
 
     The policy bases its decisions on the measurements of step s, and makes them when step s + 1 is complete. By then
     the measurements have arrived from the device and from all processes, so nothing waits, and every process has the
@@ -216,7 +216,7 @@ class Autopilot(Handle):
         """Returns the sites if they are known without a training pass.
 
         Raises:
-            RefusedError: they are not.
+            RefusedError: the sites are not known.
         """
         if self.monitor.sites:
             return list(self.monitor.sites)

@@ -1,7 +1,7 @@
 """Policies of the autopilot: pure functions that map the records of a run to the next remedy.
 
-Shapes: n records; [layers heads] for one record, [n layers heads] for series. Heads that a layer does not have, or
-that were not measured, are NaN.
+Shapes: n records; [layers heads] for one record, [n layers heads] for series. Numbers of heads that a layer does not
+have, or that were not measured, are NaN.
 """
 
 from __future__ import annotations
@@ -284,7 +284,8 @@ RULES: tuple[Rule, ...] = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(Policy):
-    """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, request a lower learning rate.
+    """Escalates per head and site: watch closer, qk_clip, lalr, a calibrated norm, and a request for a lower learning
+    rate.
 
     *Watch closer* measures every `every` steps, for the first `calm` records and while some head over 8 nats has
     doubled and is forecast to end above 100. *qk_clip* at `threshold` starts when an alarm of RULES fires; it acts on
@@ -353,7 +354,7 @@ class _Step:
             Action.WATCH: "a record every few steps; nothing else changes",
             Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
             Action.RATES: f"steps of this layer's query and key weights are at most {self.ladder.tau:g} times as long",
-            Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed for it",
+            Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr are removed",
             Action.RATE: "the logits grow in proportion to the learning rate",
             Action.NONE: "no change; the run continues as it is",
         }[action]
@@ -380,7 +381,7 @@ class _Step:
             return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
         if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
             return []
-        return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is active")]
+        return [self.off(spec, None, Action.WATCH, (), "nothing grows and no action is active")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
         """Clips the heads that an alarm concerns; at sites with a remedy, all heads over the threshold."""

@@ -198,7 +198,7 @@ def layout(
     for place, letter in zip(places, letters):
         groups[place] = letter
     headless = not sizes and len(lead) < 2
-    guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension is heads"
+    guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension holds the heads"
     return HeadLayout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
 
 
@@ -466,7 +466,7 @@ def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, 
 
 @torch.no_grad()
 def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
-    """The logsumexp of each row of a captured call over its keys, see `kernels.statistics.row_logsumexp`."""
+    """The logsumexp of each row of a captured call over its keys; see `kernels.statistics.row_logsumexp`."""
     with torch.autocast(_device(call), enabled=False):
         if not isinstance(call, ScoresCall):
             return row_logsumexp(call)

@@ -193,7 +193,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 # A user's example batch as arguments of the model's forward, the beginning of a few of its rows, and the state of a
-# model that a pass on it may change, put back afterwards.
+# model that a pass on it may change, restored afterwards.
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -294,7 +294,7 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value.values())) if type(value) is dict else isinstance(value, _PLAIN)
 
 
-# --- The state of a model that a forward pass may change, put back after it; its arguments, kept to make it again
+# --- The state of a model that a forward pass may change, restored after it; its arguments, kept to make it again
 
 
 def copied(value: Any) -> Any:
@@ -310,7 +310,7 @@ def _copy(value: object) -> object:
 
 @contextmanager
 def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
-    """A context that restores the random streams of Python, NumPy and torch, on the CPU and these GPUs."""
+    """A context that restores the random generators of Python, NumPy and torch, on the CPU and these GPUs."""
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())
@@ -322,7 +322,7 @@ Undo = Callable[[], None]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
-    """A context that restores what a forward pass changes: random streams, buffers, attributes, required gradients.
+    """A context that restores what a forward pass changes: random generators, buffers, attributes, required gradients.
 
     The function that it yields restores this state between two passes.
     """
@@ -352,7 +352,7 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
 
 
 def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
-    """Functions that put back a module's own tensors and attributes, and what its lists, dicts, sets and generators
+    """Functions that restore a module's own tensors and attributes, and what its lists, dicts, sets and generators
     held; `torchs_own` are the names of attributes that every module has."""
     if isinstance(module, torch.jit.ScriptModule):
         yield _keep_values(list(module.buffers(recurse=False)))
@@ -366,7 +366,7 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
 
     def restore() -> None:
         state = vars(module)
-        # Most modules have nothing to put back.
+        # Most modules have nothing to restore.
         plain = not (buffers or held or hooks_after(module) or buffers_of(module))
         if plain and [*state] == names and all(map(operator.is_, state.values(), objects)):
             return

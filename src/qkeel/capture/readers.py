@@ -455,7 +455,7 @@ def flash(given: Kwargs) -> AttentionCall:
     if ends is None:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     elif not (len(q) and len(k)):
-        raise UnreadError("no sequence with a token in it")
+        raise UnreadError("no sequence that contains a token")
     else:
         of_keys = _first(given, ("cu_seqlens_k", "cu_seq_k"))
         longest = given.get("max_seqlen", given.get("max_seqlen_k", given.get("max_k")))

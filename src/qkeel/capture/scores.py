@@ -521,7 +521,7 @@ _WORDS: Mapping[str, str] = {
     "einsum": "an einsum with a weight",
     "matmul": "a product with a weight",
     "topk": "a selection of the largest",
-    "scatter": "a selection of some, written into a new tensor",
+    "scatter": "a selection of some elements, written into a new tensor",
     "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
     "setitem": "writing into a tensor piece by piece",
 }

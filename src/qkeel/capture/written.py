@@ -193,7 +193,7 @@ class EagerAttentionTracer:
             return added(tag, more, factors_of(name, bool(args) and args[0] is x, kwargs), out, frame)
         if self._names is None or more is not None or tag.table or not depends_on_input(other, tag, out):
             return None
-        why = "what is added to it depends on the input and is not a product"
+        why = "a term added to its scores depends on the input and is not a product"
         new = dataclasses.replace(tag, lost=(*tag.lost, why))
         return new if name.startswith(("sub", "rsub", "isub")) else hidden_by_sum(new, other, out)
 
@@ -305,7 +305,9 @@ class EagerAttentionTracer:
         elif found.added is not None:
             tag = hidden_by_sum(tag, found.added, out)
             if self._names is not None and not tag.table and depends_on_input(found.added, tag, out):
-                tag = dataclasses.replace(tag, lost=("what is added to it depends on the input and is not a product",))
+                tag = dataclasses.replace(
+                    tag, lost=("a term added to its scores depends on the input and is not a product",)
+                )
         self.tags.put(out, tag)
 
     @torch.no_grad()
@@ -326,7 +328,7 @@ class EagerAttentionTracer:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
         if dim < x.ndim - 2 and not any(along_keys(part.sides, dim) for part in tag.parts):
-            where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the one before"
+            where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the second-to-last"
             self.lost.miss(tag.frame.shared_with(frame), "softmax", where)
             return None
         return self._report_softmax(frame, tag, x, dim)
@@ -593,7 +595,7 @@ def _layout(
     batch = next((f.batch for f in frame.line() if f.batch), 0)
     found = layout(x.shape, heads, batch, keys, rows)
     if several and not found.guess:
-        why = f"scores of shape {tuple(x.shape)} do not show which dimension is queries"
+        why = f"scores of shape {tuple(x.shape)} do not show which dimension holds the queries"
         return dataclasses.replace(found, guess=why)
     return found
 

@@ -51,9 +51,10 @@ def _example(command: str) -> str:
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the script that completes commands and options in bash, zsh or fish.
 
-    For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`; for zsh a file `_qkeel` in a
-    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. New shells then complete commands. Write the
-    script again after an upgrade of qkeel. This takes seconds, because it imports every command to list its options.
+    For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`. For zsh, write it to a file
+    `_qkeel` in a folder of $fpath; for fish, to ~/.config/fish/completions/qkeel.fish. New shells then complete
+    commands. Write the script again after you upgrade qkeel. This takes seconds, because it imports every command to
+    list its options.
 
     Args:
         shell: The shell.
@@ -73,7 +74,7 @@ def _about_commas(words: Sequence[str], error: str) -> str:
     """Returns an error with what is to be said if it names a value with commas: several may have been meant."""
     values = [word.partition("=")[2] if word.startswith("--") else word for word in words]
     meant = next((v.split(",") for v in values if "," in v and v in error and "=" not in v.partition(",")[2]), [])
-    hint = f". Where an option takes several values, spaces separate them: {' '.join(meant)}"
+    hint = f". If an option takes several values, spaces separate them: {' '.join(meant)}"
     return error.rstrip(".") + hint if meant else error
 
 

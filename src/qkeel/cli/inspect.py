@@ -65,7 +65,7 @@ def explain(text: str) -> str:
     if len(found) < len(remedies_of(text)):
         found.append(_formula(text))
     elif found:
-        found.append("what attention computes stays the model's own")
+        found.append("the attention computation stays the model's own")
     return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *found])
 
 
@@ -90,7 +90,7 @@ def scan(
     tensors_only: Switch = False,
     json_: JsonSwitch = False,
 ) -> int:
-    """Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they allow.
+    """Read a checkpoint without running it, and print the norms of each head's weights and the logits they allow.
 
     The exit code is 1 if a weight is NaN or infinite.
 

@@ -282,17 +282,17 @@ class HowFlags:
     """Options that control how a study is executed; none of them changes a result."""
 
     jobs: Unset[int] = None
-    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most 4; on a
-    cluster, as many as it has]."""
+    """Number of parallel processes, each with a run or a stack of runs [default: the number of cores, at most
+    4; on a cluster, as many as the cluster has]."""
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are executed: local, ray, dask or slurm, with options, like slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ only in seed, steps and rates together as one model: auto (small models only), off, or
     the number of runs."""
     shard: Unset[str] = None
-    """Do only part i of n, given as i/n: one part per machine or array task, all in one directory."""
+    """Run only part i of n, given as i/n: one part per machine or array task, all in one directory."""
     dry_run: Switch = False
-    """Only report what would be run, and for about how long."""
+    """Only report what would be run, and about how long it would take."""
     baseline: Annotated[str, Parameter(show_default=False)] = "none"
     """The remedy that the report compares the others with, like qk_norm [default: none]."""
     fail_on_collapse: Switch = False
@@ -479,7 +479,7 @@ def _execute(console: Console, plan: Plan, out: Path, execution: Execution) -> S
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
     if plan.contexts:
-        console.print("mean over seeds, next tokens predicted in %:", highlight=False)
+        console.print("next-token accuracy in %, mean over seeds:", highlight=False)
         console.print(extrapolated(result.long_table))
         return
     for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
@@ -503,7 +503,7 @@ def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> s
     try:
         seconds = estimate_seconds(left, jobs)
     except Exception as error:  # a node that only submits may lack the device; the runs say themselves what fails
-        return f"no estimate of the time: the first steps fail here with {type(error).__name__}: {error}"
+        return f"no time estimate: the first steps failed here with {type(error).__name__}: {error}"
     return f"about {spent(seconds)} on this machine" if seconds >= least else ""
 
 
@@ -540,8 +540,8 @@ def recommend(
 ) -> int:
     """Print the logits to expect from a configuration and the gain of each remedy, based on measured runs.
 
-    Every number has an interval and the measurements behind it. Outside the measured range the answer is "not known",
-    with the settings that lie outside.
+    Every number comes with an interval and the measurements behind it. Outside the measured range the answer is "not
+    known", with the settings that lie outside.
 
     Args:
         source: A recipe, a transformers config.json or its folder, or the directory of a run; flags override it.

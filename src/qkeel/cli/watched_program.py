@@ -74,7 +74,7 @@ class Fix:
         spec = found[1]
         again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
         if self.launched:
-            again = f"start it again with --apply {spec} before the --"
+            again = f"restart it with --apply {spec} before the --"
         why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
         return [f"to fix it: {again}", f"or in the script, after the optimizer is created: {found[0]}{why}"]
 
@@ -82,7 +82,7 @@ class Fix:
 # In the workers of torchrun: the command that was typed behind `qkeel watch --`.
 TYPED = "QKEEL_TYPED_COMMAND"
 _APPLY = re.compile(r'qkeel\.apply\("([^"]+)", model, optimizer[^)]*\)')
-_WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new training try qk_norm first)"
+_WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
 
 
 @final
@@ -558,9 +558,7 @@ class WatchSession:
             if (monitor := run.monitor()) is not None:
                 monitor.training_over(self.writer)
             elif (last := run.message_sink.last) is not None:
-                self.writer(
-                    f"{run.model} is measured up to step {last:,}: the script deleted the model before it ended"
-                )
+                self.writer(f"{run.model} is measured up to step {last:,}: the script deleted the model before ending")
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
         for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record
@@ -591,8 +589,8 @@ class WatchSession:
     def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:
             return (
-                "the script made no torch.optim.Optimizer in this process. If it starts processes that train, start "
-                "them with torchrun instead; elsewhere call qkeel.watch(model) in it"
+                "the script created no torch.optim.Optimizer in this process. If it starts processes that train, start "
+                "them with torchrun instead; otherwise call qkeel.watch(model) in the script"
             )
         if not self._runs and self._by_script:
             return "the script watches its models itself"
@@ -603,8 +601,8 @@ class WatchSession:
             return f"no attention was seen in the passes of {models}"
         if any(monitor.passes for monitor in monitors):
             return (
-                f"{models} was called, but no step of its optimizer was seen. It ended before the first one, or a "
-                "compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
+                f"{models} was called, but no step of its optimizer was seen. The script ended before the first one, "
+                "or a compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
             )
         return f"the script ended before {models} was called"
 

@@ -60,7 +60,7 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
     Returns:
         Shares in (0, 1], of the same shape.
 
-    Source: the arithmetic behind what Yang et al. 2025, arXiv 2501.18795, report of QK-norm: logits too close together.
+    Source: derived; it explains why Yang et al. 2025, arXiv 2501.18795, find logits under QK-norm too close together.
 
     >>> [round(float(dilution_bound(torch.tensor(8.0), n)), 2) for n in (512, 4096)]
     [0.78, 0.31]
@@ -79,7 +79,7 @@ def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> F
 def gram_interaction_norms(
     a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
-    """Returns Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
+    """Returns the Frobenius and spectral norms of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
     ‖·‖_F² = Σ a ∘ b; for the spectral norm see `interaction_norm`. NaN where a or b is not finite.
     Source: as `logit_frobenius`.
@@ -191,7 +191,7 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
 def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
     """Returns a matrix with the singular values of aᵀ b, at most r by r, in float64; NaN if it is not finite.
 
-    R_a R_bᵀ of thin QR factorisations, see `product_spectrum`. The host does not wait for a device.
+    It is R_a R_bᵀ of thin QR factorisations; see `product_spectrum`. The host does not wait for a device.
 
     Args:
         a: the left factor.
@@ -208,14 +208,14 @@ def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Flo
 
 
 def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
-    """Returns the spectra of matrices in float64, such as those that `small_product` makes of many sites.
+    """Returns the spectra of matrices in float64, such as those that `small_product` returns for many sites.
 
     On a GPU the host waits once for all of them.
 
     Args:
         product: the matrices.
 
-    Source: the definitions, see `Spectrum`.
+    Source: the definitions; see `Spectrum`.
     """
     finite = product.isfinite().flatten(-2).all(-1)
     sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))
@@ -232,7 +232,8 @@ def step_products(
     key: Float[Tensor, "*h r n"],
     key_step: Float[Tensor, "*h r n"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes of W_Qᵀ W_K per head by a step.
+    """Returns small matrices with the singular values of Δ₂ and Δ₃, the changes that a step makes to each head's W_Qᵀ
+    W_K.
 
     Rows are head features, r = d_head.
 
@@ -245,7 +246,7 @@ def step_products(
         key: W_K of each head before the step.
         key_step: ΔW_K.
 
-    Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W for this W x.
+    Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W where this module writes W x.
     """
     second = small_product(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
     return second, small_product(query_step, key_step)
@@ -311,8 +312,8 @@ def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
 def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -> Float[Tensor, "*h"]:
     """Returns E‖W x‖² = σ² ‖W‖_F² for x with independent entries of mean 0 and standard deviation σ.
 
-    A class of inputs with entries k times as large gives queries k times as long. Behind a norm of x (RMS 1 for every
-    token) σ is 1 for all classes. Source: derived, E[x xᵀ] = σ² I.
+    Inputs with entries k times as large give queries k times as long. After a norm of x (RMS 1 for every token), σ is 1
+    for all inputs. Source: derived, E[x xᵀ] = σ² I.
     """
     return sigma**2 * weight.square().sum((-2, -1))
 
@@ -373,8 +374,8 @@ def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "
 
     X ← aX + (b A + c A²) X with A = X Xᵀ, (a, b, c) = (3.4445, -4.7750, 2.0315), X₀ = g / (‖g‖_F + 1e-7).
 
-    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. They iterate in bfloat16, which CPUs without bfloat16
-    units emulate; there float32 is faster and no less exact.
+    Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. Their code iterates in bfloat16, which CPUs without
+    bfloat16 units emulate; there float32 is faster and no less exact.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = g.shape[-2] > g.shape[-1]
@@ -391,7 +392,7 @@ def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitChange:
-    """The change per query head of signed logits before the cap, in nats, over `n_pairs` visible pairs.
+    """How much the signed logits of each query head change, before the cap and in nats, over `n_pairs` visible pairs.
 
     All fields are 0 without pairs. Detached; float32 or wider.
     """
@@ -420,7 +421,7 @@ def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[
 
 
 def change_rows(change: Tensor, seen: VisibleKeys) -> dict[str, Tensor]:
-    """Returns root sum of squares, sum of magnitudes, largest magnitude and count of blanked changes per query row."""
+    """Returns each query row's root sum of squares, sum and maximum of magnitudes, and count of blanked changes."""
     b, h, r, _ = change.shape
     norm = torch.linalg.vector_norm(change, dim=-1)
     size = change.abs_()
@@ -435,7 +436,7 @@ def no_change_rows(like: Tensor) -> dict[str, Tensor]:
 
 
 def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
-    """Reduces the rows of all parts to the change per head, over counted rows that see a key."""
+    """Reduces the rows of all parts to one change per head; rows count if they see a key and are not masked out."""
     rows = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
     norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))

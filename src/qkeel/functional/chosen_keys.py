@@ -14,7 +14,7 @@ Pairs = Bool[Tensor, "b h r s"]
 
 
 def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]) -> dict[str, Tensor]:
-    """Returns where the chosen keys of each row lie, by the recorded names of the numbers [b h r].
+    """Returns where the chosen keys of each row lie, as numbers [b h r], keyed by recorded name.
 
     With n keys to choose from and c chosen ones: select_share c / n; select_distance, the mean distance of the chosen
     keys in tokens over n, and select_distance_max, the largest; select_local_share, the share of the chosen keys that
@@ -22,10 +22,11 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
 
     Args:
         chosen: the keys that each row reaches, a part of `allowed`.
-        allowed: the keys that it could have chosen.
+        allowed: the keys that the row could have chosen.
         positions: the place of each row's query among the keys.
 
-    Source: the first three as in llm-internal-medicine's dsa_metrics; the last derived, without a width of its own.
+    Source: llm-internal-medicine's dsa_metrics for the first three; the last is derived here, and needs no window
+    width.
     """
     s = chosen.shape[-1]
     n, c = (x.sum(-1).clamp_min(1) for x in (allowed, chosen))
@@ -42,18 +43,18 @@ def chosen_distances(chosen: Pairs, allowed: Pairs, positions: Int[Tensor, " r"]
 
 
 def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how much of dense attention the chosen keys keep, by the recorded names of the numbers [b h r].
+    """Returns how much of dense attention the chosen keys keep, as numbers [b h r], keyed by recorded name.
 
     Let p be the softmax of z over all allowed keys. dense_recall R is the weight of p on the chosen keys. Attention to
-    these alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share is 1
-    where the largest logit belongs to a chosen key. dense_entropy is that of p, in nats.
+    these keys alone is p / R, so its divergence from dense attention is KL = -ln R, dense_kl in nats. dense_top_share
+    is 1 where the largest logit belongs to a chosen key. dense_entropy is the entropy of p, in nats.
 
     Args:
         z: logits of all pairs after the cap, in nats.
         chosen: the keys that each row reaches, a part of `allowed`.
-        allowed: the keys that it could have chosen.
+        allowed: the keys that the row could have chosen.
 
-    Source: derived; the same numbers as in llm-internal-medicine's dsa_metrics.
+    Source: derived; llm-internal-medicine's dsa_metrics has the same numbers.
     """
     every = z.masked_fill(~allowed, -torch.inf)
     logs = every.log_softmax(-1)
@@ -68,20 +69,20 @@ def dense_comparison(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
 
 
 def key_coverage(chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h"]:
-    """Returns the share of the keys of any row that some row chose: low where all rows choose the same keys.
+    """Returns the share of all available keys that at least one row chose; it is low if all rows choose the same keys.
 
-    Source: as in llm-internal-medicine's dsa_metrics, over the rows that are given.
+    Source: llm-internal-medicine's dsa_metrics, over the given rows.
     """
     return chosen.any(-2).sum(-1) / allowed.any(-2).sum(-1).clamp_min(1)
 
 
 def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> dict[str, PerRow]:
-    """Returns how an indexer's scores tell chosen keys from others, by the recorded names of the numbers [b h r].
+    """Returns how an indexer's scores distinguish chosen keys from others, as numbers [b h r], keyed by recorded name.
 
     index_margin is the mean score of the chosen keys minus that of the others. index_top_mass is the sum of the chosen
     keys' positive scores over that of all keys, 0 where none is positive.
 
-    Source: the same numbers as in llm-internal-medicine's dsa_metrics.
+    Source: llm-internal-medicine's dsa_metrics, which has the same numbers.
     """
 
     def mean(over: Pairs) -> PerRow:
@@ -97,14 +98,15 @@ def index_choice(scores: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs
 def index_divergence(
     scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], seen: Bool[Tensor, "b 1 r s"]
 ) -> Float[Tensor, "b 1 r"]:
-    """Returns Σ_s p_s ln(p_s / q_s), q a softmax over an indexer's scores and p dense attention, its mean over heads.
+    """Returns Σ_s p_s ln(p_s / q_s), with q a softmax over an indexer's scores and p the mean of dense attention over
+    heads.
 
     Args:
-        scores: of the indexer.
+        scores: the scores of the indexer.
         z: attention logits of all pairs after the cap, in nats.
-        seen: the keys that both softmaxes are over.
+        seen: the keys over which both softmaxes run.
 
-    Source: the loss that indexers are trained on while attention is still dense, DeepSeek-V3.2 (2025).
+    Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
     """
     p = z.masked_fill(~seen, -torch.inf).softmax(-1).mean(1, keepdim=True)
     logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
@@ -114,13 +116,13 @@ def index_divergence(
 def index_sizes(
     q: Float[Tensor, "... d"], k: Float[Tensor, "... d"], weights: Float[Tensor, ...] | None
 ) -> dict[str, Tensor]:
-    """Returns the sizes of an indexer's queries, keys and weights of heads, by the recorded names of the numbers.
+    """Returns the sizes of an indexer's queries, keys and head weights, keyed by recorded name.
 
     A score is Σ_j w_j ReLU(q_j·k). index_query_norm and index_key_norm are the L2 norm of each vector.
     index_weight_mean is w, index_weight_max its magnitude, and index_weight_negative is 1 where w < 0: a large q_j·k
-    then speaks against a key.
+    then lowers a key's score.
 
-    Source: the same tensors as in llm-internal-medicine's dsa_metrics, which takes root mean squares of numbers.
+    Source: llm-internal-medicine's dsa_metrics, which takes root mean squares of the same tensors instead of L2 norms.
     """
     found = {"index_query_norm": q.norm(dim=-1), "index_key_norm": k.norm(dim=-1)}
     if weights is not None:

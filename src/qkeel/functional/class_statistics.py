@@ -148,8 +148,8 @@ class KeyClasses:
 class ClassStats:
     """LogitStats of one site split by the class of the query and of the key, per query head [h] or key head [g].
 
-    Logits, norms and weights are defined as in LogitStats. Tokens without a class are not counted. The query's class
-    comes first: max_logit[h, a, b] covers queries of class a and keys of class b.
+    Logits, norms and weights are defined as in LogitStats. Tokens without a class are not counted. The class of the
+    query comes first, so max_logit[h, a, b] covers queries of class a and keys of class b.
 
     Attributes:
         max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf without pairs.
@@ -158,7 +158,7 @@ class ClassStats:
             `mass` sum to one too, less the weight on keys without a class.
         uniform_mass: `mass` if every query spread its weight evenly over the keys it sees; the baseline for `mass`.
         query_norm: mean L2 norm over `n_normed` queries. That count is 0 if only logits, not q and k, were seen.
-        key_norm: mean L2 norm over `n_keys` keys. That count is 0 in the same case.
+        key_norm: mean L2 norm over `n_keys` keys, whose count is 0 in the same case.
     """
 
     names: tuple[str, ...]  #: names of the c classes

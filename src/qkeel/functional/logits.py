@@ -98,10 +98,10 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     numerator and denominator are averaged separately. The average of the ratio itself keeps growing beyond this λ.
 
     Args:
-        n: keys that a query sees, above 1; for a decoder half of the training length.
+        n: number of keys that a query sees, above 1; for a decoder, half of the training length.
         head_dim: d, at least 2.
 
-    Source: Su 2023, kexue.fm 9812. Its fit for 128 numbers and n near 256 is 4 ln n.
+    Source: Su 2023, kexue.fm 9812. For head_dim 128 and n near 256, λ is about 4 ln n.
 
     >>> round(gradient_scale(256, 128), 2), round(gradient_scale(256, 64), 2), round(gradient_scale(256), 4)
     (22.29, 16.64, 1.8635)
@@ -160,7 +160,7 @@ def deepnorm(sublayers: int) -> tuple[float, float]:
     """Returns DeepNorm's (α, β) = (n^(1/4), (4n)^(-1/4)) for n sublayers: x ← N(αx + F(x)), F's output scaled by β.
 
     Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
-    Counting a layer of one sublayer (GAU) once is qkeel's reading.
+    qkeel counts a layer that has a single sublayer (GAU) once.
 
     Raises:
         InvalidValueError: there is no sublayer.
@@ -236,7 +236,7 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
     """Returns relu(z)² / n with n = number of visible keys of the row.
 
     Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring. The paper's own
-    code divides the logit by n before squaring, which gives another result.
+    code divides the logit by n before squaring, which gives a different result.
     """
     n = z.shape[-1] if visible is None else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
     return _blank(torch.relu(z).square() / n, visible)

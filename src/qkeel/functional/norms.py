@@ -39,7 +39,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
-    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded to half."""
+    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -79,7 +79,7 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
 
 
 def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: that of x's norm."""
+    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: the same as for x's norm."""
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)
@@ -167,8 +167,8 @@ class StreamValues:
 
     Args:
         x: the states [... m].
-        before: the stream that enters the block, where x is compared with it.
-        factor: what the block multiplies x by when it adds it.
+        before: the stream that enters the block, if x is compared with it.
+        factor: the factor by which the block multiplies x when it adds it.
     """
 
     def __init__(self, x: Tensor, before: StreamValues | None = None, factor: float = 1.0) -> None:

@@ -76,7 +76,7 @@ def rotate(
     """Rotates pairs of the first 2·half dimensions of x; the rest passes through.
 
     Pair i is (x_i, x_{i+half}) for "half" (GPT-NeoX, Llama), (x_{2i}, x_{2i+1}) for "interleaved" (RoFormer,
-    Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it turns "half" by -θ):
+    Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it rotates "half" by -θ):
     (a, b) -> (a cos - b sin, b cos + a sin). Source: Su et al. 2021, arXiv 2104.09864.
 
     Args:
@@ -166,7 +166,7 @@ def interpolate(theta: Frequencies, factor: float) -> Frequencies:
 
 
 def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> Frequencies:
-    """Returns θ_i · k^(-2i/d), the base times k; `exact`: θ_i · k^(-2i/(d - 2)), the last pair exactly 1/k as fast.
+    """Returns θ_i · k^(-2i/d), as for the base times k; `exact`: θ_i · k^(-2i/(d - 2)), with the last pair 1/k as fast.
 
     Source: bloc97 2023 (NTK-aware); the exact base as in transformers' "dynamic" rope; "NTK-old" of kexue.fm 9706.
 
@@ -210,8 +210,8 @@ def yarn(
 ) -> Frequencies:
     """Returns θ_i (γ_i + (1 - γ_i)/factor), γ = 1 for pairs with more than `fast` turns in training, 0 below `slow`.
 
-    ramp="paper": γ is linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: linear
-    in the index i between the floor and the ceiling of the two cut-offs, a clearly different curve.
+    ramp="paper": γ is linear in the number of turns r_i = L θ_i / 2π. "code", as released and in transformers: γ is
+    linear in the index i between the floor and the ceiling of the two cut-offs, a clearly different curve.
 
     Source: Peng et al. 2023, arXiv 2309.00071, section 3.2.
 
@@ -221,7 +221,7 @@ def yarn(
         train_length: L, in tokens.
         base: RoPE base of the frequencies.
         fast: a pair with at least this many turns in training keeps its frequency.
-        slow: a pair with fewer turns is slowed by the whole factor.
+        slow: a pair with fewer turns is slowed by the full factor.
         ramp: the form of γ between the two, "code" or "paper".
     """
     half = len(theta)
@@ -241,7 +241,7 @@ def yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """Returns the factor 0.1 ln factor + 1 on cos and sin, squared in the logits. 1 for a factor of at most 1.
+    """Returns the factor 0.1 ln factor + 1 on cos and sin, which is squared in the logits; 1 for a factor of at most 1.
 
     Source: Peng et al. 2023, arXiv 2309.00071, equation 22.
 
@@ -260,7 +260,7 @@ def llama3(theta: Frequencies, factor: float, train_length: float, low: float = 
         theta: the frequencies in radians per token.
         factor: test length / training length.
         train_length: in tokens.
-        low: a pair with fewer turns in training is slowed by the whole factor.
+        low: a pair with fewer turns in training is slowed by the full factor.
         high: a pair with more turns keeps its frequency.
     """
     turns = train_length * theta / (2 * math.pi)

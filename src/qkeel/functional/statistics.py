@@ -55,8 +55,8 @@ class LogitStats:
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
             dropout. Weights sum to one over the keys and, as in the entropy, over a sink column if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
-        qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
-            product. A scale that the model folds into q is included. Divide by √d for logits with the scale 1/√d.
+        qk_frobenius: √Σ (q·k)² over the pairs, for q and k as they enter the product, without scale, bias or cap. A
+            scale that the model folds into q is included. Divide by √d for logits with the scale 1/√d.
         cos_max: largest cosine of the angle between q and k; 0 if one of them is zero.
         cos_mean: mean of these cosines.
         n_products: number of pairs behind the previous three. It is 0 if only logits, not q and k, were seen; the three
@@ -132,7 +132,7 @@ class LogitStats:
 
     @classmethod
     def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
-        """Returns the neutral element with expanded scalars from `number(value, is_count)`, shared by equal fields."""
+        """Returns the neutral element, expanded from scalars of `number(value, is_count)`; equal fields share one."""
         heads = n_heads, n_kv_heads
         kinds = {kind: number(*kind) for kind in {form[0] for form in _FORMS.values()}}
         return cls(**{name: kinds[kind].expand((heads[of], *more)) for name, (kind, of, more) in _FORMS.items()})  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ class LogitBracket:
     bounds meet exactly when attention collapses. `entropy_error` is half the width of a 95 % interval if the entropy
     comes from a sample of rows, else None. `certified` marks heads whose `lower` is the exact maximum; a head with a
     NaN or infinite logit is never certified. `max_logit` is the maximum where it is certified. `note` says what was
-    computed and why, if the bounds needed a pass of their own.
+    computed and why, if the bounds needed a separate pass.
     """
 
     lower: PerHead

@@ -105,7 +105,7 @@ def sum_terms(
                 raise UnknownRowsError("the operations on it hide the q and k from which it is computed")
             own, after_norm = logit_terms(q, k, frame, names)
         except UnknownRowsError as error:
-            which = f"its logit is a sum of {len(products)} products, and number {i + 1} is not known: "
+            which = f"its logit is a sum of {len(products)} products, and product {i + 1} is not known: "
             raise UnknownRowsError(f"{which if len(products) > 1 else ''}{error}") from error
         terms += own
         normed = normed or after_norm

@@ -257,7 +257,8 @@ class AttentionSite:
     `unverified` says why an experiment did not confirm that these weights, and no others, determine the logits of these
     heads. `normed`: a norm lies between the weights and the logit, one that is part of the model, not of the spec.
     `unscaled` says how an experiment showed that the logits do not grow with the rows of q, or of k, as a product does.
-    `below`: only a CaptureMode with dispatch=True sees it. `description` is set for a site described by hand.
+    `below`: only a CaptureMode with dispatch=True sees this attention. `description` is set for a site described by
+    hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None if consecutive query heads share one. `layout`
     gives the dimensions of the scores of hand-written attention; `layout.guess` says why they are a guess, if they are.
@@ -306,8 +307,8 @@ class AttentionSite:
         return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
-        """Returns, for each query head, its head in a weight with rows for n heads: query heads, key heads, or one that
-        all share.
+        """Returns, for each query head, its index in a weight with rows for n heads: query heads, key heads, or one
+        shared head.
 
         >>> site = AttentionSite(
         ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8
@@ -386,11 +387,11 @@ class Sites(list[AttentionSite]):
 
     Attributes:
         missed: attention layers that were seen but not understood.
-        indexers: modules whose scores choose keys for one of the sites: a top-k uses the scores, not a softmax, and no
+        indexers: modules whose scores choose keys for one of the sites, through a top-k and not through a softmax. No
             remedy acts on these modules. The name of an indexer is that of the first site of its layer, followed by
             #index.
         linear: the names of the modules that mix positions without logits, such as linear attention and state-space
-            layers, in a model that also has attention: nothing is measured in them, and no remedy acts on them.
+            layers, in a model that also has attention. Nothing is measured in them, and no remedy acts on them.
     """
 
     def __init__(

@@ -410,7 +410,8 @@ def _words(chosen: Sequence[Chosen], moved: Sequence[bool], expected: Sequence[b
     names = ", ".join(dict.fromkeys(s.parameter for s, _ in chosen))
     heads, should = ([h for h, yes in enumerate(given) if yes] for given in (moved, expected))
     return (
-        f"changing the rows of {names} known for the logits of {_heads(should)} changed the logits of {_heads(heads)}"
+        f"changing the rows of {names} that produce the logits of {_heads(should)} changed the logits of "
+        f"{_heads(heads)}"
     )
 
 

@@ -192,7 +192,7 @@ with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 _NO_TRAINER = (
-    "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "
+    "no transformers.Trainer calls this callback, so no tracker gets its numbers; they are in state.log_history and "
     "in the callback's own sinks"
 )
 
@@ -201,13 +201,14 @@ _NO_TRAINER = (
 class QkeelCallback(WatchedTraining, TrainerCallback):
     """Watches from the first to the last step of `trainer.train()` and leaves the training bit for bit unchanged.
 
-    Add it with `Trainer(callbacks=[QkeelCallback()])`. What is measured at optimizer step s goes to every reporter of
-    the Trainer (TensorBoard, W&B, MLflow, …) in a separate log with global step s, however often the Trainer itself
-    logs, and into `trainer.state.log_history`. The Trainer prints two of the numbers: the largest logit and the mean
-    entropy. The last step is always measured.
+    Add it with `Trainer(callbacks=[QkeelCallback()])`. Numbers measured at optimizer step s go to
+    `trainer.state.log_history` and to everything that `report_to` names (TensorBoard, W&B, MLflow, …), in a separate
+    log with global step s, however often the Trainer itself logs. The Trainer prints two of the numbers: the largest
+    logit and the mean entropy. The last step is always measured.
 
     With `autopilot` the callback also bounds the logits of the heads that need it (`qkeel.autopilot`). Until its first
-    action, training is bit for bit the same as without. Its state is saved with each checkpoint and restored on resume.
+    action, training is bit for bit the same as without it. Its state is saved with each checkpoint and restored on
+    resume.
 
     Args:
         every: see `qkeel.watch`; by default every 50th step is measured, and every 5th among the first 20 and while
@@ -271,7 +272,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Passes on what has arrived from the device so far; measures the end of training if it stops early."""
+        """Passes on the numbers that have arrived from the device; measures the end of training if it stops early."""
         if self.monitor is not None and control.should_training_stop:
             self.monitor.training_over()
         self._send(args, state, control)
@@ -279,7 +280,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Passes on everything measured: the Trainer logs one last time before its reporters close."""
+        """Passes on everything measured: the Trainer logs one last time before its trackers close."""
         if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
             self._send(args, state, control)
 

@@ -24,8 +24,8 @@ with needed("qkeel.integrations.lightning", "lightning"):
 class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and passes its summaries to the loggers of the Trainer.
 
-    What is measured at optimizer step s is logged at step s, however often the Trainer itself logs, and is also passed
-    to the module's `log_dict` for callbacks that read metrics. The end is measured, early stops included.
+    Numbers measured at optimizer step s are logged at step s, however often the Trainer itself logs, and also go to the
+    module's `log_dict` for callbacks that read metrics. The last step is always measured, also after an early stop.
 
     Lightning calls `training_step`, not the LightningModule, so the callback watches the module inside: its only child
     with parameters, or the one that `module` names. A LightningModule with several children is watched as a whole if

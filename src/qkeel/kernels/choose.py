@@ -78,14 +78,15 @@ PREFERENCES: tuple[Preference, ...] = (
         calls="one query on a CPU",
         holds=lambda call: call.q.shape[2] <= 1 and call.q.device.type == "cpu",
         order=("decode", "sdpa", "chunked", "windowed", "native"),
-        reason="'native' takes 1.8 to 2.3 times the time of 'sdpa' and 1.3 times that of 'chunked'.",
+        reason="'native' takes 1.8 to 2.3 times as long as 'sdpa' and 1.3 times as long as 'chunked'.",
     ),
     Preference(
         calls="half precision with a gradient on a CPU that has AVX2 but no later extension",
         holds=_half_precision_training_on_avx2,
         order=("decode", "native", "chunked", "sdpa", "windowed"),
-        reason="In the forward and backward pass, torch's flash kernel takes 4.0 to 7.1 times the time of 'chunked', "
-        "and 'windowed', which is built on it, 2.3 to 3.5 times: the processor has no units for these types.",
+        reason="In the forward and backward pass, torch's flash kernel takes 4.0 to 7.1 times as long as 'chunked', "
+        "and 'windowed', which is built on it, 2.3 to 3.5 times as long: the processor has no units for these "
+        "types.",
     ),
     Preference(
         calls="a call with as many queries as keys",

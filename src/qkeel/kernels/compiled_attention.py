@@ -77,7 +77,7 @@ def _of_spec(call: AttentionCall) -> str | None:
     if isinstance(call, BandCall):
         return "the compiled attention supports windows on both sides, but not packed sequences"
     if not call.plain and (call.causal or biased or call.window is not None):
-        return "the compiled attention takes positions 0, 1, 2, … only"
+        return "the compiled attention only takes positions 0, 1, 2, …"
     if call.dropout:
         return "the compiled attention has no dropout"
     return None
@@ -89,11 +89,11 @@ def _of_tensors(call: AttentionCall) -> str | None:
     if not all(is_plain(x) and x.is_cpu for x in given):
         return "the compiled attention is for plain tensors on a CPU"
     if q.dtype not in STORED:
-        return f"the compiled attention computes in float32 on float32, bfloat16 and float16, not on {q.dtype}"
+        return f"the compiled attention takes float32, bfloat16 and float16 (computing in float32), not {q.dtype}"
     if q.shape[-1] % 8 or v.shape[-1] % 8 or not q.numel() or not v.numel():
         return f"the compiled attention takes widths that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"
     if mask is not None and mask.dtype not in _MASKS:
-        return f"the compiled attention does not read masks of {mask.dtype}"
+        return f"the compiled attention does not support masks of {mask.dtype}"
     return None
 
 
@@ -212,7 +212,7 @@ def _decode_refuses_tensors(call: AttentionCall) -> str | None:
     q, k = call.q, call.k
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
     if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
-        most = f"{ROWS} queries per key head at most, {TOKENS} per query head,"
+        most = f"at most {ROWS} queries per key head, at most {TOKENS} per query head,"
         return f"decoding is for {most} and more keys than queries"
     return _of_any(call)
 
@@ -220,7 +220,7 @@ def _decode_refuses_tensors(call: AttentionCall) -> str | None:
 def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
     q, k, v = call.q, call.k, call.v
     if not all(x.is_cpu and reads(x) for x in (q, k, v)):
-        return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
+        return "decoding is for float32, bfloat16 and float16 on a CPU, with widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
         return "decoding has no dropout and takes only boolean masks"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):

@@ -617,7 +617,7 @@ def _no_fused_call(call: AttentionCall) -> str:
     if device == "cuda" and torch.compiler.is_compiling():
         return "torch.compile cannot trace the choice of the fused operator"
     if call.v.shape[-1] != call.q.shape[-1]:
-        return "torch's fused operators take values as wide as the queries only"
+        return "torch's fused operators only take values as wide as the queries"
     return ""
 
 

@@ -184,7 +184,7 @@ class Windowed(Kernel):
         if call.q.device.type != "cpu" or call.dropout or call.q.shape[-1] != call.v.shape[-1]:
             return Refusal("the windowed kernel runs on a CPU, without dropout, with values as wide as keys", out)
         if torch.compiler.is_compiling() or transformed():
-            return Refusal("the windowed kernel cannot be compiled, nor be used in torch.func transforms", out)
+            return Refusal("the windowed kernel can neither be compiled nor used in torch.func transforms", out)
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
@@ -304,9 +304,11 @@ class Flex(Kernel):
         if call.q.device.type != _DEVICE:
             return Refusal("FlexAttention is used on a GPU only: elsewhere it materialises the T×T matrix", out)
         if spec.normalizer.kind != "softmax" or spec.cap.kind == "other" or not spec.position.folds:
-            return Refusal("FlexAttention is used for softmax, with positions folded into q and k", out)
+            return Refusal("FlexAttention is used only for softmax, with positions folded into q and k", out)
         if type(call) is not AttentionCall or call.mask is not None or call.dropout or not call.plain:
-            return Refusal("FlexAttention is used without a mask, packed sequences, dropout or explicit positions", out)
+            return Refusal(
+                "FlexAttention is used only without a mask, packed sequences, dropout or explicit positions", out
+            )
         if not (call.q.shape[2] and call.k.shape[2]):
             return Refusal("FlexAttention needs at least one query and one key", out)
         if torch.compiler.is_compiling() or transformed() or with_tangents():

@@ -83,7 +83,7 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
 
 
 def refuse_mixture(runs: Path, now: Json) -> None:
-    """Raises RunDirectoryError if a run in the folder was computed differently, see `check_alike`.
+    """Raises RunDirectoryError if a run in the folder was computed differently; see `check_alike`.
 
     Damaged runs are skipped, because they will be repeated.
     """

@@ -165,7 +165,7 @@ class OptimConfig:
     decay: Literal["coupled", "independent"] = "coupled"
     """Multiply weight decay by the learning rate, or by the rate relative to its peak."""
     grad_clip: NotNegative = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Global norm to which gradients are clipped; 0 does not clip."""
     warmup: Share = 0.1
     """Share of the steps with linear warm-up."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"

@@ -123,7 +123,7 @@ class Execution:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """The result of a study: tables of all runs in the directory and of its long contexts, and the new failures."""
+    """The result of a study: tables of all runs in the directory, of their long-context tests, and new failures."""
 
     path: Path  #: the study's directory
     table: Sequence[Json]  #: one row per finished run
@@ -146,7 +146,8 @@ def make_plan(
         contexts: for the extrapolation study, replaces its long contexts.
 
     Raises:
-        QkeelError: a name is unknown, a value invalid, a remedy refused or the data missing. Nothing is written before.
+        QkeelError: a name is unknown, a value invalid, a remedy refused or the data missing. Nothing has been written
+            then.
     """
     plan = find_study(name).plan(name, base, grid, contexts)
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
@@ -181,7 +182,7 @@ def study(
 
     Args:
         name: a key of lab.studies.STUDIES.
-        remedies: spec strings; a later call for the same directory may add more, and more rates and seeds.
+        remedies: spec strings; a later call for the same directory may add remedies, rates and seeds.
         lrs: learning rates.
         seeds: seeds.
         out: the directory.
@@ -327,7 +328,7 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     """Merges directories of the same study, created on several machines, into a new one; the sources do not change.
 
     If a run appears more than once, the finished copy is used, otherwise the most advanced. Unfinished runs are copied
-    too: the study's own command with `out` continues them. `out` appears completely or not at all.
+    too, and the study's own command with `out` continues them. `out` appears completely or not at all.
 
     >>> from qkeel.lab import RunConfig, study
     >>> base = RunConfig(steps=1, eval_sequences=1)

@@ -113,7 +113,7 @@ class Shard:
 def units_of(jobs: Sequence[Job], workers: int, stack: StackSize) -> list[list[Job]]:
     """Groups jobs into units that train as one, the longest first, so that all workers finish together.
 
-    `stack` selects which jobs train as one, see `plan_stacks`; it changes no result.
+    `stack` selects which jobs train as one; see `plan_stacks`; it changes no result.
     """
     check(workers >= 1, "at least 1 worker", workers)
     # Jobs that test their weights at other lengths afterwards run alone.

@@ -186,7 +186,7 @@ def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
         raise DataError(f"{what} lists no image; expected at least two")
     channels = {image.shape[2] for image in images}
     if len(channels) > 1:
-        raise DataError(f"{what} mixes grey and RGB images; expected one mode. Convert them all to the same")
+        raise DataError(f"{what} mixes grey and RGB images; expected one mode. Convert them all to one mode")
     return np.stack(images)
 
 

@@ -99,7 +99,7 @@ class LongContexts:
     def __post_init__(self) -> None:
         _settle_lists(self, ("posthoc", "test_lengths"))
         if not (self.posthoc and self.test_lengths):
-            raise InvalidTypeError(f"expected a list of methods and one of lengths, got {self}")
+            raise InvalidTypeError(f"expected a list of methods and a list of lengths, got {self}")
         object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
@@ -198,7 +198,7 @@ class Plan:
     grid: Grid  #: its axes
     runs: Sequence[PlannedRun]  #: its runs, in the order of the table
     contexts: LongContexts | None = None  #: tests at longer lengths; None: no tests
-    tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role, see `tuned_plan`
+    tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
     primary: Primary | None = None  #: the comparison that the study decides, if it names one
 
     def bases(self) -> dict[str, Json]:

@@ -311,7 +311,8 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     """Returns the expected logits of a configuration, and the remedy to use, from measured runs.
 
     ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes. The fit, its test on held-out sizes and
-    the coverage of its intervals are in research/results/drift-law.md, gains in research/results/gains.md.
+    the coverage of its intervals are in research/results/drift-law.md, and those of the gains in
+    research/results/gains.md.
 
     Args:
         source: a configuration, or the path of a transformers config.json or its folder, of a recipe, or of the

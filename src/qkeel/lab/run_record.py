@@ -293,7 +293,7 @@ def claim(place: RunDirectory, config: RunConfig) -> None:
     note_checksums(place)
     remove([place.path / "FAILED"])
     if place.status is RunStatus.DONE and (damage := place.damage()):
-        caution(f"{str(damage).rstrip('.')}. The damaged part of the run is repeated.")
+        caution(f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated.")
         remove([place.path / "DONE"])
 
 

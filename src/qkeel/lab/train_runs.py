@@ -63,7 +63,7 @@ def train_runs(
     affect the others. If the stack itself cannot be built, or fails, each run continues alone.
 
     Args:
-        configs: configurations that differ only in seed, steps, rates and decay, see `plan_stacks`.
+        configs: configurations that differ only in seed, steps, rates and decay; see `plan_stacks`.
         directories: see `run`.
         command: see `run`.
         watcher: see `run`.

@@ -444,7 +444,7 @@ def why_not_compiled(config: RunConfig) -> str:
     if reason := why_not_stacked(config):
         return reason
     if not small(config):
-        return "the model is so large that its products fill a core"
+        return "the model is so large that one run keeps a core busy"
     return "" if operators.stacked_ready() else "the compiled operators are off or not available here"
 
 

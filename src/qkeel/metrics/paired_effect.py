@@ -231,7 +231,7 @@ def _rule() -> tuple[np.ndarray, np.ndarray]:
 
 
 def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
-    """Returns one level for all intervals of a page that controls the expected share of wrong verdicts.
+    """Returns one level for all intervals of a page, chosen to control the expected share of wrong verdicts.
 
     Let R rows be decided by intervals at level 1 - nominal(error · R / rows, looks), with the largest possible R. Then
     the expected share of decided rows whose interval misses the true value is at most `error`. If no row is decided,
@@ -354,7 +354,9 @@ def paired_effect(
 
 
 def planned_power(expected: float, spread: float, n: int, level: float = 0.95, margin: float | None = None) -> float:
-    """Returns the probability that the interval of `paired_effect` for n pairs lies beyond the margin, as expected.
+    """Returns the probability that `paired_effect` of n pairs finds a difference in the expected direction.
+
+    The difference is found if the interval lies beyond the margin on the expected side.
 
     Args:
         expected: true mean of the differences.

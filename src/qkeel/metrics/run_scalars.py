@@ -274,7 +274,7 @@ class Health:
 
     `status` is the verdict as a word. `largest` is the largest attention logit (nats) that was measured, or that the
     weights allow, NaN if neither is known; `threshold` is the logit above which attention counts as not healthy.
-    `columns` and `rows` are the table.
+    `columns` and `rows` contain the table.
     """
 
     status: Status

@@ -48,8 +48,8 @@ class Resolution(Rule):
     kernel "fused": the error of rounded q and k, see metrics.fused_logit_error; "eager": that of stored scores, see
     metrics.stored_logit_error (up to √2 larger where code rounds both the product and the scaled product). Both errors
     are computed from per-head records. scale: the factor by which attention multiplies q·k, where query_norm and
-    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because maximal logits
-    are recorded after scaling.
+    key_norm are those of this q and k; 1/√head_dim if not given. Eager attention needs no scale, because the largest
+    logits are recorded after scaling.
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -112,7 +112,7 @@ class GainGrowth(Rule):
             return None
         at = peak("gain_bound", ratio)
         now, times = float(series[-1, at.layer, at.head]), float(np.nanmax(ratio))
-        text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as much as at the start"
+        text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as high as at the start"
         return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
 
 
@@ -135,7 +135,7 @@ class IdleNorm(Rule):
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
     remedy: str = LOOK
-    cause: str = "the q/k norm that is configured does not act"
+    cause: str = "the configured q/k norm does not act"
 
     def check(self, history: History) -> Alarm | None:
         found = (self._length(history, f"{side}_norm") for side in self.sides if self.fresh)
@@ -169,9 +169,9 @@ class VanishingGradient(Rule):
     """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1) in two records in a
     row.
 
-    Adam changes a weight by lr · m / (√v + eps): at √v = eps by half of the intended step, below that by ever less, so
-    the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a projection
-    that starts at zero.
+    Adam changes a weight by lr · m / (√v + eps): at √v = eps that is half of the intended step, and below that ever
+    less, so the head hardly trains while the rest does. A single occurrence may be chance, or a first step through a
+    projection that starts at zero.
     """
 
     severity: Severity = Severity.NOTICE
@@ -214,7 +214,7 @@ class Setting:
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
-    """The default rules, and those that need facts which `setting` provides.
+    """Returns the default rules, and the rules whose required facts `setting` provides.
 
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
@@ -335,8 +335,8 @@ class _Columns:
 
 @final
 class Recording:
-    """The records of a run so far. All records up to `most`; beyond that, every 2nd, 4th, 8th …, the first and the last
-    two.
+    """The records of a run so far. It keeps all records up to `most`, and beyond that every 2nd, 4th, 8th …, the first
+    and the last two.
 
     Thinning leaves the learning-rate clock exact: the rate of a dropped record goes into the next one that is kept.
 
@@ -356,13 +356,14 @@ class Recording:
         self._room = 4
 
     def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
-        """Adds a record of a step after the last one.
+        """Adds the record of a step that comes after the last one.
 
         values: at least "step"; numbers by records.STEP_FIELDS, anything else counts as not measured. heads: name ->
         [layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads. Records may have different names; a
         missing value is NaN.
 
-        Raises: ShapeError if a step does not come after the last one, or a shape is not that of the record before.
+        Raises: ShapeError if a step does not come after the last one, or a shape differs from that of the previous
+        record.
         """
         heads = {} if heads is None else heads
         shapes = self._check(values, heads)
@@ -408,7 +409,7 @@ class Recording:
         return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces the records by those of another Recording."""
+        """Replaces the records with those of another Recording."""
         self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
         self._rated = bool(rated)
         self._columns, self._room = {}, max(4, self._kept)
@@ -497,7 +498,7 @@ class Recording:
 
 @final
 class AlarmLog:
-    """The alarms of `rules` that have gone off: each rule warns once."""
+    """The alarms that `rules` have raised: each rule warns once."""
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)

@@ -17,7 +17,7 @@ from qkeel.sites.tap import Look, Phase
 
 
 class Cadence(abc.ABC):
-    """The choice of measured steps, without state, so that all processes of a run decide the same."""
+    """Chooses which steps are measured, without state, so that all processes of a run decide alike."""
 
     brackets: ClassVar[bool] = False  # whether it wants the bound on the largest logit at every step
 
@@ -25,8 +25,8 @@ class Cadence(abc.ABC):
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         """Returns whether step `step` is measured.
 
-        last: the step measured last, None at the first. bound_ratio: by which factor the bound on the largest logit has
-        risen or fallen since (1 if unknown).
+        last: the last measured step; None before the first. bound_ratio: the factor by which the bound on the largest
+        logit has risen or fallen since (1 if unknown).
         """
 
 
@@ -53,7 +53,8 @@ class Every(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogSpaced(Cadence):
-    """`per_decade` steps for each factor of ten in steps, from step 0 on: a drift is a power law, which starts fast.
+    """`per_decade` steps for each factor of ten in steps, from step 0 on: logit drift follows a power law, which starts
+    fast.
 
     >>> [step for step in range(101) if LogSpaced(per_decade=4).due(step, None, 1.0)]
     [0, 1, 2, 3, 6, 10, 18, 32, 56, 100]
@@ -79,9 +80,10 @@ class Adaptive(Cadence):
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway.
     Where no logsumexp is available (dropout, a GPU), it is scale·max|q|·max|k|; for hand-written attention it is the
-    maximum itself. A change is a factor of more than 1 + `change` since the first step after the last measurement.
-    Compiled models are not read between measurements, and several processes must decide alike. In both cases every
-    `most`-th step is measured, and every `least`-th of the first `start` steps, in which logits change most.
+    maximum itself. A change is a factor of more than 1 + `change` since the first step after the last measurement. The
+    bound cannot be used for compiled models, which are not read between measurements, nor with several processes, which
+    must decide alike. In both cases every `most`-th step is measured, and every `least`-th of the first `start` steps,
+    in which logits change most.
 
     >>> [step for step in range(10) if Adaptive(least=2, most=9, start=6).due(step, 0, 1.0)]
     [0, 2, 4, 6, 9]

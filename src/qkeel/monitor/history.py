@@ -101,7 +101,7 @@ class Forecast:
 
     @property
     def interval(self) -> str:
-        """`90 % interval 1,950 to 2,340`; `never` means not within this run."""
+        """Returns text such as `90 % interval 1,950 to 2,340`; `never` means not within this run."""
         low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
         return f"90 % interval {low} to {high}"
 
@@ -147,7 +147,7 @@ def forecast(
     will pass 100 at step 2,500 (90 % interval 1,500 to 4,670) if the learning rate stays the same
 
     Args:
-        steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.
+        steps, values: the steps [n] of the records and their logits [n]. threshold: the logit to reach.
         rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
 
     Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval are
@@ -381,7 +381,7 @@ class History:
 
         what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
         "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 10,000. field:
-        a name of records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
+        a name from records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
 
         Raises: UnknownNameError for another figure or a field that was not recorded, MissingLibraryError without
         matplotlib.

@@ -418,7 +418,7 @@ def _both(site: AttentionSite) -> tuple[NormGain, ...]:
 class LogitChanges:
     """Compares the logits of a probe batch before and after a step, by one extra pass each, without gradients.
 
-    Both passes draw the same random numbers, so that dropout hides no change; the model and its random streams are left
+    Both passes draw the same random numbers, so that dropout hides no change; the model and its generators are left
     as they were. logit_change_rms, logit_change_mean_abs [h]: root mean square and mean magnitude over all visible
     pairs. If nothing but the step has changed the weights, the pass after one step is the pass before the next.
     """
@@ -646,7 +646,7 @@ class StepNumbers(Visitor):
         return True
 
     def _look_for_blocks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Finds the blocks, by a pass of its own; in the first measured pass, and in later ones while it is unsure."""
+        """Finds the blocks, by a separate pass; in the first measured pass, and in later ones while it is unsure."""
         if self._stream is None:
             if self._sites.unaccompanied:
                 self._residual = False

@@ -46,9 +46,9 @@ from qkeel.sites.tap import Phase, Tap
 # The end of a step, which sends its numbers on, and the end of a training, which measures the final weights.
 
 NOT_SEEN = (
-    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
-    "model.forward(...) nor one of its parts, and watch the object that you call: if torch.compile returned it, pass "
-    "that to watch(); if a compiled function calls the model, compile the model instead"
+    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), "
+    "and not model.forward(...) or one of its parts, and watch the object that you call: if torch.compile returned it, "
+    "pass that to watch(); if a compiled function calls the model, compile the model instead"
 )
 
 
@@ -214,15 +214,15 @@ class TrainingEnd:
     def measure(self) -> None:
         """Measures the current weights.
 
-        Raises: RefusedError, see `Monitor.measure_end`.
+        Raises: RefusedError; see `Monitor.measure_end`.
         """
         self.skip()
         if not self._missing:
             return
         if dist.world() > 1 or self._group.members is not None:
             raise RefusedError(
-                "several processes train, and a pass in one of them alone could wait for the others; if the last step "
-                "is known in advance, give planned=PlannedRates.of(rates) or call measure_next() before it"
+                "several processes train, and a pass in one of them alone could wait for the others; if the last "
+                "step is known in advance, pass planned=PlannedRates.of(rates) or call measure_next() before it"
             )
         if self._optimizer is None or not self._steps.done or stepping():
             raise RefusedError("no finished step of an optimizer was seen")
@@ -284,13 +284,12 @@ _OFF = "qkeel's monitor switched itself off: {}. The model continues unwatched; 
 class Monitor(Handle):
     """Measures the attention of a model; created by `qkeel.watch`, removed by `remove()` or at the end of `with`.
 
-    With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
-    the model after s steps, over all the micro-batches that go into the next. In a run that torchrun has started again
-    (`--max-restarts`) the numbers continue where the optimizer's loaded state is. Without an optimizer each training
-    pass is a step.
-    Passes in eval mode are kept apart. An internal fault causes one warning and switches the monitor off.
+    With an optimizer, a measurement at step s shows the model after s optimizer steps, over all micro-batches of the
+    next step. If torchrun restarts a run (`--max-restarts`), the step numbers continue where the optimizer's loaded
+    state is. Without an optimizer each training pass is a step. Passes in eval mode are kept apart. An internal fault
+    causes one warning and switches the monitor off.
 
-    Numbers flow one way: the tap measures calls, the end of the step collects them, the group of processes merges
+    Data flow one way: the tap measures calls, the end of the step collects the numbers, the group of processes merges
     them, the journal records what arrives, and the rules and sinks read the record.
     """
 
@@ -386,7 +385,7 @@ class Monitor(Handle):
 
     @property
     def missed(self) -> tuple[UnrecognizedAttention, ...]:
-        """The attention layers that were seen but not understood, so they are not watched."""
+        """The attention layers that were seen but not understood, and so are not watched."""
         return self.sites.missed
 
     @property
@@ -396,7 +395,7 @@ class Monitor(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps done; set it to continue counting where an earlier training stopped."""
+        """The number of optimizer steps done; set it to continue counting where an earlier run stopped."""
         return self._steps.done
 
     @steps.setter
@@ -418,8 +417,8 @@ class Monitor(Handle):
         Call this if the weights were changed since the last step, or to get the numbers before watching ends.
 
         The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
-        pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
-        backward pass. It does nothing if the last step was measured.
+        pass seen last, in training mode; random number generators and buffers are restored. Gradients are not read:
+        there is no backward pass. It does nothing if the last step was measured.
 
         Raises:
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
@@ -436,7 +435,7 @@ class Monitor(Handle):
 
     @property
     def closer(self) -> int | None:
-        """Measures every so many steps in addition to the cadence, the same on all processes; None for no others."""
+        """Also measures every `closer`-th step, on all processes alike; None measures only the steps of the cadence."""
         return self._steps.closer
 
     @closer.setter
@@ -460,8 +459,8 @@ class Monitor(Handle):
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
 
-        Training and eval passes are kept apart. Without a phase: those of training passes or, if there were none, of
-        eval passes. If several processes train, statistics of finished steps cover all of them.
+        Training and eval passes are kept apart. Without a phase, the statistics are those of training passes or, if
+        there were none, of eval passes. If several processes train, statistics of finished steps cover all of them.
         """
         self._settle()
         if phase is None:
@@ -488,8 +487,9 @@ class Monitor(Handle):
         return self._journal.sample
 
     def sample_before(self, step: int) -> Sample | None:
-        """The numbers of the last training step that was measured before `step`. It waits for that one and for no later
-        one, so every process gets the same answer. `step` may be no earlier than the one before the last.
+        """The numbers of the last training step that was measured before `step`. It waits for the numbers of that step
+        and of no later one, so every process gets the same answer. `step` may be no earlier than the one before the
+        last.
         """
         if self.active:
             self._guard(lambda: self._arrivals.settle(wait=False, before=step))
@@ -508,7 +508,7 @@ class Monitor(Handle):
         return self._journal.history
 
     def table(self) -> str:
-        """Returns the numbers of the last measured step, one line per layer, and the gravest alarms."""
+        """Returns the numbers of the last measured step, one line per layer, and the most severe alarms."""
         sample = self.sample
         return (
             "nothing measured yet"
@@ -559,8 +559,11 @@ class Monitor(Handle):
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned. If so, the final weights are measured
-        first unless the last step was, as by `measure_end`; if that is impossible, one warning says so."""
+        """Stops watching; `complete` says whether training ended as planned.
+
+        If so, the final weights are measured first, as by `measure_end`, unless the last step was measured; if that is
+        impossible, one warning says so.
+        """
         if self.active:
             self._journal.complete = complete
             try:

@@ -47,8 +47,8 @@ _STOPPED, _WELL, _UNFIT, _OWN = range(4)  # entries at the front of the maxima, 
 _FLAGS = _OWN + len(MONITOR_EXTREMES)
 
 UNLIKE = (
-    "the processes of this run do not see the same attention, so nothing can be merged. Stages of a pipeline that are "
-    "not torch's, and other splits that do not show in the weights, must be given: qkeel.watch(..., "
+    "the processes of this run do not see the same attention, so nothing can be merged. Pipeline stages that torch "
+    "did not create, and other splits that do not show in the weights, must be given: qkeel.watch(..., "
     "layout=Layout.of_mesh(mesh, layers=...)), Layout from qkeel.monitor"
 )
 

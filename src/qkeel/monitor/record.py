@@ -94,7 +94,7 @@ class Sample:
         return float(self.values.get(name, math.nan))
 
     def head_values(self) -> dict[str, np.ndarray]:
-        """Tracker keys of histograms, attn/heads/max_logit and attn/heads/entropy: the numbers of all heads.
+        """Returns the numbers of all heads by tracker key, for histograms: attn/heads/max_logit and attn/heads/entropy.
 
         >>> Sample(step=0, layers=("a",), heads={"entropy": np.array([[1.0, np.nan]])}).head_values()
         {'attn/heads/entropy': array([1.])}
@@ -107,7 +107,7 @@ class Sample:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values, and the monitor's numbers about itself as monitor_NAME: a line of metrics.
+        """Returns a line of metrics: the values, and the monitor's numbers about itself as monitor_NAME.
 
         >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
         {'step': 0.0, 'monitor_calls': 2.0}
@@ -115,13 +115,13 @@ class Sample:
         return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
-        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN. If layers have
-        several types, attn/window/max_logit covers all layers of the type "window".
+        """Returns numbers by tracker key, such as attn/max_logit and attn/layer_07/max_logit; never per head, never
+        NaN. If layers have several types, attn/window/max_logit covers all layers of the type "window".
 
-        per_layer: which fields each layer gets a key for; None for those that records.HEAD_FIELDS and LAYER_FIELDS
-            mark.
+        per_layer: the fields for which each layer gets a key; None means those that records.HEAD_FIELDS and
+            LAYER_FIELDS mark.
 
-        The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
+        The loss and the learning rate are left out, because the trainer logs them under its own names.
         """
         if per_layer is None:
             per_layer = layer_fields()
@@ -190,7 +190,8 @@ def leading_head(sample: Sample) -> tuple[str, int, float] | None:
 
 
 def sample_line(sample: Sample, root: str = "") -> str:
-    """One line: step, loss, the largest logit and its head, entropy, norms; what was not measured is left out.
+    """One line: step, loss, the largest logit and its head, entropy, norms; numbers that were not measured are left
+    out.
 
     >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
     'step 5, max logit 3'
@@ -244,7 +245,7 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
     Args:
         sample: the step's numbers.
         alarms: alarms of the run so far; the most severe are printed below the table.
-        note: a sentence between the table and the alarms.
+        note: a sentence to show between the table and the alarms.
         root: the name for attention if the whole model is one attention module.
 
     >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
@@ -268,7 +269,7 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *,
     Args:
         sample: the step's numbers.
         alarms: alarms of the run so far; the most severe are listed below the table.
-        note: a sentence between the table and the alarms.
+        note: a sentence to show between the table and the alarms.
         root: the name for attention if the whole model is one attention module.
 
     >>> sample_html(Sample(step=5))

@@ -42,10 +42,10 @@ class Alarm:
     """A reason to act: the place, the value and its growth, and the line of code that helps.
 
     `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
-    number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` describe
-    the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from. `layer` and
-    `head` are None where the rule is about the whole model, or the whole layer. `cause` is what is going wrong, in
-    words: alarms of one cause belong together, and have one remedy.
+    number that the rule judged, in the unit of its field (nats for logits and entropies). `meaning` and `trend`
+    describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
+    `layer` and `head` are None where the rule is about the whole model, or the whole layer. `cause` says in words what
+    is going wrong; alarms with one cause belong together, and have one remedy.
     """
 
     rule: str
@@ -96,7 +96,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def check(self, history: History) -> Alarm | None:
-        """The alarm, if the last record gives reason for one."""
+        """Returns the alarm, if the last record warrants one."""
 
     def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
         """The alarm for the first type of layers on which this rule fires with the threshold of that type."""
@@ -111,7 +111,7 @@ class Rule(abc.ABC):
     def alarm(
         self, history: History, meaning: str, value: float, *, at: RecordPlace | None = None, trend: str = ""
     ) -> Alarm:
-        """The alarm of the last record."""
+        """Returns the alarm for the last record."""
         layer, head = (None, None) if at is None else history.where(at)
         return Alarm(
             rule=self.name,
@@ -269,7 +269,7 @@ class Ceiling(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Growth(Rule):
-    """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
+    """The largest logit is over `floor` and will be `factor` times as large within `horizon` times the training so far.
 
     The power law of `forecast` must predict such growth at the last record and at the one before, so that one odd batch
     raises no alarm. The forecast is of the largest logit of the run, whichever head has it: it is smoother than a
@@ -301,8 +301,8 @@ class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
     far.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold is
-    for all layers or by layer type.
+    Logits are in nats. The forecast is a power law of the sum of learning rates (research/alarms.md). The threshold
+    applies to all layers, or is given by layer type.
     """
 
     threshold: Threshold
@@ -345,8 +345,8 @@ class Outlook(Rule):
 
     z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
     first record. The rule checks once z is over `floor` and `factor` times z_0, so it can fire during the warm-up,
-    whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is known. A
-    power law cannot be fitted so early: its first points still reflect the logit before training.
+    whose low rates have had little of the effect that the peak rate will have. It is silent if no schedule is known. It
+    fits no power law, because so early in a run the first points still reflect the logit before training.
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -381,8 +381,9 @@ class Outlook(Rule):
 class EntropyCollapse(Rule):
     """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
 
-    It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of what counts
-    as collapsed for a whole model: single layers reach 0.1 in runs that end only slightly worse (research/alarms.md).
+    It judges layers, not heads: healthy models have heads that attend to one key. The threshold is half of the one by
+    which a whole model counts as collapsed, because single layers reach 0.1 in runs that end only slightly worse
+    (research/alarms.md).
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
@@ -449,7 +450,7 @@ class NonFinite(Rule):
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
-    remedy: str = f"{HOLD}  # from the last checkpoint before it on"
+    remedy: str = f"{HOLD}  # from the last checkpoint before this step"
 
     @property
     def name(self) -> str:
@@ -472,10 +473,9 @@ class NonFinite(Rule):
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
-    It ignores layers that were already like this at the start, layers of one head, and those whose heads weigh all keys
-    alike: over short sequences even uniform attention gives the first key that much weight. It is not a default rule:
-    it was measured at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs
-    (research/results/step-spectra.md).
+    It ignores layers that were already like this at the start, layers of one head, and layers with uniform attention,
+    which over short sequences gives the first key that much weight. It is not a default rule, because it was measured
+    at contexts of 32 tokens only, where it fired in 1 of 60 healthy runs (research/results/step-spectra.md).
     """
 
     uniform: float = 0.9  #: normalised entropy from which on a head has no preference
@@ -507,13 +507,13 @@ class GateShut(Rule):
     """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
     head does.
 
-    It needs runs that are watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
-    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md): one shut head is not harmful in
+    It needs a run that is watched with stats="all+gates". It is not a default rule: it fired in 11 of 18 healthy runs
+    of tiny models, and in all 12 that went wrong (research/results/step-spectra.md). One shut head is not harmful in
     itself.
     """
 
     factor: float = 0.01
-    source: str = "derived: the output of a head is multiplied by its gate, so a shut one adds nothing"
+    source: str = "derived: the output of a head is multiplied by its gate, so a head with a shut gate adds nothing"
     cause: str = "a head's sink takes all of its weight"
 
     def check(self, history: History) -> Alarm | None:

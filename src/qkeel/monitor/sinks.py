@@ -49,8 +49,10 @@ ENVIRONMENT = (
 
 
 class Sink(abc.ABC):
-    """Takes what a Monitor measures. Every method but `require` may raise: the Monitor warns once and continues without
-    the sink."""
+    """Receives what a Monitor measures.
+
+    Every method but `require` may raise: the Monitor warns once and continues without the sink.
+    """
 
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
         """Called by `qkeel.watch` before anything is measured.
@@ -77,7 +79,7 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def close(self, complete: bool) -> None:
-        """Called after the last sample; `complete` if training ended as planned."""
+        """Called after the last sample; `complete` is True if training ended as planned."""
 
 
 @final
@@ -184,7 +186,7 @@ class LoggingSink(Sink):
         self.logger = logging.getLogger(logger)
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Say what is watched."""
+        """Logs what is watched."""
         sites = about.get("sites")
         found = len(sites) if isinstance(sites, (list, tuple)) else 0
         missed = about.get("missed")
@@ -225,9 +227,11 @@ def sink(text: str) -> Sink:
     """Builds one sink from a spec string.
 
     Args:
-        text: a name of SINKS and its options: `wandb:project=gpt,mode=offline`.
+        text: a name from SINKS with its options: `wandb:project=gpt,mode=offline`.
 
-    Raises: UnknownNameError for a name or an option that does not exist; InvalidValueError for several sinks.
+    Raises:
+        UnknownNameError: a name or an option does not exist.
+        InvalidValueError: `text` names several sinks.
 
     >>> sink("directory:path=runs/a").asked.as_posix()
     'runs/a'
@@ -239,7 +243,7 @@ def sink(text: str) -> Sink:
 
 
 def sinks(text: str) -> tuple[Sink, ...]:
-    """Several sinks, joined by `+`; or the path of a run directory, which has a / in it or begins with a dot.
+    """Builds sinks from names joined by `+`, or from the path of a run directory, which has a / or begins with a dot.
 
     >>> [type(one).__name__ for one in sinks("log+directory:path=runs/a")]
     ['LoggingSink', 'RunDirectorySink']
@@ -255,7 +259,7 @@ def sinks(text: str) -> tuple[Sink, ...]:
 def _build(term: Term) -> Sink:
     if term.name not in SINKS:
         error = unknown("sink", term.name, SINKS)
-        error.args = (f"{error}. A run directory of that name is ./{term.name}",)
+        error.args = (f"{error}. To use a run directory of that name, write ./{term.name}",)
         raise error
     module, _, name = SINKS[term.name].partition(":")
     cls: type[Sink] = vars(importlib.import_module(module))[name]
@@ -353,7 +357,7 @@ def load(run: str | Path) -> Run:
     Args:
         run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; the run may be unfinished.
 
-    Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that has changed since it was
+    Raises: RunDirectoryError if there is no run; DamagedFileError, on reading a file that has changed since it was
     written.
 
     >>> from qkeel.records import write_json

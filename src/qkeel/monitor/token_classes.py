@@ -255,7 +255,7 @@ Ids = range | int | Sequence[int] | Tensor
 GivenClasses = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
 _WHAT = (
     "expected classes as a dict of token ids by class name, the name of an argument of the forward, a function of its "
-    "arguments, a tensor [b t] of class numbers, or qkeel.monitor.Classes of one of these with names"
+    "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes made of one of these, with names"
 )
 
 
@@ -265,14 +265,14 @@ class Classes:
     """The source of the class [b t] of each token of a pass: 0, 1, … in the order of `names`, -1 for none.
 
     Args:
-        given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or,
-            where it has none, of its first integer tensor [b t], every id in one class; the name of an argument of the
-            forward that holds classes, or is true for class 1; a function of the forward's arguments that gives them,
-            or None for a pass that is not to be split; the tensor itself, [b t] or [t].
-        names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
+        given: a dict of token ids by class, `{"text": range(256), "image": range(256, 512)}`, with every id in one
+            class, for the ids in `input_ids` or else in the first integer tensor [b t] of the forward; the name of a
+            forward argument that holds classes or is true for class 1; a function of the forward's arguments that
+            returns the classes, or None for a pass that should not be split; or the tensor itself, [b t] or [t].
+        names: the names of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
         forward: the names of the forward's positional arguments.
 
-    Classes belong to the tokens of the sequence that attention sees: all its keys. Where there are fewer queries than
+    The classes are those of all tokens that attention sees as keys. Where there are fewer queries than
     keys (a cached step), the queries are the last tokens of the sequence.
     """
 
@@ -301,7 +301,8 @@ class Classes:
     def on(cls, model: nn.Module, given: GivenClasses | Classes) -> Classes:
         """Returns the given source, checked against the forward of a model.
 
-        Raises: InvalidTypeError, InvalidValueError; the latter also if the forward takes no argument of that name.
+        Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward has no
+        such argument.
         """
         own = given if isinstance(given, Classes) else cls(given)
         return cls(own.given, own.names, positional(model, "classes", own.given))
@@ -313,7 +314,8 @@ class Classes:
 
         counted: query rows that count; others may hold ids of no class.
 
-        Raises: InvalidTypeError, InvalidValueError, ShapeError if it is something else, or an id belongs to no class.
+        Raises: InvalidTypeError, InvalidValueError, ShapeError if the given classes are of another kind, or an id
+        belongs to no class.
         """
         if isinstance(self.given, Mapping):
             named = {**dict(zip(self.forward, args)), **kwargs}
@@ -438,9 +440,9 @@ class PassTokens:
             now = now.expand(1, s)
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
             self._misfit = (
-                f"no attention is split by class: expected the classes of [batch tokens] = [{b} {s}], those of the "
-                f"keys of an attention call of {t} queries, got {list(self._now.shape)}. With a cache, give a function "
-                "that gives the classes of the whole sequence"
+                f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each "
+                f"key of an attention call with {t} queries, got {list(self._now.shape)}. With a cache, give a "
+                "function that returns the classes of the whole sequence"
             )
             return call
         self._fitted = True

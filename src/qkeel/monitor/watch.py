@@ -49,10 +49,10 @@ def watch(
     []
 
     Args:
-        model: any module, also compiled, wrapped in DistributedDataParallel, sharded, or one stage of a pipeline. A
-            list, or a dict by name, is watched as one model: all stages of this process, or an encoder and a decoder,
-            each of which is called by itself. Names of sites then begin with the model's place or name; pipeline stages
-            are numbered over all processes. The loss comes from the last model that returns one.
+        model: any module; it may be compiled, wrapped in DistributedDataParallel, sharded, or one stage of a pipeline.
+            A list of models, or a dict by name, is watched as one model, such as all stages of this process, or an
+            encoder and a decoder that are called separately. The names of sites then begin with the model's index or
+            name; pipeline stages are numbered over all processes. The loss comes from the last model that returns one.
         optimizer: the optimizer that updates the model. With one, a step is an optimizer step, and the weights behind
             the heads are read too; without one, a step is a forward pass (of several models, one pass of each).
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
@@ -61,46 +61,46 @@ def watch(
             - True: everything in LogitStats, by a pass over the logits of each measured call.
             - "entropy": the largest logit and the entropy of each head (and entropy_min, n_queries). The compiled
               attention of qkeel's own modules finds them while it attends, so every step can be measured; n_pairs is
-              then 0, and what counts pairs, products or keys is not measured. A call to any other kernel is measured in
-              full.
-            - "entropy:sample=16" or 32, for GPUs: the exact largest logit from all rows, and the entropy from one of so
-              many query rows, in strata of positions, with half the width of its 95 % interval as entropy_error and no
-              entropy_min. Where no kernel samples, and in sequences of under 4 · 16 or 4 · 32 tokens, all rows count
-              and there is no entropy_error.
+              then 0, and numbers that count pairs, products or keys are not measured. A call to any other kernel is
+              measured in full.
+            - "entropy:sample=16" or 32, for GPUs: the exact largest logit from all rows, and the entropy from every
+              16th or 32nd query row, in strata of positions, with half the width of its 95 % interval as entropy_error
+              and no entropy_min. Where no kernel samples, and in sequences of under 4 · 16 or 4 · 32 tokens, all rows
+              count and there is no entropy_error.
             - "max": the exact largest logit of each head and nothing else, for less than half the cost of True, and for
               nothing where the compiled attention of qkeel's own modules finds it. Alarms about entropy and norms are
               then silent.
 
-            More is measured where it is named after one of these or after "all", as in "all+gates":
+            These can be added to one of the above or to "all", as in "all+gates":
 
             - `gates`: the mean and spread of each row's logsumexp and, for learned sinks, the sink's logit and the gate
               σ(logsumexp - sink logit), by a further pass over the logits of each measured training call.
             - `updates`: the spectra of what each measured step adds to W_QᵀW_K, and the ratio of step to weight, from a
               copy of the q and k weights and small QR and singular value decompositions in float64.
-            - `residual`: the numbers of records.BLOCK_FIELDS for each measured training pass: size and largest channel
-              of what enters and leaves each block, and the share that attention and MLP add. The first measured pass is
-              preceded by one more, which shows which modules add to the stream.
+            - `residual`: the numbers of records.BLOCK_FIELDS for each measured training pass: the size and the largest
+              channel of the hidden states that enter and leave each block, and the shares that attention and MLP add.
+              The first measured pass is preceded by one more, which shows which modules add to the stream.
             - `chosen`: what sparse attention chooses in each measured training pass, on up to 32 rows of each call:
               how many keys, how far away, the weight that dense attention would give them, and the overlap with the
               sparse layer before.
         sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
             "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
             with a / in it; or Sink objects.
-        rules: the alarm rules; each warns once. None for the default rules and those of `monitor.rules_for` that fit
-            the model (number format, kernel, head width, norms); an empty list for none.
+        rules: the alarm rules; each warns once. None uses the default rules and those of `monitor.rules_for` that fit
+            the model (number format, kernel, head width, norms); an empty list uses none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
             forward argument that holds class numbers or is true for class 1, a function of the arguments, or a tensor
             [b t]; see `monitor.Classes`, which also names them. Statistics are then also split by class:
             `read()[site].classes`.
-        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. The change
-            of its logits by each measured step is then measured, by two passes of their own without gradients. For one
-            model only.
+        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments. How much
+            each measured step changes its logits is then recorded, at the cost of two extra passes without gradients.
+            Only one model can be probed.
         planned: the learning rates of the run, if known; alarms then come earlier, and forecasts follow the schedule.
         sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; for
-            several models one for each, as a list or a dict by name. None to find them in the first measured pass.
-        layout: the place of this process in the run, where torch's own wrappers do not show it.
+            several models one for each, as a list or a dict by name. None finds them in the first measured pass.
+        layout: the place of this process in the run, if torch's own wrappers do not show it.
 
     Returns:
         The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`; a context manager. With an optimizer,
@@ -109,7 +109,7 @@ def watch(
     Raises:
         InvalidTypeError: an argument has the wrong type.
         InvalidValueError: the optimizer holds none of the model's parameters; the forward takes no `query_mask`;
-            classes are combined with statistics other than True; updates are asked for without an optimizer; there is
+            classes are combined with statistics other than True; updates are requested without an optimizer; there is
             no model, or one is given twice.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1) or trains under DeepSpeed's ZeRO stage 3,
             the sites are those of another model, or a probe batch is given for several models.

@@ -300,7 +300,7 @@ class Attention(SpecModule):
         n_kv_heads: key and value heads (default n_heads; 1 is multi-query).
         head_dim: default d_model / n_heads.
         spec: a spec, or the name of a preset with its options ("qwen3", "gemma2:cap=30"); default "baseline".
-        bias: biases on the q, k, v projections.
+        bias: whether the q, k and v projections have biases.
         dropout: on the attention weights, in training.
         impl: a kernel's name or "auto".
 
@@ -456,7 +456,8 @@ class GAU(SpecModule):
 
     A are the attention weights of one head of `size` numbers under `spec`; u and v have `hidden` numbers. Two such
     layers replace one attention layer and one MLP. With SquaredReLU as normalizer A = relu(z)²/n for n visible keys, as
-    in bert4keras; the paper's own code divides by n before squaring. No T5 bias, no linear attention between chunks.
+    in bert4keras; the paper's own code divides by n before squaring. It has no T5 bias, and no linear attention between
+    chunks.
 
     Args:
         d_model: width of the input.

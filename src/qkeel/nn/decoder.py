@@ -74,7 +74,7 @@ class Block(nn.Module):
         attention: the first branch.
         mlp: the last branch.
         d_model: width of the stream.
-        norm_order: place of the norms in every branch.
+        norm_order: position of the norms in every branch.
         cross_attention: attends to the `context` of a call.
     """
 
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
 def init_tokens(
     model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
-    """Initialises a model from tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
+    """Initialises a model from tokens to tokens; see `Decoder.init_weights`; `table` is its embedding's weight."""
     init_linears(model, config, table, generator)
     table.normal_(0.0, 1.0, generator=generator)
     if config.tied:  # a head with std 1 would start at a loss of tens of nats
@@ -263,7 +263,7 @@ def init_tokens(
 def init_linears(
     model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
-    """Initialises linear layers, see `Decoder.init_weights`.
+    """Initialises linear layers; see `Decoder.init_weights`.
 
     `table` is skipped: it is the embedding's weight, which a tied head shares.
     """

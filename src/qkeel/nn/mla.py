@@ -68,7 +68,7 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     if norm.kind == "layer":
         return Refusal(
             "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
-            "root mean square, and that mean can't be subtracted from the key the heads share",
+            "root mean square, and that mean can't be subtracted from the shared key",
             _WAY_OUT,
         )
     if norm.bias:
@@ -187,8 +187,8 @@ class MLA(SpecModule):
     unrotated], so the spec's RoPE (base 10,000 if it has no position) rotates the first part; the module sets only the
     share that is rotated.
 
-    Without a cache, keys and values of every head are computed. With a cache (`new_cache()`), a token stores c_kv and
-    R W_kr x, and later tokens attend to these directly: see `qkeel.nn.mla`, also for the norms that allow it.
+    Without a cache, keys and values of every head are computed. With a cache (`new_cache()`), each token stores c_kv
+    and R W_kr x, to which later tokens attend directly. `qkeel.nn.mla` explains this, and which norms allow it.
 
     Args:
         d_model: width m of the input.

@@ -194,7 +194,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
     """Writes a file so that readers see either the old or the new content, even after a power loss.
 
     The data go to a temporary file that is synced and renamed; then the directory is synced. The directory must exist:
-    if somebody moved it while a run was writing, it is not created again.
+    if it was moved while a run was writing, it is not created again.
 
     Raises:
         RunDirectoryError: the file cannot be written, or the path is not a regular file.

@@ -27,7 +27,7 @@ JSONObject = dict[str, Any]  # parsed JSON; FIELDS has the types of its values
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically, see `disk.replace_file`.
+    """Writes a text file atomically; see `disk.replace_file`.
 
     >>> write_text(Path("a.txt"), "whole")
     """

@@ -18,7 +18,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadField(Field):
-    """A number of each head; the monitor, the trackers and the report take everything they need from its row.
+    """A per-head number; the monitor, the trackers and the report take everything they need from its row.
 
     fold: how several heads are summarised, by the most critical head or by the mean. count: the field of LogitStats
     that is above 0 if the number was measured. column: heading in the monitor's table; "" leaves it out. per_layer:
@@ -34,9 +34,9 @@ class HeadField(Field):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerField(Field):
-    """A number of each layer that is computed from one number of its heads, so nothing more is measured or stored.
+    """A per-layer number that is computed from one per-head number, so nothing more is measured or stored.
 
-    of: the number of the heads, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
+    of: the per-head number, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
     """
 
     of: str
@@ -47,7 +47,7 @@ class LayerField(Field):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockField(Field):
-    """A number of each block of a watched model, of the stream of hidden states that its branches add to.
+    """A number for each block of a watched model, measured on the residual stream that its branches add to.
 
     place: where it is read. formula: which of functional.norms.STREAM_FORMULAS it is. over: how the numbers of several
     passes and processes are combined. fold: how several blocks are summarised. column, per_layer: see HeadField.
@@ -113,7 +113,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
     "normalized_entropy": HeadField(
-        "1", "mean of entropy / ln(visible keys) over rows with two or more", "mean", count="n_free"
+        "1", "mean of entropy / ln(visible keys) over rows with two or more keys", "mean", count="n_free"
     ),
     "query_norm": HeadField(
         "1",
@@ -139,7 +139,10 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "share", "share of visible logits (signed, before cap) above the threshold", "max", count="n_pairs"
     ),
     "sink_share": HeadField(
-        "share", "mean attention weight on the first visible key, over rows with two or more", "mean", count="n_free"
+        "share",
+        "mean attention weight on the first visible key, over rows with two or more keys",
+        "mean",
+        count="n_free",
     ),
     "qk_frobenius": HeadField(
         "1", "Frobenius norm of Q Kᵀ over visible pairs, without the scale", "max", count="n_products"
@@ -185,7 +188,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
     "index_margin": HeadField("1", "mean score of the keys that an indexer chose minus that of the others", "min"),
     "index_top_mass": HeadField(
-        "share", "positive scores of the keys that an indexer chose, divided by those of all keys", "min"
+        "share", "sum of the positive scores of the keys that an indexer chose, divided by that of all keys", "min"
     ),
     "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
     "index_query_norm": HeadField("1", "mean L2 norm of an indexer's queries, over its heads", "mean"),
@@ -328,7 +331,7 @@ CLASS_FIELDS: dict[str, HeadField] = {
         column="|k| by class",
     ),
     "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
-    "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
+    "class_mass": HeadField("share", "mean weight that queries of one class give to all keys of another", "mean"),
     "class_uniform_mass": HeadField("share", "class_mass if a query gave each visible key the same weight", "mean"),
     "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
     "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
@@ -434,17 +437,17 @@ MONITOR_EXTREMES: dict[str, Field] = {
 # Numbers that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries
 # of one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
-    "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
-    "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
+    "val_loss": Field("nats/token", "loss on held-out targets of one kind; null where it was not evaluated"),
+    "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
     "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
     "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
     "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
-    "attention_mass": Field("share", "weight that queries of one class give keys of the other, over heads, layers"),
+    "attention_mass": Field("share", "weight that queries of one class give to keys of the other, over heads, layers"),
     "uniform_mass": Field("share", "attention_mass if each query gave all visible keys the same weight"),
     "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
     "mix": Field("name", "the mix of data in a multimodal study"),
     "part": Field("name", "the values of a study's axes"),
-    "loss_scale": Field("1", "factor on the loss in fp16 training after the step"),
+    "loss_scale": Field("1", "loss scale of fp16 training after the step"),
     "skipped_steps": Field("optimizer steps", "steps skipped because a gradient overflowed fp16, over training"),
 }
 
@@ -492,13 +495,13 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "train_length": Field("tokens", "context in training"),
     "test_length": Field("tokens", "context in the test"),
     "accuracy_train": Field(
-        "share", "next tokens predicted, as trained, on the test text cut into pieces of the training length"
+        "share", "share of next tokens predicted, as trained, on the test text cut into pieces of the training length"
     ),
-    "accuracy_nonrepeat": Field("share", "next tokens predicted on held-out text of the test length"),
+    "accuracy_nonrepeat": Field("share", "share of next tokens predicted on held-out text of the test length"),
     "accuracy_repeat": Field(
-        "share", "next tokens predicted on one training length of text repeated up to the test length"
+        "share", "share of next tokens predicted on one training length of text repeated up to the test length"
     ),
-    "accuracy_last": Field("share", "next tokens predicted in the last training length of the text"),
+    "accuracy_last": Field("share", "share of next tokens predicted in the last training length of the text"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field("nats/token", "loss as trained, on the test text cut into pieces of the training length"),
     "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
@@ -509,10 +512,10 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
         "share", "the tokens of accuracy_last, predicted from only one training length of text"
     ),
     "cos_outside": Field(
-        "share", "visible pairs whose cos(q, k) lies outside the range that their head saw in training"
+        "share", "share of visible pairs whose cos(q, k) lies outside the range that their head saw in training"
     ),
     "dilution": Field("share", "largest weight that one of test_length keys can get, in the head where it is smallest"),
-    "needle": Field("share", "values of needles predicted when asked for; empty without needles in training"),
+    "needle": Field("share", "share of needle values predicted when asked for; empty without needles in training"),
     "needle_weight": Field("share", "mean weight of a question on its needle, in the head that gives it most"),
     "needle_bound": Field("share", "largest weight that one of test_length keys can get in the head of needle_weight"),
 }

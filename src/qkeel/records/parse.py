@@ -266,7 +266,7 @@ def parse_header(text: bytes, path: Path, size: int, error: type[QkeelError] = D
         entries = _entries(table, 8 + len(text))
     except ValueError as failure:
         raise error(
-            f"{path} has no readable safetensors header: {failure}. It is damaged or of another format; download or "
+            f"{path} has no readable safetensors header: {failure}. It is damaged or in another format; download or "
             "save it again"
         ) from failure
     end = max([8 + len(text), *(entry.end for entry in entries.values())])

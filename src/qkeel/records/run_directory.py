@@ -263,7 +263,7 @@ class RunDirectory:
         disk.sync(self.path / name for name in RECORDS)
 
     def start_again(self) -> None:
-        """Removes everything but the configuration, which then has a checksum, and extrapolation.jsonl."""
+        """Removes everything but extrapolation.jsonl and the configuration, which then has a checksum."""
         heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
         disk.remove([self.path / "DONE", self.checkpoint])  # first: a crash here must not leave a complete-looking run
         disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))

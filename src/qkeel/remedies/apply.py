@@ -180,15 +180,15 @@ def apply(
 
     Args:
         named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.
-        model: a model, or a part of one, that contains attention. Several models can be passed as one, such as all
-            pipeline stages of this process: a list, or a dict by name.
-        optimizer: the optimizer of the model's weights. Remedies on steps need it; new parameters join it.
-        example: a batch for one pass, which shows the attention of foreign modules: a tensor, a tuple of the forward's
-            arguments or a dict of its keyword arguments. For several models, give one for each, as a list or a dict by
-            name. Not needed with an optimizer; see above.
+        model: a model, or a part of one, that contains attention. A list of models, or a dict by name, is treated as
+            one model, such as all pipeline stages of this process.
+        optimizer: the optimizer of the model's weights. Remedies that act on its steps need it; new parameters join it.
+        example: a batch for one pass, which shows the attention of modules from other libraries: a tensor, a tuple of
+            the forward's arguments or a dict of its keyword arguments. For several models, give one for each, as a list
+            or a dict by name. Not needed with an optimizer; see above.
         sites: the result of `find_sites` for this model, in place of an example. Find them before fully_shard or tensor
             parallelism splits the weights, because split weights cannot be traced. Matched by name. For several models,
-            give one for each, like examples.
+            give one for each, as for `example`.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
         partial: applies the remedy even if some attention was seen but not understood; that attention stays unchanged.
         options: options of a single remedy named by a string.

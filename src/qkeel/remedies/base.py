@@ -39,12 +39,12 @@ class Target:
     trace: ModelTrace | None = None  #: the pass that showed the sites; None if all are qkeel's own, or were given
 
     def seen(self) -> ModelTrace:
-        """Returns the pass that showed the sites, or else the trace of a pass on the example."""
+        """Returns the pass in which the sites were seen, or else the trace of a pass on the example."""
         args, kwargs = self.example
         return self.trace or seen(self.model, args, kwargs)
 
     def short(self) -> Arguments:
-        """Returns the arguments of a pass that shows the sites, as small a part of the example as possible."""
+        """Returns the arguments of a pass that shows the sites, using as small a part of the example as possible."""
         if self.trace is None:
             return self.example
         args, kwargs = self.trace.given

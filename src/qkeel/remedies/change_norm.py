@@ -102,8 +102,8 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
                 "with A, M and both norms direct children of it, but found none around this attention (post-norm, "
-                "parallel and fused blocks have another form; foreign blocks are recognised on an example "
-                "batch: apply(..., example=batch)); build the model with the order you want"
+                "parallel and fused blocks have another form; blocks from other libraries are recognised on an "
+                "example batch: apply(..., example=batch)); build the model with the order you want"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
@@ -332,7 +332,8 @@ def heads_of(
             return refuse_heads(f"the {side} are not the output of a single module: they are computed by {made}")
         if index is None or not whole:
             return refuse_heads(
-                f"no module outputs complete heads of the {side}, {heads} of {site.head_dim}: {made} do"
+                f"no module outputs complete heads of the {side} ({heads} heads of {site.head_dim}): they are "
+                f"computed by {made}"
             )
         weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
         if len(apart) > 1 and not all(bool(w.any()) for w in weights):
@@ -526,10 +527,10 @@ class _ModuleNorm:
 class ChangeNorm(ChangeSpec):
     """Norms the `sides` of attention, some of q, k and v.
 
-    In foreign modules the norm follows the projection: before the rotation, where a gain per dimension belongs, and
-    before a cache, which then holds normed keys. If no module outputs whole heads (nn.MultiheadAttention multiplies by
-    its own weight; latent attention concatenates keys from two parts), the attention call is replaced, for norms that
-    commute with the rotation.
+    In modules from other libraries the norm follows the projection: before the rotation, where a gain per dimension
+    belongs, and before a cache, which then holds normed keys. If no module outputs whole heads (nn.MultiheadAttention
+    multiplies by its own weight; latent attention concatenates keys from two parts), the attention call is replaced,
+    for norms that commute with the rotation.
 
     Heads are heads of a token, even if a logit sums over tokens (tied rows, attention over channels). A table of
     relative positions that multiplies queries stays unchanged, like a bias.
@@ -748,7 +749,7 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
                     continue
                 if site.name in names:
                     raise RefusedError(
-                        f"{remedy.name} at {site.name}: the outputs of several modules are added up to {part}, so a "
+                        f"{remedy.name} at {site.name}: the outputs of several modules are summed to give {part}, so a "
                         "norm on each does not normalise the sum; use qk_clip or lalr, which need no norm"
                     )
                 least, most = operand.extremes()
@@ -765,7 +766,7 @@ class NormOptions(ChangeNorm):
 
     kind: Literal["rms", "layer", "l2"] = "rms"  #: the statistic that the norm divides by
     over: Over = "head"  #: the d numbers of one head, or all heads of a token ("layer")
-    gain: GainKind = "dim"  #: the gain and its shape, see `qkeel.spec.RMSNorm`
+    gain: GainKind = "dim"  #: the gain and its shape; see `qkeel.spec.RMSNorm`
 
     def __post_init__(self) -> None:
         check_known(f"kind of {self.name}", self.kind, KINDS)

@@ -73,7 +73,7 @@ def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
         return None
     other = "qk_norm" if remedy == "cosine" else "kind=rms"
     return Refusal(
-        f"unit vectors need a scale of their own in place of 1/√d, and this site has the scale {scale.base.formula()}",
+        f"unit vectors need their own scale in place of 1/√d, and this site has the scale {scale.base.formula()}",
         f"use {other}, which keeps the scale, or build the model with the spec you want",
     )
 
@@ -84,7 +84,7 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
     if slot == "cap" and spec.cap.kind != "none":
         return Refusal(f"logits are already capped ({spec.cap.formula()})", "remove that cap first")
     if slot == "scale" and spec.scale.follows_position:
-        return Refusal(f"logits are scaled by position already ({spec.scale.formula()})", "remove that first")
+        return Refusal(f"logits are already scaled by position ({spec.scale.formula()})", "remove that first")
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
         return Refusal(
             f"its attention weights are already {spec.normalizer.formula()} instead of a softmax",
@@ -221,7 +221,7 @@ class ChangeSpec(Remedy):
         yield from self.change_others(target, others)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        """Changes sites of foreign modules."""
+        """Changes sites of modules from other libraries."""
         yield from exchange_calls((self, target.train_length), target, sites)
 
     def change_own(self, site: AttentionSite, target: Target) -> Handle:

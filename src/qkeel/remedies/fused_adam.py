@@ -85,8 +85,8 @@ class AdamPass:
             self._move(device)
         if not self._takes_all():
             return (
-                "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not in "
-                "the form that its fused step creates"
+                "the weights are on several devices or not dense by rows or columns, or the optimizer's state is not "
+                "in the form that its fused step creates"
             )
         return ""
 
@@ -185,7 +185,7 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
     if torch.compiler.is_compiling():
         return "the step is being compiled"
     if not optimizers.is_known(o):
-        return f"{type(o).__name__} is not torch's own Adam or AdamW, or this torch asks for its weights otherwise"
+        return f"{type(o).__name__} is not torch's own Adam or AdamW, or this torch passes it weights differently"
     if not all(map(_is_plain, weights)):
         return "the weights are not all float32 matrices or vectors that are whole in this process"
     if optimizers.is_answered(o):

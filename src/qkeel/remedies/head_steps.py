@@ -98,7 +98,7 @@ def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterat
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Restores random streams and the gradient mode at the end."""
+    """Restores random number generators and the gradient mode at the end."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         yield
 
@@ -371,7 +371,7 @@ class HeadSteps:
     def _ready_adam(self) -> AdamPass | None:
         """Returns the pass that takes over the coming step; None if none can."""
         now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
-        why = now or ("the weights were of another type when the remedy was applied" if self._adam is None else "")
+        why = now or ("the weights had another dtype when the remedy was applied" if self._adam is None else "")
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
         if way != self.way:
             self.way = way

@@ -298,7 +298,8 @@ class HeadWeights:
         if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
             return ""
         return (
-            ". Float32 copies are known by their shape and values; flattened, sharded or stale ones are not: copy the "
+            ". Float32 copies are recognised by their shape and values; flattened, sharded or stale ones are not: "
+            "copy the "
             "weights over first, or use float32 weights under autocast"
         )
 
@@ -354,8 +355,8 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
         return None
     return Refusal(
         f"it is not known which rows of which weights belong to its heads: {site.why or 'no reason was reported'}",
-        "apply the remedy to a part of the model without this attention; where fully_shard or tensor parallel split "
-        "the model, find the sites before that and give them: apply(..., sites=qkeel.find_sites(model, batch))",
+        "apply the remedy to a part of the model without this attention; if fully_shard or tensor parallelism splits "
+        "the model, find the sites before the split and pass them: apply(..., sites=qkeel.find_sites(model, batch))",
     )
 
 

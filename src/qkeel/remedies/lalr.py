@@ -33,13 +33,13 @@ class LALR(StepRemedy):
     f is 1/‖W_K^h‖ for W_Q^h and 1/‖W_Q^h‖ for W_K^h, so a step changes the logits by a bounded amount however large the
     weights have grown. A matrix that takes part in several terms of the logit (`AttentionSite.terms`) has the smallest
     f of them, and one that heads share uses the largest product over these heads. This is the published algorithm 2 for
-    MLA, extended to grouped keys. In a GAU, W_z makes both q and k and is its own partner. A weight that layers share
-    takes part in the terms of all of them.
+    MLA, extended to grouped keys. In a GAU, W_z produces both q and k and is its own partner. A weight that layers
+    share takes part in the terms of all of them.
 
     Biases keep the base rate. The whole step is scaled, decoupled weight decay included, unless decay="plain" leaves
-    that at the base rate η·λ. A matrix whose norm becomes zero counts with its norm at the start; one that was zero at
-    the start never counts. Frozen weights count as partners. "Start" is when the remedy is applied; `state()` carries
-    the norms across a checkpoint. If `heads` is given, weights that none of these heads uses keep the base rate.
+    that at the base rate η·λ. A matrix whose norm becomes zero counts with its initial norm; one that was zero at the
+    start never counts. Frozen weights count as partners. "Start" is when the remedy is applied; `state()` carries the
+    norms across a checkpoint. If `heads` is given, weights that none of these heads uses keep the base rate.
     norm="spectral" synchronises a GPU with the host at every step, for an eigenvalue problem of size d per head.
     """
 
@@ -59,7 +59,7 @@ class LALR(StepRemedy):
         "a norm on q and k already makes the logit independent of the size of the weights",
         "use one of the two, or qk_lr for a plain lower rate",
     )
-    if_computed = "the norm of what the optimizer steps says nothing about the logit"
+    if_computed = "the norm of the weight in the optimizer says nothing about the logit"
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)

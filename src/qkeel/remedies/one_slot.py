@@ -2,7 +2,7 @@
 
 To add one, write a class like these and a row in the table of `apply`. The fields are the options, `slot` names the
 slot, and `value` returns the new object. `ChangeSpec` checks that the slot is free, adds parameters, replaces the call
-in foreign models, and undoes the change.
+in models from other libraries, and undoes the change.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from qkeel.sites.trace import traced
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGate(Remedy):
-    """Gates o ← o · σ(W_g x), where x is the input of the attention module, per feature of o or `per=head`.
+    """Gates attention's output, o ← o · σ(W_g x) with the module's input x, for each feature or, with `per=head`, each
+    head.
 
     init=keep: o · 2σ(W_g x) with W_g = 0 at the start, so that every gate begins at exactly 1; this equals the
     published gate with a doubled output projection. init=random: o · σ(W_g x) with W_g initialised like torch's linear

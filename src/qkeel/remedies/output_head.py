@@ -92,7 +92,7 @@ def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Te
 class FinalSoftcap(Remedy):
     """Bends the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
 
-    `module` names the module that computes them; without it, the example shows it.
+    `module` names the module that computes them; without it, the module is found on the example.
     """
 
     cap: float = 30.0

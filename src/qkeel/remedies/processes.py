@@ -140,7 +140,7 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
         if any(late):
             raise RefusedError(
                 f"{remedy} was applied before the PipelineStage of this model was created, so the "
-                "stage of the model was unknown: the step was not taken. Make every PipelineStage before qkeel.apply"
+                "stage of the model was unknown: the step was not taken. Create every PipelineStage before qkeel.apply"
             )
 
     passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(in_real_steps(refuse))

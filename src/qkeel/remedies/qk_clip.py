@@ -54,16 +54,17 @@ class QKClip(StepRemedy):
     - Query heads that share a key head: with groups="query" W_Q^h takes all of γ_h and the key is left alone, which is
       exact for each head; with groups="group" the whole group is clipped by its largest logit, as in Megatron-LM.
     - A logit that is a sum of products: each product is multiplied by γ_h. If one of them has a table of positions as
-      its key, W_Q^h takes γ_h and the other key nothing.
+      its key, W_Q^h takes all of γ_h and the other key stays unchanged.
     - MLA: √γ on both up-projections, γ on the rotated query; the shared rotated key is left alone.
     - GAU: √γ on the gains and offsets of q and of k.
     - A weight that layers share is scaled once, by the smallest of their factors.
     - Low-rank adapters: the rows of the base weight and of B. A frozen base is refused unless frozen="scale".
 
-    Heads under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima never clip. Passes in
-    training mode since the last step count, on all processes of the run. If a GradScaler skips a step, nothing is
-    clipped and its maxima count for the next step. Float32 copies of low-precision weights, which the optimizer steps
-    or keeps in its state, are scaled too. If `heads` is given, the heads that it does not name are never clipped.
+    Heads under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima never cause clipping.
+    Passes in training mode since the last step count, on all processes of the run. If a GradScaler skips a step,
+    nothing is clipped and the maxima count for the next step. Float32 copies of low-precision weights, which the
+    optimizer steps or keeps in its state, are scaled too. If `heads` is given, the heads that it does not name are
+    never clipped.
     """
 
     threshold: float = 100.0  #: τ, in nats, above 0
@@ -83,7 +84,7 @@ class QKClip(StepRemedy):
         "the logit by the intended factor",
         "use one of the two; with a norm, watch its gains",
     )
-    if_computed = "scaling what is stored would not scale the logit"
+    if_computed = "scaling the stored weight would not scale the logit"
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)

@@ -32,9 +32,9 @@ from qkeel.spec.norm import GainKind, GainNorm
 class QKNorm(NormOptions):
     """Norms q̃ = norm(q) · gain, k̃ = norm(k) · gain; the scale stays.
 
-    kind=l2 makes unit vectors, whose logits 1/√d would shrink to nothing. It therefore replaces the scale: with
-    gain=scalar by one learned number per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by default
-    the training length), with gain=head by one per head, else by √d, which equals an RMS norm with scale 1/√d.
+    kind=l2 makes unit vectors, whose logits would almost vanish under the scale 1/√d. It therefore replaces the scale:
+    with gain=scalar by one learned number per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by
+    default the training length), with gain=head by one per head, else by √d, which equals an RMS norm with scale 1/√d.
     """
 
     length: int | None = None
@@ -50,8 +50,8 @@ class QKNorm(NormOptions):
             qk_norm_init(self.length)  # validates the length
             if not self._learned_scale:
                 raise InvalidValueError(
-                    f"length={self.length} sets the initial value of a learned scale, which qk_norm has with kind=l2 "
-                    f"and gain=scalar or head only, got kind={self.kind}, gain={self.gain}"
+                    f"length={self.length} sets the initial value of a learned scale, which qk_norm has only with "
+                    f"kind=l2 and gain=scalar or head, got kind={self.kind}, gain={self.gain}"
                 )
 
     @property
@@ -135,14 +135,13 @@ class Cosine(ChangeNorm):
 class QKVNorm(ChangeNorm):
     """Norms q, k and v per head after the projection, each norm(x) · gain, and drops the block's norm before attention.
 
-    Values are the ones that the weights average, with the model's key-value heads. `drop_pre_norm=false` keeps the norm
-    before attention. In foreign models that norm is recognised by the block's activations, and the remedy is refused if
-    it is not found. qkeel's post and swin blocks have no norm to drop; a peri block loses the one before and keeps the
-    one after.
+    The values are normed per key-value head. `drop_pre_norm=false` keeps the norm before attention. In models from
+    other libraries that norm is recognised by the block's activations, and the remedy is refused if it is not found.
+    qkeel's post and swin blocks have no norm to drop; a peri block loses the one before and keeps the one after.
     """
 
     kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
-    gain: GainKind = "dim"  #: shape of the gain, see `qkeel.spec.RMSNorm`
+    gain: GainKind = "dim"  #: shape of the gain; see `qkeel.spec.RMSNorm`
     drop_pre_norm: bool = True
 
     sides = ("q", "k", "v")

@@ -68,7 +68,7 @@ class FrozenQK(StepRemedy):
     """Freezes everything that queries and keys are made of: weights, biases, and gains of norms on q and k.
 
     The control of a comparison: a run's gain over it is due to training queries and keys. After each step the rows are
-    put back bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
+    restored bit for bit, whatever the optimizer and its weight decay did to them; their gradients still count in the
     global norm of gradient clipping, so the other weights take the steps of a run without the remedy. A learned scale
     or temperature of the logits is trained. Rows that a step made infinite or NaN are not repaired: a run with such a
     step has diverged.
@@ -137,10 +137,10 @@ def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
 class QKWeightDecay(StepRemedy):
     """Decays w ← (1 - η·λ)·w before the optimizer's own step, for every row of a query or key weight; η is its rate.
 
-    Biases, norms' gains and, in a fused projection, the rows of values are not decayed. It comes on top of what the
-    optimizer decays itself: with AdamW(weight_decay=0) it is AdamW(weight_decay=λ) for these weights, bit for bit up
-    to rounding, and with any other optimizer the same decay. `lalr` and `qk_lr` do not scale it. A weight without a
-    gradient is not decayed, nor one in a step that a GradScaler skips.
+    Biases, norms' gains and, in a fused projection, the rows of values are not decayed. This decay is added to the
+    optimizer's own. With AdamW(weight_decay=0) it equals AdamW(weight_decay=λ) for these weights up to rounding, and
+    any other optimizer gets the same decay. `lalr` and `qk_lr` do not scale it. A weight without a gradient is not
+    decayed, and no weight is in a step that a GradScaler skips.
     """
 
     decay: float = 0.1  #: λ
@@ -153,7 +153,7 @@ class QKWeightDecay(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by parts in ten thousand")
+        tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
         check_changes_last(optimizer, self.name, tensors)
         replaced = ReplacementCheck(target.model, self.name, weights.names)
         views = [view for _, _, own in views_by_tensor(tensors, weights.slices) for view in own]
@@ -202,7 +202,7 @@ class SpectralCap(StepRemedy):
         "nothing",
         "use one of the two; with a norm, watch its gains",
     )
-    if_computed = "capping what is stored would not cap what is used"
+    if_computed = "capping the stored weight would not cap the weight in use"
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))

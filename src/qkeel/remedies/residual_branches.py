@@ -84,7 +84,7 @@ class Dropout(Remedy):
     """Branches x + m ∘ F(N(x)) / (1 - rate), m ~ Bernoulli(1 - rate) for each entry, after attention and after the MLP.
 
     Evaluation is unchanged. The masks come from PyTorch's global generator. If a branch's output is normed (swin,
-    peri), dropout comes before that norm; Chameleon's authors found that the two do badly in combination.
+    peri), dropout comes before that norm; Chameleon's authors found that the two work poorly together.
 
     Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
     """

@@ -476,9 +476,9 @@ RUNS = Chart(
 GROWTH = Chart(
     "growth",
     "Largest attention logit",
-    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest of the model, with the "
-    "head that has it now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
-    "are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for its reason.",
+    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest logit of the model, with "
+    "the head that has it now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow "
+    "dots are samples in evaluation mode; vertical lines are actions of an autopilot; hover over one for its reason.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -498,7 +498,7 @@ ENTROPY = Chart(
 NORMS = Chart(
     "norms",
     "Length of queries and keys",
-    "Mean L2 norm as they enter the dot product, by layer. Logarithmic axis.",
+    "Mean L2 norm of queries and keys as they enter the dot product, by layer. Logarithmic axis.",
     "Two line charts: query norm and key norm against step, one line per layer.",
 )
 ANGLE = Chart(
@@ -712,7 +712,7 @@ def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
         sections=[
             Section("nothing", "Nothing to draw yet", empty),
             Section("alarms", "Alarms", _alarms(runs)),
-            Section("advice", "What a study says of the remedies", Markup("") if study is None else advice(study)),
+            Section("advice", "What a study says about the remedies", Markup("") if study is None else advice(study)),
             Section("interventions", "What the autopilot did", _interventions(runs)),
             Section("charts", "Charts", _charts(runs, present)),
             Section("compared", "The runs", _compared(runs)),

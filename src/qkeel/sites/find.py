@@ -63,7 +63,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
             raise InvalidTypeError(f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}")
         if not re.fullmatch(r"[\w-]+", name) or name in dir(nn.ModuleDict):
             raise InvalidValueError(
-                f"expected model names made of letters, digits, _ and -, and no method's name, got {name!r}"
+                f"expected model names made of letters, digits, _ and -, and not the name of a method, got {name!r}"
             )
     inside = {name: {id(m) for m in unwrapped(model).modules()} for name, model in models.items()}
     for part, model in itertools.permutations(models, 2):
@@ -254,7 +254,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
     weights, find the sites before the split and pass them as `sites=` to watch and apply. For a model on the meta
     device, a copy with random weights is searched on the CPU, with an example on the CPU. This takes the memory of the
-    whole model; the sites are those of the given model.
+    whole model; the sites refer to the given model.
 
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.

@@ -315,9 +315,9 @@ class Tap(Handle):
         due: due(training, compiled) returns what to measure in a pass; "bracket" is a bound on the largest logit, see
             `BracketMode`.
         measure: computes the statistics of a call.
-        measure_rows: computes them from what a kernel returned for each row.
-        measure_plain: computes them from q, k, the scale and whether the call is causal, for calls of torch's function
-            without a mask at a known site; returns None if it cannot.
+        measure_rows: computes the statistics from what a kernel returned for each row.
+        measure_plain: computes the statistics from q, k, the scale and whether the call is causal, for calls of torch's
+            function without a mask at a known site; returns None if it cannot.
         keeps: whether to keep the batch of the latest training pass, for `look_again`.
         guard: reports the first fault in the tap with a warning, and switches the tap off.
 
@@ -349,7 +349,7 @@ class Tap(Handle):
         self._keeps = keeps
         self.own_alone = False
         self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
-        self._form: object = None  # what the pass that begins was called with, see `_call_form`
+        self._form: object = None  # what the pass that begins was called with; see `_call_form`
         self._forms: dict[Phase, set[object]] = {"train": set(), "eval": set()}  # of the passes that were searched
         self._places: dict[Phase, Places | None] = {"train": None, "eval": None}  # where searched passes had attention
         self._searched: dict[Phase, list[tuple[str, nn.Module]]] = {}  # the modules that there were then
@@ -379,7 +379,7 @@ class Tap(Handle):
         return "train" if self.model.training else "eval"
 
     def places(self, phase: Phase) -> Places | None:
-        """The modules in which the next pass is searched for attention outside qkeel's modules; None for everywhere.
+        """The modules in which the next pass is searched for attention outside qkeel's modules; None means everywhere.
 
         Searching everywhere costs a callback per function of torch, so this is done where something may have changed:
         in the first two passes; in the first pass of each new form of a call (`_call_form`), of 64 forms at most; after
@@ -553,7 +553,7 @@ class Tap(Handle):
                 running.begin(call, self._forwards.around)
 
     def _extra_pass(self, look: _ForwardPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
-        """Makes the pass that the model is about to make, eagerly; returns its output. `seed` sets random streams."""
+        """Makes the pass that the model is about to make, eagerly; returns its output. `seed` seeds the generators."""
         with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
             if seed is not None:
                 torch.manual_seed(seed)

@@ -780,7 +780,7 @@ def _indexers(watcher: CaptureMode, names: Sequence[str]) -> list[AttentionSite]
                 n_heads=call.logits.shape[1],
                 n_kv_heads=call.logits.shape[1],
                 head_dim=0,
-                why="its scores choose keys and weigh no values",
+                why="its scores choose keys and do not weight values",
                 layout=call.layout,
                 chooses=True,
             )
@@ -899,8 +899,8 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
     if watcher.missed or unrecognized:
         found = "; ".join(map(str, dict.fromkeys((*watcher.missed, *unrecognized))))
         return (
-            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
-            f"and keys, {_BY_HAND}"
+            f"{looked}Seen but not understood: {found}. If the logits are just scaled products of queries and keys, "
+            f"{_BY_HAND}"
         )
     if watcher.handwritten.multiplied:
         followed = ", ".join(watcher.handwritten.lost.ends)
@@ -908,7 +908,7 @@ def unseen(model: nn.Module, watcher: CaptureMode, unrecognized: Sequence[Unreco
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
             "linear attention, state-space models and attention through another function of the scores have no softmax "
-            "over keys, and that is all that is watched here"
+            "over keys, and only attention with one is watched"
         )
     hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
     return (

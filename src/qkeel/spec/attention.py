@@ -28,7 +28,7 @@ SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "c
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The attention out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
+    """What attention computes, as data: out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
 
     Each of the five slots holds one object. Specs are immutable and comparable; `replace` creates variants.
 
@@ -64,7 +64,7 @@ class AttentionSpec:
         A sliding window no wider than the training length keeps its rotation, since training covered its distances.
 
         Args:
-            method: a name of `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
+            method: a name from `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
                 leaky_rerope, self_extend, rope, window, log_n, none.
             factor: test length / training length, at least 1.
             train_length: in tokens, for methods that need it.
@@ -74,7 +74,7 @@ class AttentionSpec:
 
         Raises:
             UnknownNameError: unknown method or option.
-            InvalidValueError: the value is known to fail.
+            InvalidValueError: an option has a value that is known to fail.
             RefusedError: the position is not a plain RoPE.
 
         Example:
@@ -137,7 +137,7 @@ class AttentionSpec:
         return self.norm.apply("v", v, params)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Factor:
-        """Returns the scale: a float, or a tensor that broadcasts to [b h t 1], in dtype or float32 if wider."""
+        """Returns the scale: a float, or a tensor that broadcasts to [b h t 1], in `dtype` or at least float32."""
         reach = self.position.reach
         # A position-dependent scale reads how many keys the query sees; a window bounds that number.
         at = pos_q if reach is None else pos_q.clamp_max(reach - 1)

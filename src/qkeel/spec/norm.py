@@ -241,7 +241,7 @@ class RMSNorm(GainNorm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorm(GainNorm):
-    """LayerNorm without affine part: (x - mean) / sqrt(var + eps)."""
+    """LayerNorm without affine parameters: (x - mean) / sqrt(var + eps)."""
 
     eps: float = 1e-5
     kind = "layer"

@@ -101,12 +101,13 @@ POSITIONS: dict[str, Recipe[Specs]] = {
         "kexue.fm 9728",
         _inv_leaky,
     ),
-    "window": Recipe("the form's position, keys within window= tokens only", "arXiv 1904.10509", _window),
+    "window": Recipe("the form's own position, limited to keys within window= tokens", "arXiv 1904.10509", _window),
     "hwfa": Recipe(
-        "windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n", "kexue.fm 9603", _hwfa
+        "windows of 3/4 L/(layers - 1) tokens, the last layer full and without positions, log n", "kexue.fm 9603", _hwfa
     ),
     "hwfa2": Recipe(
-        "windows of 3 L/layers tokens, L/2 at most; full= evenly spaced layers have no window, and change post hoc",
+        "windows of 3 L/layers tokens, L/2 at most; full= evenly spaced layers without one, which post-hoc methods "
+        "change",
         "kexue.fm 9731, 9948",
         _hwfa2,
     ),
@@ -129,13 +130,13 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
     Args:
         spec: the attention of every layer.
         n_layers: number of layers.
-        positions: a name of POSITIONS or of `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
+        positions: a name from POSITIONS or from `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
             several joined by "/" alternate over the layers, like "window:window=64/rope". Empty: `spec` unchanged.
         train_length: in tokens, for positions that depend on it, unless their options give it.
 
     Raises:
         UnknownNameError: unknown position or option.
-        InvalidValueError: the value is out of range.
+        InvalidValueError: an option is out of range.
         RefusedError: the spec cannot have this position.
 
     Example:
@@ -348,9 +349,7 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
     "olmoe": Recipe("RMS norm over all heads of a token", "arXiv 2409.02060; " + _HF, _flat_rms(1e-5, 10_000.0)),
     "minimax_m2": Recipe("RMS norm over all heads, partial RoPE", _HF, _flat_rms(1e-6, 5_000_000.0, 0.5)),
     "qwen3": Recipe("RMS norm per head, gain shared by heads", "arXiv 2505.09388; " + _HF, _qwen3),
-    "qwen3_next": Recipe(
-        "RMS norm per head, gain 1 + w, partial RoPE (its output gate is not attention's)", _HF, _qwen3_next
-    ),
+    "qwen3_next": Recipe("RMS norm per head, gain 1 + w, partial RoPE (without its output gate)", _HF, _qwen3_next),
     "gemma2": Recipe("no norm, logits softcapped at 50", "arXiv 2408.00118; " + _HF, _gemma2),
     "gemma3": Recipe("RMS norm per head, gain 1 + w (global layers)", "arXiv 2503.19786; " + _HF, _gemma3),
     "gemma4": Recipe("RMS norm on q, k and (gain-free) v, scale 1 (sliding layers)", _HF, _gemma4),

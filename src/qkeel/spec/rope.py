@@ -227,7 +227,7 @@ class YaRN(Stretch):
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2
     fast: float = 32.0  #: a pair with more turns in training keeps its frequency
-    slow: float = 1.0  #: a pair with fewer turns is interpolated by the whole factor
+    slow: float = 1.0  #: a pair with fewer turns is interpolated by the full factor
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -254,11 +254,11 @@ class YaRN(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3(Stretch):
-    """Llama 3.1's frequencies, see `qkeel.functional.rope.llama3`."""
+    """Llama 3.1's frequencies; see `qkeel.functional.rope.llama3`."""
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: tokens, at least 2
-    low: float = 1.0  #: a pair with fewer turns in training is slowed by the whole factor
+    low: float = 1.0  #: a pair with fewer turns in training is slowed by the full factor
     high: float = 4.0  #: a pair with more turns keeps its frequency
 
     def __post_init__(self) -> None:
@@ -442,10 +442,11 @@ class Rope(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(Position):
-    """`inner`, where query i sees only the keys with |i - j| < window: itself and window - 1 before it if causal.
+    """The position `inner` under a window: query i sees only keys with |i - j| < window.
 
-    A window hides keys by their distance, so it belongs to the position slot. log n counts the keys that a query
-    sees: n = min(position + 1, window). Mistral and Gemma use this window in transformers.
+    In causal attention these are the query's own key and the window - 1 keys before it. A window hides keys by their
+    distance, so it belongs to the position slot. log n counts the keys that a query sees, n = min(position + 1,
+    window). Mistral and Gemma use this window in transformers.
 
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
     """

@@ -279,7 +279,7 @@ def _version(compiler: str) -> tuple[str, float]:
     try:
         found = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{compiler} did not report its version in {LONGEST} s") from error
+        raise BuildError(f"{compiler} did not report its version within {LONGEST} s") from error
     clang, _, gcc = found.stdout.strip().partition(" ")
     return ("clang", int(clang)) if clang.isdecimal() else ("GCC", int(gcc) if gcc.isdecimal() else math.inf)
 

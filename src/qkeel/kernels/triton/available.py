@@ -83,7 +83,7 @@ def usable(device: torch.device) -> bool:
 def trusted(family: Family, device: torch.device) -> bool:
     """True if a family of kernels can be used for tensors on the device now.
 
-    At the first use on a device the family computes a small test case, see `first_use`. If it fails or differs from
+    At the first use on a device the family computes a small test case; see `first_use`. If it fails or differs from
     torch's result, one warning reports it and the family stays disabled. The test waits for the device, so during a
     CUDA graph's capture an untested family counts as disabled.
     """

@@ -39,7 +39,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "chaos": (
         "qkeel.lab.studies.grids:CHAOS",
-        "Train each configuration twice, one weight changed by one float32 ulp, to measure numerical noise.",
+        "Train each configuration twice, with one weight changed by one float32 ulp, to measure numerical noise.",
     ),
     "drift": (
         "qkeel.lab.studies.grids:DRIFT",

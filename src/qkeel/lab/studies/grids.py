@@ -40,7 +40,8 @@ from qkeel.spec import PRESETS, AttentionSpec, Fixed, L2Norm, RMSNorm, Softcap
 LR_GRID = Grid(remedies=("none", "frozen_qk", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
 LR = Study(
-    help="By default none, frozen_qk, qk_norm and lalr:tau=0.1 at 0.01, 0.03, 0.1 and 0.3. Finished runs are kept, "
+    help="The default remedies are none, frozen_qk, qk_norm and lalr:tau=0.1, at rates of 0.01, 0.03, 0.1 and 0.3. "
+    "Finished runs are kept, "
     "interrupted ones resume, and more remedies, rates and seeds can be added to the directory later.",
     grid=LR_GRID,
     runs=parts,
@@ -79,7 +80,7 @@ def demo_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 DEMO = Study(
-    help="Six remedies at three constant rates, one primary comparison, and one longer pair of runs.",
+    help="It runs six remedies at three constant rates, with one primary comparison and one longer pair of runs.",
     grid=DEMO_GRID,
     runs=demo_runs,
     options=(),
@@ -140,8 +141,9 @@ _DECIDES = (
     *(("data", "batch"), ("", "steps")),
 )
 DRIFT = Study(
-    help="Widths 32, 64 and 128 with 1, 2 and 4 blocks, and separately head sizes, schedules and steps: the runs on "
-    "which the law of logit growth is fitted. --held-out runs its test sizes, up to width 256 and 8 blocks.",
+    help="It trains widths 32, 64 and 128 with 1, 2 and 4 blocks, and separately varies head size, schedule and "
+    "steps. The law of logit growth is fitted on these runs. --held-out runs its test sizes, up to width 256 and 8 "
+    "blocks.",
     grid=GRID,
     runs=runs,
     base=RunConfig(),
@@ -169,8 +171,9 @@ MLA_GRID = Grid(
 )
 # Source: Anson & Aitchison 2025, arXiv 2511.21377, section 4: remedies on MHA and MLA under Muon.
 MLA = Study(
-    help="By default none, frozen_qk, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 "
-    "and 0.3. Finished runs are kept, interrupted ones resume, and more runs can be added to the directory later.",
+    help="The default remedies are none, frozen_qk, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and "
+    "qk_lr:factor=0.1, at rates of 0.01, 0.1 and 0.3. Finished runs are kept, interrupted ones resume, and more runs "
+    "can be added to the directory later.",
     grid=MLA_GRID,
     runs=parts,
     options=(
@@ -199,8 +202,9 @@ TRANSLATION_BASE = RunConfig(
     eval_sequences=128,
 )
 TRANSLATION = Study(
-    help="By default none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1 at 0.003, 0.01, "
-    "0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones resume, and more can be added "
+    help="The default remedies are none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1, "
+    "at rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted ones "
+    "resume, and more runs can be added "
     "later.",
     grid=TRANSLATION_GRID,
     runs=parts,
@@ -222,8 +226,8 @@ TRANSFER_GRID = Grid(
     parametrisation=("standard", "mup"),
 )
 TRANSFER = Study(
-    help="By default ten remedies, each at the best of seven rates, 0.003 to 0.192 in factors of 2, on four widths "
-    "in the standard parametrisation and in µP, with 16 seeds.",
+    help="By default it compares ten remedies, each at the best of seven rates, 0.003 to 0.192 in factors of 2, on "
+    "four widths in the standard parametrisation and in µP, with 16 seeds.",
     grid=TRANSFER_GRID,
     runs=product,
 )
@@ -239,7 +243,8 @@ CHAOS_GRID = Grid(
 CHAOS_BASE = RunConfig(log_every=2)  # at high rates two runs diverge within ten steps
 
 CHAOS = Study(
-    help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50 at 0.01, 0.03, 0.1 and 0.3. "
+    help="The default remedies are none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50, at rates of "
+    "0.01, 0.03, 0.1 and 0.3. "
     "The file chaos.json has the effect of rounding alone for each remedy and rate. Reports on other studies with the "
     "same configuration use this file from the neighbouring directory runs/chaos, and mark differences that do not "
     "exceed this effect.",
@@ -255,8 +260,8 @@ CHAOS = Study(
 EDGE_LRS = tuple(0.003 * 2**k for k in range(9))
 EDGE_GRID = Grid(remedies=ONE_OF_EACH, lrs=EDGE_LRS, seeds=range(8), d_model=(16, 32, 64, 128))
 EDGE = Study(
-    help="By default ten remedies at nine rates, 0.003 to 0.768 in factors of 2, on four widths with 8 seeds: "
-    "5,760 runs. The file chaos.json and the page have the exponent of each pair.",
+    help="By default it runs ten remedies at nine rates, 0.003 to 0.768 in factors of 2, on four widths with 8 "
+    "seeds: 5,760 runs. The file chaos.json and the page have the exponent of each pair.",
     grid=EDGE_GRID,
     runs=pairs,
     base=RunConfig(log_every=2),
@@ -356,7 +361,9 @@ OPTIONS = (
         "the form kna [default: none; rerope and ntk on baseline and kna].",
     ),
     StudyOption(
-        "continue_at", int, "Continue training at this many tokens: kna unchanged, baseline unchanged, with pi and abf."
+        "continue_at",
+        int,
+        "Continue training at this length in tokens: kna as it is; baseline as it is, with pi and with abf.",
     ),
     StudyOption("continue_steps", int, "Steps of continued training [default: 100]."),
     StudyOption(
@@ -457,8 +464,9 @@ def multimodal_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 MULTIMODAL = Study(
-    help="By default text alone and text mixed with handwritten digits; none, qk_norm, swin_norm and the remedies of "
-    "Chameleon 7B and 34B; rates 0.01 and 0.1. Finished runs are kept, interrupted ones resume, and more can be added "
+    help="By default it trains on text alone and on text mixed with handwritten digits, with none, qk_norm, "
+    "swin_norm and the remedies of Chameleon 7B and 34B, at rates of 0.01 and 0.1. Finished runs are kept, "
+    "interrupted ones resume, and more runs can be added "
     "later.",
     grid=MULTIMODAL_GRID,
     runs=multimodal_runs,
@@ -473,8 +481,8 @@ MULTIMODAL = Study(
     ),
     instead={
         "grid": Study(
-            help="Search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and "
-            "without norms.",
+            help="A grid of data mixes: patches of variance 1, 4 and 16 in 1/4, 1/2 and 3/4 of the sequences, with "
+            "and without norms.",
             grid=REGIMES,
             runs=multimodal_runs,
             base=REGIME_BASE,

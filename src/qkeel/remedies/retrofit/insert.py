@@ -65,7 +65,7 @@ class RetrofitConfig:
             check(whole, f"{name} to be a whole number of at least 0", repr(value))
         if self.distil and self.anneal:
             raise InvalidValueError(
-                "distilled q and k belong to the full norm, and a blended-in norm starts from the old q and k: give "
+                "distilled q and k belong to the full norm, and a blended-in norm starts from the old q and k: pass "
                 "distil or anneal, not both"
             )
         check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
@@ -115,8 +115,8 @@ def retrofit(
 ) -> Retrofit:
     """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
-    The gains are fitted site by site to the old model's inputs (derivation in `retrofit.fit_gains`), q and k are
-    optionally distilled, and the gap to the old model is measured: before, after, and layer by layer.
+    The gains are fitted site by site on the inputs of the old model (derivation in `retrofit.fit_gains`), and q and k
+    are optionally distilled. The gap to the old model is measured before, after, and layer by layer.
 
     Args:
         model: the trained model.

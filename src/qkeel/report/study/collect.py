@@ -123,7 +123,7 @@ class StudyData:
 
     name: empty if there is no study.json. tuned: the rates chosen for remedies, by records.FIELDS, if each is compared
     at its own rate. chaos: the pairs of its own chaos.json. baseline: the remedy to compare the others with. primary:
-    the comparison that the study decides, see `lab.plan.Primary`.
+    the comparison that the study decides; see `lab.plan.Primary`.
     """
 
     name: str
@@ -224,7 +224,8 @@ def _open(path: Path) -> StudyData:
         found = "a file" if path.is_file() else "a directory without either" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed, or each run in a folder."
+            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
+            "give each run."
         )
     run = _run(directory, {}, path.name)
     return StudyData(name="", command="", remedies=[run.remedy], runs=[run])

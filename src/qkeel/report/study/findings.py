@@ -143,7 +143,8 @@ def floors_table(study: StudyData) -> Markup:
     if not lines:
         return Markup("")
     text = (
-        "Each run against one that differs by one float32 step in one weight. Chaos floor: root mean square over seeds "
+        "Each run is compared with one that differs by one float32 step in one weight. Chaos floor: root mean square "
+        "over seeds "
         "of the difference in final held-out loss. Exponent: slope of ln distance of the heads' largest and smallest "
         "logits against steps, until it passes a tenth of their size; mean and 95 % interval over seeds."
     )
@@ -186,9 +187,9 @@ def _counted(study: StudyData) -> Iterator[str]:
         means.setdefault((run.remedy, run.lr), []).append(run.row["val_loss"])
     over = sum(not statistics.fmean(own) < level for own in means.values())
     yield (
-        f"Counting the pairs of tokens that a run reads, without any training, predicts the held-out text at "
-        f"{h.loss(level)} {study.loss_unit()}. Of the mean losses of {h.count(len(means), 'remedy-rate pair')} {over} "
-        f"{'is' if over == 1 else 'are'} not below that."
+        f"A bigram model, counted on the text that a run reads, has a held-out loss of {h.loss(level)} "
+        f"{study.loss_unit()}. Averaged over seeds, {over} of {h.count(len(means), 'combination')} of remedy and LR "
+        f"{'does' if over == 1 else 'do'} not get below that."
     )
 
 
@@ -321,7 +322,7 @@ def _drift_clause(run: RunData, *, alone: bool) -> str:
 def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     if not any(row["remedy"] == study.baseline for row in rows):
         without = "without a remedy (none)" if study.baseline == BASELINE else f"of {study.baseline}"
-        text = f"No run {without} has finished, so no gain can be given: add {study.baseline} to the remedies."
+        text = f"No run {without} has finished, so no gain can be computed: add {study.baseline} to the remedies."
         return [Finding("caution", text)]
     found = [g for g in gains(rows, study.remedies, study.baseline) if math.isfinite(g.mean)]
     if not found:
@@ -532,6 +533,6 @@ def _stopped(run: RunData) -> str:
     name = f"{run.remedy} at LR {h.rate(run.lr)}, seed {run.seed}"
     where = f"after step {int(run.metrics[-1]['step']):,}" if run.metrics else "before its first record"
     if run.status is not RunStatus.FAILED:
-        return f"{name} is not finished: what follows ends {where}."
+        return f"{name} is not finished: its curves on this page end {where}."
     lines = run.error.strip().splitlines()
     return f"{name} failed {where}" + (f": {lines[-1].strip()}" if lines else ".")

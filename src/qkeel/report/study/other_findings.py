@@ -148,12 +148,14 @@ def comparison(study: StudyData) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
     text = (
-        "Next tokens predicted, in %, means over seeds, range below. Kept: accuracy at the long length over that at "
+        "Share of next tokens predicted, in %: means over seeds, with the range below. Kept: accuracy at the long "
+        "length over that at "
         "the training length, as trained. "
         "Last stretch: accuracy on the last training length of a text, with all the text before it and alone; the "
         "difference is what the longer context adds. "
-        "Angles outside: visible pairs, in %, whose cos(q, k) lies outside the range that their head met in training. "
-        "Largest weight: the most that one of that many keys can get, in the head that can give least. "
+        "Angles outside: share of visible pairs, in %, whose cos(q, k) lies outside the range that their head saw in "
+        "training. "
+        "Largest weight: the largest weight that one of that many keys can get, in the head where it is smallest. "
         f"Published: {SOURCE}, GAU, {TRAIN_LENGTH} → {TEST_LENGTH}; "
         "orders can be compared, sizes cannot."
     )
@@ -171,7 +173,8 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
     head = h.columns("Form", "Post hoc", kind="text")
     head += h.columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
     text = (
-        "Values predicted when their key is asked for at the end of a text, in %, means over seeds, range below; "
+        "Share of values predicted when their key is asked for at the end of a text, in %: means over seeds, with "
+        "the range below; "
         "a guess finds one in eight. Weight on it: what the question gives the needle in the longest text, in the "
         "head that gives it most. "
         "At most: the weight that the norms of that head's queries and keys allow one of that many keys."
@@ -392,7 +395,7 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
     if mixed:
         more = f"Mixing multiplies it by {h.listing([e.text() for e in mixed])} at LR {h.rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
-        so = "which is shown" if clear else "which is not shown: here the rate causes it, not the mixing"
+        so = "which is shown" if clear else "which is not shown: here the rate makes logits grow, not the mixing"
         answer += f"{more}, {so}. "
     cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
     return answer + (f"{REMEDY} cuts it by {h.listing([e.text() for e in cured])}. " if cured else "")
@@ -421,9 +424,9 @@ def _norms(study: StudyData) -> Iterator[Claim]:
             if one is None:
                 continue
             against = times(_shares(part, lr, f"{kind}_norm"), _shares(text, lr, f"{kind}_norm")) if text else None
-            what = f"at LR {h.rate(lr)} image {plural} are {{}} text {plural}"
+            what = f"at LR {h.rate(lr)} image {plural} are {{}} as long as text {plural}"
             if against is not None:
-                what = what.replace("{}", one.text()) + ", which is {} what a model of text alone makes of them"
+                what = what.replace("{}", one.text()) + ", which is {} the ratio in a model of text alone"
             yield Claim(f"Mixing makes image {plural} longer ({name})", what, against or one)
 
 
@@ -431,7 +434,7 @@ def _drift(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)):
         one = times(_shares(part, lr, "query_norm"), _shares(part, lr, "query_norm", at=0))
         if one is not None:
-            what = f"at LR {h.rate(lr)} the ratio of image to text queries ends {{}} what it was before training"
+            what = f"at LR {h.rate(lr)} the ratio of image to text query norms ends at {{}} its value before training"
             yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
 
 
@@ -439,7 +442,7 @@ def _mass(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[:1]):
         one = times(_of(part, lr, "attention_mass/text>image"), _of(part, lr, "uniform_mass/text>image"))
         if one is not None:
-            what = f"at LR {h.rate(lr)} text gives images {{}} the weight that even attention would"
+            what = f"at LR {h.rate(lr)} text gives images {{}} the weight that uniform attention would give them"
             yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
@@ -488,7 +491,9 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
         for remedy in others:
             one = times(norm, _of(part, lr, "last_block_norm/image", remedy))
             if one is not None:
-                what = f"at LR {h.rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
+                what = (
+                    f"at LR {h.rate(lr)} hidden states leave the last block {{}} as long with {REMEDY} as with {remedy}"
+                )
                 yield Claim(f"QK-norm alone lets the hidden norm grow ({name})", what, one)
 
 
@@ -533,10 +538,10 @@ def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Rea
 
 
 _READ: dict[str, ReadScores] = {
-    "before training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm", at=0),
-    "after training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm"),
+    "the ratio of image to text query norms before training": lambda part, lr: _shares(part, lr, "query_norm", at=0),
+    "the ratio of image to text query norms after training": lambda part, lr: _shares(part, lr, "query_norm"),
     "text's own query norm after training": lambda part, lr: _of(part, lr, "query_norm/text"),
-    "the largest logit between text and text at the end": lambda part, lr: _of(part, lr, "max_logit/text>text"),
+    "the largest text-to-text logit at the end": lambda part, lr: _of(part, lr, "max_logit/text>text"),
     "the largest logit": lambda part, lr: _of(part, lr, "max_logit"),
 }
 

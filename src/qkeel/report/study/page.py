@@ -32,7 +32,7 @@ LENGTHS = Chart(
     "lengths",
     "Accuracy by position in a long text",
     "Share of next tokens predicted in each stretch of one training length, mean over seeds; one panel per post-hoc "
-    "method. The curve of a form that extrapolates stays level or rises behind the dashed line, the training length.",
+    "method. The curve of a form that extrapolates stays level or rises beyond the dashed line, the training length.",
     "Line charts: accuracy against position in the text, one line per attention form, one panel per post-hoc method.",
 )
 DRIFT = Chart(
@@ -54,7 +54,8 @@ LOSS = Chart(
 LOGITS = Chart(
     "logits",
     "Largest attention logit during training",
-    "One panel per learning rate, one line per run (each seed its own), before the cap where a remedy has one. "
+    "One panel per learning rate, one line per run (a separate one for each seed), before the cap where a remedy has "
+    "one. "
     "Logarithmic axis, shared by the panels; the red line is the alarm threshold.",
     "Line charts: largest attention logit against step, one panel per learning rate.",
 )
@@ -82,8 +83,8 @@ TRAIN = Chart(
 HEADS = Chart(
     "heads",
     "Head by head",
-    "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, share "
-    "one scale of colour; black marks values at or below its lower end, such as a largest logit near zero or below."
+    "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, "
+    "share one colour scale; black marks values at or below its lower end, such as a largest logit near zero or below."
     f" For a model with more than {MAX_ROWS} heads, the chart shows the worst head of each layer instead.",
     "Heat maps: one row per head, one column per logged step.",
 )
@@ -227,9 +228,12 @@ def pair_tables(study: StudyData) -> Markup:
         return Markup("")
     judged = sum(gain.effect is not None for gain in found)
     text = (
-        "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's is "
-        "better; means over pairs with one seed. Below it is the 95 % interval (Student's t), by Holm's method over "
-        f"all {judged} comparisons of this section at once; grey is equal, undecided, or of a remedy that collapsed."
+        "Held-out loss of the column's remedy minus that of the row's remedy: a positive number says that the row's "
+        "remedy is "
+        "better; means over pairs of runs with the same seed. Below it is the 95 % interval (Student's t), corrected "
+        "by Holm's "
+        f"method for all {judged} comparisons of this section; grey: the verdict is equal or undecided, or a remedy "
+        "collapsed."
     )
     parts: list[Markup] = [h.note(text)]
     for i, lr in enumerate(reversed(study.lrs())):
@@ -394,7 +398,7 @@ def _ranking(study: StudyData) -> Markup:
     text = (
         "Sorted by the largest LR without collapse, then by LR sensitivity; click a heading to sort by it. "
         f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity is the "
-        "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
+        "95 % interval; grey: the verdict is equal or undecided, or the remedy collapsed."
     )
     if study.primary and table:
         few = min(len({row["seed"] for row in study.rows() if row["lr"] == lr}) for lr in study.lrs())
@@ -474,7 +478,8 @@ def precision_page(
     harmed = [row for row in thresholds if any(isinstance(v, float) and math.isfinite(v) for v in row.values())]
     left = len(thresholds) - len(harmed)
     safe = (
-        f" {left} of {len(thresholds)} settings are left out, because they stay within all of this at every size."
+        f" {left} of {len(thresholds)} settings are left out, because their errors stay below both limits at every "
+        "size."
         if left
         else ""
     )

@@ -272,16 +272,19 @@ def definitions() -> Markup:
         "Alarm line": f"A largest attention logit above {h.number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
         "step above it; in the ranking, the earliest over LRs and seeds.",
         "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
-        "and bootstrap interval over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman "
+        "and bootstrap interval over seeds. Clipped: losses above the loss at initialisation count as that loss "
+        "(Wortsman "
         "et al. 2023, arXiv 2309.14322).",
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
-        "batches. Positive: the remedy is better. Below it the interval of the mean by Student's t, 95 % for all gains "
-        "of the table at once (Holm), or for each gain alone where the study names the one that it decides.",
+        "batches. Positive: the remedy is better. Below it is the interval of the mean by Student's t: 95 % for all "
+        ""
+        "gains of the table at once (Holm), or for each gain alone where the study names one comparison to decide.",
         "Verdict": f"Better or worse: the interval lies beyond ±{MARGIN:g} nats. Equal: inside. Else undecided. "
         "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
         "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "
-        "pairs of runs of a chaos study of the same configuration; of two remedies the root of the sum of squares. "
-        "Rounding alone can make a smaller difference in a single pair.",
+        "pairs of runs of a chaos study of the same configuration; for two remedies, the root of the sum of their "
+        "squares. "
+        "Rounding alone can explain any smaller difference in a single pair.",
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed, with its "
         "bootstrap interval over seeds.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
