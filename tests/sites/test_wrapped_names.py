@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
 import qkeel
-from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.heads.site import Sites
 
@@ -163,20 +162,15 @@ def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_a
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_search_between_passes_reduces_no_gradients() -> None:
-    found = []
-    for searched in (False, True):
-        model, x = sharded()
-        qkeel.apply("qk_norm", model, torch.optim.SGD(model.parameters(), lr=0.0), example=x)
-        for last in (False, True):
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_requires_gradient_sync(last)
-            model(x).square().sum().backward()
-            if searched and not last:
-                qkeel.find_sites(model, x)
-        found.append({name: dist.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
-    assert [*found[0]] == [*found[1]]
-    assert len(found[0]) == 12  # four tensors and two gains in each block
-    for name, grad in found[0].items():
-        assert torch.equal(grad, found[1][name]), name
+def test_a_search_between_passes_leaves_their_gradients_to_the_last() -> None:
+    model, x = sharded()
+    qkeel.apply("qk_norm", model, torch.optim.SGD(model.parameters(), lr=0.0), example=x)
+    for last in (False, True):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last)
+        if last:
+            qkeel.find_sites(model, x)
+            assert all(p.grad is None for p in model.parameters())
+        model(x).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
