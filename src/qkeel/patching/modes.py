@@ -653,7 +653,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
             state._lazy_init()  # the first pass would do it and set the outermost module to stay whole afterwards
             groups = _parameter_groups(module)
             kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
-            kept += [(x, name) for x in groups for name in ("reshard_after_backward", "reduce_grads", "all_reduce_grads")]
+            after = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
+            kept += [(group, name) for group in groups for name in after]
             # A failing pass would leave these marked as running.
             kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
             undo.callback(module.reshard)

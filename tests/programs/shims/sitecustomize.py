@@ -1,12 +1,12 @@
 """What the runs of the table need around the unedited programs; Python imports this before a program begins.
 
-- QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision.
+- QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision; one a process of several.
 - QKEEL_SEED: of a program that draws other numbers in every run.
 - QKEEL_ROUNDS: where to end loops of a fixed number of rounds (`tqdm(range(...))`), and a program that counts its own
   (`tqdm()`).
 - QKEEL_CUDA: a program that knows only CUDA gets the CPU under its names.
-- QKEEL_ACCELERATOR: a program that asks torch for its accelerator gets the CPU, with FlexAttention's backward pass, which
-  torch computes on a CPU when it is let, and gloo for what is asked of NCCL.
+- QKEEL_ACCELERATOR: a program that asks torch for its accelerator gets the CPU: with FlexAttention's backward pass,
+  which torch can compute on a CPU but refuses to, and with gloo for what is asked of NCCL.
 - A torchvision that was built for another torch (PyPI has none for the CPU alone) is imported without its operators.
 - QKEEL_XFORMERS: a program that imports xformers, and is told to use torch's attention, gets the names it imports.
 """
@@ -27,7 +27,7 @@ from typing import Any
 def record_losses(path: str) -> None:
     import torch
 
-    backward = torch.Tensor.backward
+    backward, path = torch.Tensor.backward, path + os.environ.get("RANK", "")
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.numel() == 1 and not self.is_meta:
