@@ -78,17 +78,19 @@ class Runs:
         subprocess.run(words, cwd=self.given.checkouts / self.program.home, env=env, check=True, timeout=300)
         done.touch()
 
-    def run(self, mode: str) -> dict[str, Any]:
-        """Runs the program once; its exit code, losses, and what the run directory says."""
+    def run(self, mode: str, *options: str) -> dict[str, Any]:
+        """Runs the program once, watched with more options if any; its exit code, losses, and what the run directory
+        says."""
         out, run = (self.given.work / f"{self.label}-{mode}{end}" for end in ("", ".qkeel"))
         for folder in (out, run):
             shutil.rmtree(folder, ignore_errors=True)
         out.mkdir(parents=True)
         losses = self.given.work / f"{self.label}-{mode}.losses"
-        losses.unlink(missing_ok=True)
+        for file in losses.parent.glob(f"{losses.name}*"):
+            file.unlink()
         rate = self.program.hot if mode in ("hot", "autopilot") else self.program.normal
         words = [self.filled(word, out) for word in shlex.split(f"{self.program.command} {rate}")]
-        watch = [self.given.python, "-m", "qkeel", "watch", *(["--autopilot"] if mode == "autopilot" else [])]
+        watch = [self.given.python, "-m", "qkeel", "watch", *(["--autopilot"] if mode == "autopilot" else []), *options]
         before = [self.given.python] if mode == "plain" else [*watch, "--out", str(run), "--", "python"]
         begun = time.monotonic()
         with open(self.given.work / f"{self.label}-{mode}.log", "w", encoding="utf-8") as log:
@@ -100,14 +102,14 @@ class Runs:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    timeout=self.given.timeout,
+                    timeout=max(self.given.timeout, self.program.seconds),
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = "time is over"
         return {
             "code": code,
             "seconds": round(time.monotonic() - begun, 1),
-            "losses": losses.read_text().split() if losses.exists() else [],
+            "losses": [x for file in sorted(losses.parent.glob(f"{losses.name}*")) for x in file.read_text().split()],
             **_recorded(run),
         }
 

@@ -21,6 +21,7 @@ class Program:
         prepare: a command of its own that must have run before, once.
         env: environment variables; see shims/sitecustomize.py.
         needs: what it is given that is not its own, for the page.
+        seconds: how long a run may take if that is more than others may.
     """
 
     source: str
@@ -31,6 +32,7 @@ class Program:
     prepare: str = ""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs: str = "tiny data"
+    seconds: float = 0.0
 
 
 _LLAMA = {
@@ -98,6 +100,7 @@ _OPTIONS = {
 }
 
 _HOT = {"train_path_star.py": "--learning_rate 0.3"}  # the others take too few steps, or no rate
+_SLOW = {"train_free.py": 900.0}  # its first round ends with a sample of 480 tokens
 
 
 def _x_transformers(script: str) -> Program:
@@ -117,6 +120,28 @@ def _x_transformers(script: str) -> Program:
         env=env | ({} if rounds is None else {"QKEEL_ROUNDS": str(rounds)}),
         needs="tiny data, a seed, the CPU under CUDA's names"
         + ("" if rounds is None else f", an end after {rounds} round{'s' * (rounds > 1)}"),
+        seconds=_SLOW.get(script, 0.0),
+    )
+
+
+# torchtitan: its program with the configuration of its debug model, on one process and on two.
+_OVER = {1: "", 2: ", two processes"}
+
+
+def _torchtitan(processes: int) -> Program:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29778"}
+    # With "spmd_types", its default, several processes do not start on torch 2.13.
+    several = f"-m torch.distributed.run --standalone --nproc_per_node {processes} "
+    return Program(
+        source="torchtitan 0.3.0",
+        home=".",
+        command=f"{several if processes > 1 else ''}-m torchtitan.train --module llama3 --config llama3_debugmodel "
+        "--hf_assets_path {data}/tokenizer --dataloader.dataset_path {data}/sft --dump_folder {out} --debug.seed 0 "
+        "--training.local_batch_size 2 --training.seq_len 64"
+        + (" --parallelism.spmd_backend partial_dtensor" if processes > 1 else ""),
+        hot="--optimizer.param-groups.0.optimizer-kwargs.lr 0.3 --training.steps 20",
+        env={"QKEEL_ACCELERATOR": "1", "TORCHDYNAMO_DISABLE": "1", **(alone if processes == 1 else {})},
+        needs="tiny data, a seed, the CPU as torch's accelerator, no torch.compile",
     )
 
 
@@ -196,6 +221,7 @@ PROGRAMS: dict[str, Program] = {
         needs="tiny pictures",
     ),
     **{f"run_clm.py, {family}": _run_clm(family) for family in FAMILIES},
+    **{f"torchtitan{_OVER[n]}": _torchtitan(n) for n in _OVER},
     "trl sft": Program(
         source="huggingface/trl f2cd5771",
         home="trl",

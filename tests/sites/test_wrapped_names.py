@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
 import qkeel
@@ -114,24 +116,61 @@ class Written(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() -> None:
-    from torch.distributed.fsdp import fully_shard
-
+@pytest.fixture
+def one_process() -> Iterator[None]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model, x = nn.Sequential(Written(), Written()).double(), torch.randn(2, 5, 16, dtype=torch.float64)
-        for block in model:
-            fully_shard(block)
-        fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sites = qkeel.find_sites(model, x)
-        assert [(site.name, site.verified) for site in sites] == [("0", True), ("1", True)]
-        qkeel.apply("qk_clip:threshold=0.01", model, optimizer, sites=sites)
-        with qkeel.watch(model, optimizer, rules=[], every=1) as monitor:
-            for _ in range(2):
-                model(x).sum().backward()
-                optimizer.step()
-        assert monitor.history.heads["max_logit"][0].max() > 0.1
-        assert monitor.history.heads["max_logit"][1].max() < 0.011
-    finally:
-        distributed.destroy_process_group()
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded() -> tuple[nn.Sequential, Tensor]:
+    """A model whose weights fully_shard has taken, and an input for it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Written(), Written()).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    return model, x
+
+
+@pytest.mark.usefixtures("one_process")
+def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() -> None:
+    model, x = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sites = qkeel.find_sites(model, x)
+    assert [(site.name, site.verified) for site in sites] == [("0", True), ("1", True)]
+    qkeel.apply("qk_clip:threshold=0.01", model, optimizer, sites=sites)
+    with qkeel.watch(model, optimizer, rules=[], every=1) as monitor:
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+    assert monitor.history.heads["max_logit"][0].max() > 0.1
+    assert monitor.history.heads["max_logit"][1].max() < 0.011
+
+
+@pytest.mark.usefixtures("one_process")
+def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_afterwards() -> None:
+    # Each norm is a part of fully_shard of its own between q and its weights: gradients through it must not free it.
+    model, x = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_norm", model, optimizer, example=x), qkeel.watch(model, optimizer, rules=[]) as monitor:
+        model(x).sum().backward()
+        optimizer.step()
+        assert [(site.name, site.verified) for site in qkeel.find_sites(model, x)] == [("0", True), ("1", True)]
+    for side in ("query_norm", "key_norm"):
+        assert (abs(monitor.history.heads[side] - 2) < 1e-4).all()  # the root of the width of a head
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_search_between_passes_leaves_their_gradients_to_the_last() -> None:
+    model, x = sharded()
+    qkeel.apply("qk_norm", model, torch.optim.SGD(model.parameters(), lr=0.0), example=x)
+    for last in (False, True):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last)
+        if last:
+            qkeel.find_sites(model, x)
+            assert all(p.grad is None for p in model.parameters())
+        model(x).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

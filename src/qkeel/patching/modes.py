@@ -653,12 +653,18 @@ def gathered(model: nn.Module) -> Iterator[None]:
             state._lazy_init()  # the first pass would do it and set the outermost module to stay whole afterwards
             groups = _parameter_groups(module)
             kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
+            after = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
+            kept += [(group, name) for group in groups for name in after]
             # A failing pass would leave these marked as running.
             kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
             undo.callback(module.reshard)
             for owner, name in kept:
                 undo.callback(setattr, owner, name, vars(owner)[name])
             module.set_reshard_after_forward(False, recurse=False)
+            # A gradient through a part with weights of its own, such as a norm of q, would free those, and reduce
+            # what the passes before this one have left to reduce.
+            module.set_reshard_after_backward(False, recurse=False)
+            module.set_requires_gradient_sync(False, recurse=False)
         for module in modules:
             module.unshard()
         yield

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qkeel import dist
 from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle, compose
@@ -335,8 +336,7 @@ def heads_of(
                 f"no module outputs complete heads of the {side} ({heads} heads of {site.head_dim}): they are "
                 f"computed by {made}"
             )
-        weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
-        if len(apart) > 1 and not all(bool(w.any()) for w in weights):
+        if len(apart) > 1 and not all(bool(s.heads(dist.whole(model.get_parameter(s.parameter))).any()) for s in own):
             # A zero part of a sum, such as a fresh low-rank adapter, would be normed to full size.
             return refuse_heads(
                 f"the {side} are not the output of a single module, and one of the weights that produce them is zero: "

@@ -1,10 +1,12 @@
 """What the runs of the table need around the unedited programs; Python imports this before a program begins.
 
-- QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision.
+- QKEEL_LOSSES: a file that gets each loss whose backward pass is run, in full precision; one a process of several.
 - QKEEL_SEED: of a program that draws other numbers in every run.
 - QKEEL_ROUNDS: where to end loops of a fixed number of rounds (`tqdm(range(...))`), and a program that counts its own
   (`tqdm()`).
 - QKEEL_CUDA: a program that knows only CUDA gets the CPU under its names.
+- QKEEL_ACCELERATOR: a program that asks torch for its accelerator gets the CPU: with FlexAttention's backward pass,
+  which torch can compute on a CPU but refuses to, and with gloo for what is asked of NCCL.
 - A torchvision that was built for another torch (PyPI has none for the CPU alone) is imported without its operators.
 - QKEEL_XFORMERS: a program that imports xformers, and is told to use torch's attention, gets the names it imports.
 """
@@ -25,7 +27,7 @@ from typing import Any
 def record_losses(path: str) -> None:
     import torch
 
-    backward = torch.Tensor.backward
+    backward, path = torch.Tensor.backward, path + os.environ.get("RANK", "")
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.numel() == 1 and not self.is_meta:
@@ -107,6 +109,33 @@ def cuda_is_the_cpu() -> None:
         setattr(torch.cuda, name, answer)
 
 
+def the_accelerator_is_the_cpu() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.nn.attention import flex_attention as flex
+
+    torch._utils._get_available_device_type = lambda: "cpu"
+    answers: dict[str, Any] = {name: lambda *_: None for name in ("empty_cache", "reset_peak_memory_stats")}
+    answers |= {"current_device": lambda: 0, "get_device_name": str, "memory_stats": lambda _: {}}
+    answers["get_device_properties"] = lambda _: SimpleNamespace(total_memory=1 << 30, name="cpu")
+    for name, answer in answers.items():
+        setattr(torch.cpu, name, answer)
+    barrier, options, made = dist.barrier, flex._apply_kernel_options, FSDPParamGroup.__init__
+
+    def with_sums(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.force_sum_reduction_for_comms = True  # gloo has no sum that multiplies first
+
+    def with_gradients(*args: Any, **kwargs: Any) -> Any:
+        return {**options(*args, **kwargs), "OUTPUT_LOGSUMEXP": True}
+
+    dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]  # of a newer torch
+    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)  # type: ignore[assignment]
+    FSDPParamGroup.__init__ = with_sums  # type: ignore[method-assign]
+    flex._apply_kernel_options, flex._validate_device = with_gradients, lambda *_: None  # type: ignore[assignment]
+
+
 def name_xformers() -> None:
     import torch
 
@@ -145,6 +174,8 @@ if os.environ.get("QKEEL_XFORMERS"):
     name_xformers()
 if os.environ.get("QKEEL_CUDA"):
     cuda_is_the_cpu()
+if os.environ.get("QKEEL_ACCELERATOR"):
+    the_accelerator_is_the_cpu()
 if path := os.environ.get("QKEEL_LOSSES"):
     record_losses(path)
 if seed := os.environ.get("QKEEL_SEED"):
