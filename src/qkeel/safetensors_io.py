@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkeel.errors import DataError, RefusedError
 from qkeel.records.disk import read_start, refuse_irregular, refuse_path
-from qkeel.records.files import check_parts
+from qkeel.records.file_formats import check_parts
 from qkeel.records.parse import read_header, read_json_file
 
 INDEX = "model.safetensors.index.json"

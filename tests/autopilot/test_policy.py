@@ -16,8 +16,8 @@ from qkeel.autopilot.actuator import PolicyRunner
 from qkeel.autopilot.policy import active_actions
 from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
 from qkeel.monitor import History, PlannedRates
-from qkeel.monitor.alarms import Recording
 from qkeel.monitor.history import Forecast
+from qkeel.monitor.recording import Recording
 
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
 WIDE = Ladder(calm=4, allow_new_parameters=True, ask_for_rate=True)

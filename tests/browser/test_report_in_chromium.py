@@ -22,7 +22,7 @@ from synthetic_watch import Seen, make_watch
 
 import qkeel.report
 from qkeel.records import append_line
-from qkeel.report.render import serve
+from qkeel.report.live_page import serve
 from qkeel.report.study.page import precision_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

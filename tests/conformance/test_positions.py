@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkeel import preset, reference
 from qkeel.errors import RefusedError
-from qkeel.functional.bounds import xpos_decay
+from qkeel.functional.position_biases import xpos_decay
 from qkeel.functional.rope import yarn
 from qkeel.nn import GAU, Attention
 from qkeel.nn.attention import SpecModule

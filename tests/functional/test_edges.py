@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import (
-    alibi_slopes,
     dilution_bound,
     entropy_floor,
     expected_squared_norm,
@@ -45,6 +44,7 @@ from qkeel.functional.logits import (
     z_loss,
 )
 from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm, unrounded, widest
+from qkeel.functional.position_biases import alibi_slopes
 from qkeel.functional.rope import ntk, rotate
 from qkeel.functional.statistics import LogitStats, merge
 

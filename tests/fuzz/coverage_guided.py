@@ -16,8 +16,8 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found]
 
 with atheris.instrument_imports(include=["qkeel.records", "tomllib"]):
-    from qkeel.records import files, parse, run_directory
-    from qkeel.records import files as heads_file
+    from qkeel.records import file_formats as heads_file
+    from qkeel.records import parse, run_directory
 from qkeel.errors import QkeelError
 
 

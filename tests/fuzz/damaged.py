@@ -21,7 +21,7 @@ from qkeel import report
 from qkeel.lab import Execution, Grid, RunConfig, Watcher, make_plan, run, run_plan
 from qkeel.lab.config import DataConfig, ModelConfig
 from qkeel.records import HeadRecorder, read_heads
-from qkeel.records.files import cut_heads
+from qkeel.records.file_formats import cut_heads
 
 CONFIG = RunConfig(
     model=ModelConfig(d_model=8, n_layers=1, n_heads=2),

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import pytest
 
-from qkeel.records import disk, files
+from qkeel.records import disk
 from qkeel.records import disk as regular_files
 
 _DIRECTORY = -1  # in the place of a file's number

@@ -16,7 +16,7 @@ from tests.fuzz import disk_faults
 from tests.fuzz.disk_faults import CLASSES, SUBJECTS, cases, hunt, undisturbed
 from tests.fuzz.disk_model import Journal, after_power_loss, in_place
 
-from qkeel.records import RunDirectory, disk, files
+from qkeel.records import RunDirectory, disk, file_formats
 
 PAIRS = list(itertools.product(CLASSES, SUBJECTS))
 FEW = {"study": 2, "watched": 8}
@@ -48,7 +48,7 @@ def test_no_fault_is_silent(kind: str, name: str) -> None:
 @pytest.mark.slow
 def test_without_checksums_damage_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hunt finds where nothing is checked: it can fail."""
-    monkeypatch.setattr(files, "check_seal", lambda text, needed=False: disk.is_sealed(text))
+    monkeypatch.setattr(file_formats, "check_seal", lambda text, needed=False: disk.is_sealed(text))
     ends, findings = hunt("damage", "watched", disk_faults.damages("watched", 0, 40))
     assert ends["wrong"] > 3
     assert any("Silent" in finding for finding in findings)

@@ -34,7 +34,7 @@ from qkeel.lab import LongContexts, RunConfig
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
 from qkeel.lab.text import batch, heldout, load
 from qkeel.options import parse
-from qkeel.records.files import FIELDS, check_parts
+from qkeel.records.file_formats import FIELDS, check_parts
 from qkeel.records.parse import BITS, parse_json, read_header
 from qkeel.remedies.apply import REMEDIES
 from qkeel.remedies.apply import parse as parse_remedies

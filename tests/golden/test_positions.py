@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional.bounds import alibi_slopes, kerple_log, kerple_power, xpos_decay
+from qkeel.functional.position_biases import alibi_slopes, kerple_log, kerple_power, xpos_decay
 from qkeel.functional.rope import interpolate, llama3, ntk, ntk_mixed, rope_frequencies, yarn, yarn_magnitude
 from qkeel.spec import (
     ALiBi,

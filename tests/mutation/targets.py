@@ -63,10 +63,10 @@ ROOMS = {
     "nn": Room(files=("src/qkeel/nn/*.py",), tests=("tests/nn/test_*.py", "tests/kernels/native/test_hazards.py")),
     "steps": Room(
         files=(
-            "src/qkeel/remedies/steps/*.py",
             "src/qkeel/remedies/lalr.py",
             "src/qkeel/remedies/qk_clip.py",
             "src/qkeel/remedies/qk_weights.py",
+            "src/qkeel/remedies/sigma_reparam.py",
         ),
         tests=(
             "tests/golden/test_updates.py",
@@ -80,6 +80,7 @@ ROOMS = {
             "tests/remedies/**/test_logit_shares.py",
             "tests/remedies/**/test_masters_adapters.py",
             "tests/remedies/**/test_sharded_weights.py",
+            "tests/remedies/**/test_sigma_reparam.py",
             "tests/remedies/**/test_step_robustness.py",
             "tests/remedies/**/test_structure.py",
         ),

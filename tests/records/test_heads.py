@@ -10,7 +10,7 @@ import pytest
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, ShapeError
 from qkeel.records import HeadRecorder, read_heads
-from qkeel.records.files import cut_heads
+from qkeel.records.file_formats import cut_heads
 
 FIELDS = ("max_logit", "entropy")
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from qkeel.errors import DataError, InvalidValueError, RunDirectoryError
-from qkeel.records.files import FIELDS, KINDS, check_parts
+from qkeel.records.file_formats import FIELDS, KINDS, check_parts
 from qkeel.records.parse import parse_header, parse_json, read_header, read_toml, toml_line
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import qkeel
 from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
-from qkeel.remedies.processes import SharedMaxima
+from qkeel.remedies.shared_maxima import SharedMaxima
 
 from .models import attention
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import qkeel
 from qkeel.errors import NonFiniteError, RefusedError, UnknownNameError
 from qkeel.nn import Decoder
-from qkeel.remedies.qk_weights import SpectralScale
+from qkeel.remedies.sigma_reparam import SpectralScale
 
 from .models import assert_same, attention, decoder, snapshot, tokens, train
 

@@ -10,7 +10,7 @@ from synthetic_watch import Seen, make_watch
 
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, MissingLibraryError, UnknownNameError
-from qkeel.report.render import figures
+from qkeel.report.figures import figures
 
 SMALL = Seen(layers=3, heads=4, samples=12)
 

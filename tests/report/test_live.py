@@ -17,7 +17,7 @@ from synthetic_watch import Seen, make_watch
 from qkeel.errors import InvalidValueError
 from qkeel.monitor import RunDirectorySink
 from qkeel.records import append_line
-from qkeel.report.render import LiveServer, serve
+from qkeel.report.live_page import LiveServer, serve
 
 SMALL = Seen(layers=2, heads=2, samples=4, complete=False)
 

@@ -26,8 +26,8 @@ from qkeel.errors import DamagedFileError, InvalidTypeError, InvalidValueError, 
 from qkeel.handle import Handle, State
 from qkeel.heads.site import AttentionSite
 from qkeel.metrics import Row
-from qkeel.monitor.alarms import Recording
 from qkeel.monitor.history import History, PlannedRates
+from qkeel.monitor.recording import Recording
 from qkeel.records import RunDirectory
 from qkeel.remedies import apply, parse
 from qkeel.remedies.lalr import LALR

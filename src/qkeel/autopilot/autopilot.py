@@ -23,9 +23,9 @@ from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink
-from qkeel.monitor.alarms import Recording
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.record import Sample
+from qkeel.monitor.recording import Recording
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
 from qkeel.options import parse

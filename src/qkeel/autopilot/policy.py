@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics import Row
-from qkeel.monitor import history as thresholds
+from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, clock, forecast
 from qkeel.monitor.rules import Alarm, Approach, Ceiling, EntropyCollapse, Growth, Outlook, Rule, Severity
 from qkeel.options import Count, Positive, Term, build, lookup, parse, settle

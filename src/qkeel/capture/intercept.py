@@ -44,7 +44,6 @@ from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.patching.modes import (
     INSIDE,
-    SDPA_BY_NAME,
     Args,
     EagerOperatorMode,
     Function,
@@ -53,16 +52,14 @@ from qkeel.patching.modes import (
     ModeInModules,
     OperatorMode,
     TorchOperator,
-    begin_taking,
-    end_taking,
     function_name,
     in_vmap,
     leave,
     suspended,
-    take_named_calls,
     transformed_now,
     unguarded,
 )
+from qkeel.patching.named_calls import SDPA_BY_NAME, begin_taking, end_taking, take_named_calls
 
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)

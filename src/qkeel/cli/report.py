@@ -15,8 +15,8 @@ from qkeel.cli.parameters import Several, Unset
 from qkeel.errors import UnknownNameError
 from qkeel.records import explain_field
 from qkeel.report import write
-from qkeel.report.render import WIDTH
-from qkeel.report.render import figures as draw
+from qkeel.report.figures import WIDTH
+from qkeel.report.figures import figures as draw
 
 # `qkeel presets`, `qkeel remedies`, `qkeel explain NAME`: what names stand for, printed without waiting for torch.
 

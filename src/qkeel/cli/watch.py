@@ -37,7 +37,7 @@ from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
 from qkeel.records import fresh_directory
 from qkeel.remedies.apply import canonical
-from qkeel.report.render import serve
+from qkeel.report.live_page import serve
 
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
 

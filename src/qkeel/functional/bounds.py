@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkeel.errors import check
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import PerHead, VisibleKeys
 
@@ -255,57 +254,6 @@ def step_products(
 # Position functions of the distance r = i - j between a query at i and a key at j.
 
 
-def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
-    """Returns ALiBi's slopes m_h = 2^(-8h/H) [h], h = 1 … H, each in (0, 1).
-
-    If H is not a power of 2, they are the slopes of the power of 2 below it, then every second slope of the one above.
-
-    Raises:
-        InvalidValueError: n_heads is below 1.
-
-    Source: Press et al. 2022, arXiv 2108.12409, and its released code.
-
-    >>> alibi_slopes(4).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625]
-    """
-    check(n_heads >= 1, "at least one head", n_heads)
-
-    def slopes(n: int) -> list[float]:
-        return [2 ** (-8 * h / n) for h in range(1, n + 1)]
-
-    lower = 2 ** int(math.log2(n_heads))
-    more = slopes(2 * lower)[::2][: n_heads - lower]
-    return torch.tensor(slopes(lower) + more, dtype=torch.float64, device="cpu")
-
-
-def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
-    """Returns the bias -p ln(1 + a|r|), in nats, at most 0; r, a and p broadcast.
-
-    a and p are clamped to at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic).
-    """
-    return -p.clamp_min(0.01) * torch.log1p(a.clamp_min(0.01) * distance.abs())
-
-
-def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
-    """Returns the bias -a|r|^p, in nats, at most 0; r, a and p broadcast.
-
-    a is clamped to at least 0.01, p to [0.01, 2]. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
-    """
-    r = distance.abs()
-    # The derivative of r^p at r = 0 is infinite or NaN; the value is 0 for every p.
-    grown = r.clamp_min(1e-6) ** p.clamp(0.01, 2.0)
-    return -a.clamp_min(0.01) * torch.where(r > 0, grown, 0.0)
-
-
-def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
-    """Returns ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: the share of a score that pair i/2 keeps over 512 tokens.
-
-    Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
-    """
-    i = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu")
-    return (i + 0.4 * rotary_dim) / (1.4 * rotary_dim)
-
-
 # Expected query norms, the spread of logits, and the size of the softmax's Jacobian.
 
 
@@ -346,7 +294,7 @@ def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]
     return (square - 2 * weights.pow(3).sum(-1) + square.square()).clamp_min(0).sqrt()
 
 
-# Formulas on weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.Rates`.
+# Formulas on weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.HeadRates`.
 
 
 def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:

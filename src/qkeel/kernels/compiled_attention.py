@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.functional.bounds import alibi_slopes
+from qkeel.functional.position_biases import alibi_slopes
 from qkeel.functional.statistics import KernelRows, LogitBracket
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import dense, folded

@@ -30,7 +30,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.options import Json
 from qkeel.records import RunDirectory, write_bytes
 from qkeel.records.disk import make_directory, read_regular
-from qkeel.records.files import check_parts
+from qkeel.records.file_formats import check_parts
 from qkeel.records.parse import json_value, parse_header
 from qkeel.records.run_directory import FileSizes, made_on
 from qkeel.sites import find_sites

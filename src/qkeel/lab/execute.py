@@ -52,7 +52,7 @@ from qkeel.records.disk import (
     remove_leftovers,
     replace_file,
 )
-from qkeel.records.files import read_checked
+from qkeel.records.file_formats import read_checked
 from qkeel.records.parse import json_value
 from qkeel.records.run_directory import differences, locked
 
@@ -542,7 +542,7 @@ def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
 
 
 def read_study(out: Path) -> Json:
-    """Reads the study.json of a directory and checks its fields against records.files.
+    """Reads the study.json of a directory and checks its fields against records.file_formats.
 
     Raises:
         RunDirectoryError: the file is damaged, or names directories outside the study.

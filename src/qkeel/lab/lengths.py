@@ -31,7 +31,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.options import Json, lookup, parse
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
 from qkeel.records.disk import cut, remove, sync
-from qkeel.records.files import JSONObject, whole_bytes
+from qkeel.records.file_formats import JSONObject, whole_bytes
 from qkeel.spec import PRESETS, AttentionCall, AttentionSpec
 from qkeel.spec.rope import Position
 

@@ -1,4 +1,4 @@
-"""The thresholds of alarms, the history of a run's records, and the forecast of its largest logit."""
+"""The history of a run's records, and the forecast of its largest logit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from qkeel.errors import InvalidValueError, ShapeError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame, tables
-from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, LAYER_ENTROPY, slope
+from qkeel.metrics import slope
+from qkeel.monitor.thresholds import DIVERGES
 from qkeel.options import lookup
 from qkeel.records import (
     HEAD_FIELDS,
@@ -25,30 +26,6 @@ from qkeel.records import (
     measured_field,
     of_layers,
 )
-
-# The thresholds of alarms, each with where it comes from. Logits and entropies in nats.
-
-CLIPS = ALARM_THRESHOLD
-HARMS = HARMFUL_LOGIT
-DIVERGES = 1e4
-SOURCES = {
-    CLIPS: "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip",
-    HARMS: "Wortsman et al. 2023, arXiv 2309.14322: with transplanted logits of 1e3 the loss degrades",
-    DIVERGES: "Wortsman et al. 2023, arXiv 2309.14322: every run with a max logit over 1e4 diverged",
-}
-
-# Chosen on the tuning seeds of research/alarms.md, measured on others.
-GROWTH_FLOOR, GROWTH_FACTOR = ALARM_THRESHOLD, 3.0
-APPROACH_FLOOR = 30.0
-HORIZON = 4.0  # times the training so far
-OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
-ENTROPY = LAYER_ENTROPY
-
-# Rules that know the setting of a run.
-ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys
-GAIN_FACTOR = 4.0  # times the gain's first value
-IDLE_TOLERANCE = 0.05  # share by which a head's size may differ from what the norm makes
-
 
 # A forecast of the step at which a logit passes a threshold: a power law of the learning-rate clock, as planned.
 #

@@ -19,11 +19,12 @@ from qkeel.functional import statistics
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import State
-from qkeel.monitor.alarms import AlarmLog, Recording
+from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.gather import Measurement, SiteNumbers, Stats, Transfer, merged
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample, pad_layers, repeat_groups
+from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
 from qkeel.records import HEAD_FIELDS, LINEAR, NON_FINITE, TYPES_EVENT, fold_heads, layer_types

@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.monitor import history as thresholds
+from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
 
@@ -233,7 +233,7 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 # Alarm rules on logits and entropy.
 #
 # A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises
-# it, and how often without a reason, is measured in research/alarms.md. The thresholds are in history.py.
+# it, and how often without a reason, is measured in research/alarms.md. The thresholds are in thresholds.py.
 
 _FEW_NATS = 40.0  # logits within it differ by less than what makes a weight 0 in float32
 _MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
@@ -576,7 +576,7 @@ class Over(Rule):
         return dataclasses.replace(found, layer=of_layer)
 
 
-# Every watched run is checked by these; their thresholds are in history.py.
+# Every watched run is checked by these; their thresholds are in thresholds.py.
 DEFAULT: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
     Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),

@@ -33,7 +33,7 @@ from qkeel.records import (
     layer_types,
     write_json,
 )
-from qkeel.records.files import JSONObject
+from qkeel.records.file_formats import JSONObject
 
 # The destinations of samples, by name: a directory that `qkeel report` reads, the log, or a tracker.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -22,7 +21,6 @@ from torch import Tensor, distributed, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.algorithms.join import Joinable
-from torch.nn import functional as F
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -36,6 +34,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from qkeel.errors import QkeelError, RefusedError, caution
+from qkeel.patching.named_calls import SDPA_BY_NAME, TakeCall, begin_taking, end_taking, take_named_calls
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -948,73 +947,6 @@ def leave(mode: FunctionMode) -> None:
             _push_mode(other)
 
 
-# F.scaled_dot_product_attention, reached by that name: code that looks it up in torch.nn.functional each time that it
-# calls it, as nearly all models do, can be seen without a mode, which every function of torch around the call would
-# pass through.
-
-_SDPA = F.scaled_dot_product_attention
-_HOLDERS = "qkeel_holders"
-_NAMED_CALLS = threading.Lock()
-# Called as a FunctionMode is, with the function, types, args and kwargs; returns what the function returns.
-TakeCall = Callable[[Function, object, Args, dict[str, Any]], Any]
-# Per thread: who gets the calls, the last one first.
-_TAKERS: contextvars.ContextVar[tuple[TakeCall, ...]] = contextvars.ContextVar("qkeel_takers", default=())
-
-
-def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for F.scaled_dot_product_attention under its name, and passes calls to this thread's takers."""
-    takers = () if torch.compiler.is_compiling() else _TAKERS.get()
-    if not takers:
-        return _SDPA(*args, **kwargs)
-    if len(takers) == 1:
-        return takers[0](_SDPA, (), args, kwargs)
-    before = _TAKERS.set(takers[:-1])
-    try:
-        return takers[-1](scaled_dot_product_attention, (), args, kwargs)
-    finally:
-        _TAKERS.reset(before)
-
-
-vars(scaled_dot_product_attention)[_HOLDERS] = 0
-# What a call of F.scaled_dot_product_attention may be of: torch's function, or what stands in for it.
-SDPA_BY_NAME: frozenset[Function] = frozenset({_SDPA, scaled_dot_product_attention})
-
-
-def take_named_calls(undo: ExitStack) -> bool:
-    """Lets calls of F.scaled_dot_product_attention by that name go to their thread's takers until `undo` is closed.
-
-    Returns False, and does nothing, if another function has taken its place.
-    """
-    with _NAMED_CALLS:
-        if F.scaled_dot_product_attention not in SDPA_BY_NAME:
-            return False
-        vars(scaled_dot_product_attention)[_HOLDERS] += 1
-        F.scaled_dot_product_attention = scaled_dot_product_attention
-    undo.callback(_release_named_calls)
-    return True
-
-
-def _release_named_calls() -> None:
-    with _NAMED_CALLS:
-        vars(scaled_dot_product_attention)[_HOLDERS] -= 1
-        free = not vars(scaled_dot_product_attention)[_HOLDERS]
-        if free and F.scaled_dot_product_attention is scaled_dot_product_attention:
-            F.scaled_dot_product_attention = _SDPA
-
-
-def begin_taking(take: TakeCall) -> None:
-    """From now on `take` gets this thread's calls; calls that `take` itself makes go to the previous taker."""
-    _TAKERS.set((*_TAKERS.get(), take))
-
-
-def end_taking(take: TakeCall) -> None:
-    """Takes back one `begin_taking`, which need not be the last one."""
-    takers = [*_TAKERS.get()]
-    if take in takers:
-        del takers[len(takers) - 1 - takers[::-1].index(take)]
-        _TAKERS.set(tuple(takers))
-
-
 class ModeInModules:
     """Enters a function mode only during calls of some modules, so that the rest of a pass runs without a mode.
 
@@ -1072,7 +1004,7 @@ class ModeInModules:
             _push_on_torch_function_stack(mode)
         elif len(self._entered) == 1:
             self._modes = torch._C._len_torch_function_stack()
-            _TAKERS.set((*_TAKERS.get(), self._take))
+            begin_taking(self._take)
 
     def _take_call(self, function: Function, types: object, args: Args, kwargs: dict[str, Any]) -> Any:
         """Gives a call to the mode as if that had been entered when its module's call began: a mode that was entered

@@ -2,7 +2,7 @@
 here: the report reads runs on machines that have none."""
 
 from qkeel.records.disk import replace_file as write_bytes
-from qkeel.records.files import (
+from qkeel.records.file_formats import (
     HeadRecorder,
     Heads,
     append_line,

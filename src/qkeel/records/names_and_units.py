@@ -36,7 +36,8 @@ class HeadField(Field):
 class LayerField(Field):
     """A per-layer number that is computed from one per-head number, so nothing more is measured or stored.
 
-    of: the per-head number, in HEAD_FIELDS. fold: the formula in records.files. column, per_layer: see HeadField.
+    of: the per-head number, in HEAD_FIELDS. fold: the formula in records.file_formats. column, per_layer: as in
+    HeadField.
     """
 
     of: str

@@ -14,7 +14,7 @@ from pathlib import Path
 from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, caution, reported
 from qkeel.records import disk
 from qkeel.records.disk import is_sealed, read_regular, refuse_irregular, refuse_links
-from qkeel.records.files import (
+from qkeel.records.file_formats import (
     Heads,
     JSONObject,
     check_fields,

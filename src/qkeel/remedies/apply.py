@@ -43,8 +43,9 @@ from qkeel.remedies.processes import (
 )
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
-from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SigmaReparam, SpectralCap
+from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SpectralCap
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
+from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.tap import Tap
 from qkeel.sites.trace import ModelTrace, run_once

@@ -22,7 +22,8 @@ from qkeel.functional.norms import wide
 from qkeel.nn import functional_attention
 from qkeel.ops import run, run_with_weights
 from qkeel.patching.forward import InstanceForward, put_in_place, take_out
-from qkeel.patching.modes import SDPA_BY_NAME, compile_again, hooks_before
+from qkeel.patching.modes import compile_again, hooks_before
+from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call

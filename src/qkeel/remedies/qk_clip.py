@@ -34,7 +34,7 @@ from qkeel.remedies.head_weights import (
     innermost,
     sites_of,
 )
-from qkeel.remedies.processes import SharedMaxima
+from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
 Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled

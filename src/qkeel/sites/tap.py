@@ -38,7 +38,6 @@ from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.forward import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.modes import (
-    SDPA_BY_NAME,
     Args,
     FaultGuard,
     Function,
@@ -57,6 +56,7 @@ from qkeel.patching.modes import (
     suspended,
     unguarded,
 )
+from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.sites.trace import spread
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import BandCall

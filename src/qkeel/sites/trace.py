@@ -47,7 +47,6 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
-    SDPA_BY_NAME,
     Args,
     DeferredError,
     Function,
@@ -63,6 +62,7 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
+from qkeel.patching.named_calls import SDPA_BY_NAME
 from qkeel.sites.linear_layers import linear_layers
 from qkeel.sites.unrecognized import unrecognized_attention
 from qkeel.spec import AttentionCall

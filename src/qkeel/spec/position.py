@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, RefusedError, check, check_known
-from qkeel.functional.bounds import alibi_slopes, kerple_log, kerple_power
+from qkeel.functional.position_biases import alibi_slopes, kerple_log, kerple_power
 from qkeel.functional.rope import check_pairs, rope_frequencies, rope_table, rotate
 from qkeel.spec.logits import LogN, Scale
 from qkeel.spec.norm import Norm

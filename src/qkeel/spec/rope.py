@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check, check_known
 from qkeel.functional import rope as f
-from qkeel.functional.bounds import xpos_decay
+from qkeel.functional.position_biases import xpos_decay
 from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import in_python_mode, transformed

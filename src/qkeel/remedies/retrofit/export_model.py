@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError, check_known, reported
 from qkeel.functional.norms import widest
 from qkeel.patching.forward import unwrapped
-from qkeel.records.files import write_json
+from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint

@@ -22,8 +22,8 @@ from qkeel.remedies.apply import forget
 from qkeel.remedies.base import where
 from qkeel.remedies.change_norm import HeadNorm
 from qkeel.remedies.change_spec import settle
-from qkeel.remedies.qk_weights import SigmaReparam, folded
 from qkeel.remedies.retrofit.replay import Gap, QueryRows, Reference, Replay, predictions
+from qkeel.remedies.sigma_reparam import SigmaReparam, folded
 from qkeel.sites.find import find_sites
 from qkeel.spec import InverseSqrt, NoNorm
 from qkeel.spec.norm import Norm, NormedPart

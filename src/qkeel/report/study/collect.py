@@ -14,7 +14,7 @@ from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
 from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus
 from qkeel.records.disk import refuse_links, refuse_path
-from qkeel.records.files import read_checked
+from qkeel.records.file_formats import read_checked
 from qkeel.records.run_directory import flat, note_checksums
 
 # Runs are named by the settings in which their configurations and commands differ.

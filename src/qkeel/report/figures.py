@@ -1,0 +1,215 @@
+"""Figures of a study or a watched run for a paper, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qkeel.errors import InvalidValueError, RunDirectoryError, check_known, needed
+from qkeel.frames import Foreign
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.records import fold_heads
+from qkeel.records.disk import make_directory
+from qkeel.report.html import rate
+from qkeel.report.study.collect import BASELINE, StudyData, as_paths, collect
+from qkeel.report.study.compare import gains
+from qkeel.report.watch_page import Watched, is_watched, read_watched, short_names
+
+FORMATS = ("pdf", "svg", "png")
+WIDTH = 3.3  # inches: one column of a two-column page
+_RATIO = 0.68  # height / width
+# Colours of Okabe and Ito (2008), which red-green colour-blind readers can distinguish.
+_COLOURS = ("#5a6169", "#0072b2", "#d55e00", "#009e73", "#b65a94", "#d99a00", "#56b4e9", "#7a5230")
+_STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.1,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,  # embeds TrueType fonts, which journals require
+    "svg.fonttype": "none",
+    "svg.hashsalt": "qkeel",  # makes files reproducible
+}
+_UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+
+
+def figures(
+    path: str | Path,
+    out: str | Path,
+    *,
+    formats: Sequence[str] = ("pdf", "svg"),
+    width: float = WIDTH,
+    baseline: str = BASELINE,
+) -> list[Path]:
+    """Writes the figures of a study, a lab run or a watched run; returns the files.
+
+    A watched run gets the largest logit, the entropy and the norms of queries and keys of each layer over the steps,
+    and a heat map of the last record. A study gets held-out loss and largest logit over the learning rate with their
+    range over seeds, the largest logit over the steps at each rate, and the gains over a baseline with 95 % intervals.
+
+    Args:
+        path: a directory written by `qkeel watch`, `qkeel run` or `qkeel study`.
+        out: the output folder.
+        formats: some of pdf, svg, png.
+        width: width of a figure in inches.
+        baseline: for a study, the remedy to compute gains over.
+
+    Raises:
+        MissingLibraryError: matplotlib is not installed.
+        UnknownNameError: a format is unknown.
+        InvalidValueError: the width is out of range.
+        RunDirectoryError: nothing is recorded, or the files cannot be read.
+    """
+    for one in formats:
+        check_known("format of figures", one, FORMATS)
+    if not 0.5 <= width <= 50:
+        raise InvalidValueError(f"expected a width from 0.5 to 50 inches, got {width:g}")
+    with needed("figures", "'qkeel[plot]'"):
+        from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    (given,) = as_paths(path)
+    drawn = _of_watched(read_watched([given])[0]) if is_watched(given) else _of_study(collect(given, baseline))
+    written = []
+    with rc_context(_STYLE):
+        for name, draw in drawn:
+            figure = Figure(figsize=(width, _RATIO * width), layout="constrained")
+            draw(figure.subplots())
+            make_directory(Path(out))
+            for one in formats:
+                target = Path(out) / f"{name}.{one}"
+                figure.savefig(target, dpi=300, metadata=_UNDATED[one])
+                written.append(target)
+    if not written:
+        raise RunDirectoryError(f"{given} has no record to draw; let it run, or name another directory")
+    return written
+
+
+Drawing = Iterator[tuple[str, Foreign]]  # the name of a figure, and a function that draws it on Axes
+
+
+def _of_watched(run: Watched) -> Drawing:
+    if not run.records:
+        return
+    names = [f"layer {name}" if name.isdigit() else name for name in short_names(run.layers)]
+    labels = {
+        "max_logit": "largest attention logit (nats)",
+        "entropy": "attention entropy (nats)",
+        "query_norm": "mean length of queries",
+        "key_norm": "mean length of keys",
+    }
+    for field, label in labels.items():
+        if field in run.measured():
+            about = {"steps": run.steps, "lines": fold_heads(field, run.heads.values[field]), "names": names}
+            yield field, functools.partial(_layers, **about, label=label, alarm=field == "max_logit")
+    if "max_logit" in run.measured():
+        yield "heads", lambda ax: _heads(ax, run.heads.values["max_logit"][-1], names, run.steps[-1])
+
+
+def _layers(
+    ax: Foreign, steps: Sequence[int], lines: np.ndarray, names: Sequence[str], label: str, *, alarm: bool
+) -> None:
+    """Draws lines [n layers] coloured by depth, with names at their ends if there are few."""
+    shades = np.linspace(0.05, 0.85, max(2, len(names)))
+    from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
+
+    finite = lines[np.isfinite(lines)]
+    for line, name, shade in zip(lines.T, names, shades, strict=False):
+        colour = colormaps["viridis"](shade)
+        ax.plot(steps, line, color=colour, marker="." if len(steps) < 3 else None)
+        known = np.flatnonzero(np.isfinite(line))
+        if len(known) and len(names) <= 6:
+            at = (steps[known[-1]], line[known[-1]])
+            ax.annotate(name, at, xytext=(3, 0), textcoords="offset points", color=colour, va="center", fontsize=6.5)
+    if alarm:
+        ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
+    if len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
+        ax.set_yscale("log")
+    ax.set(xlabel="optimizer step", ylabel=label)
+
+
+def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> None:
+    """Draws the last record as a heat map, on a symmetric logarithmic scale if both signs occur."""
+    from matplotlib import colors  # pyright: ignore[reportMissingImports]
+
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    both = low < 0 < high
+    most = max(-low, high, 1.0)
+    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if both else colors.Normalize(low, high)
+    if not both and low > 0 and high > 10 * low:
+        norm = colors.LogNorm(low, high)
+    image = ax.imshow(values, aspect="auto", cmap="RdBu_r" if both else "viridis", norm=norm, interpolation="nearest")
+    ax.figure.colorbar(image, ax=ax, label=f"largest logit at step {step:,}")
+    if len(names) <= 24:
+        ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel="head", ylabel="layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _of_study(study: StudyData) -> Drawing:
+    rows = study.rows()
+    if len(study.lrs()) > 1:
+        loss = f"held-out loss ({study.loss_unit()})"
+        yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, "val_loss", loss, log=False)
+        yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, "max_logit", "largest logit (nats)", log=True)
+    for lr in sorted({run.lr for run in study.runs if run.metrics and run.role == "grid"}):
+        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, study, lr)
+    found = [gain for gain in gains(rows, study.remedies, study.baseline) if gain.effect is not None]
+    if found:
+        yield "gains", lambda ax: _gains(ax, study, found)
+
+
+def _by_rate(ax: Foreign, study: StudyData, field: str, label: str, *, log: bool) -> None:
+    """Draws means over seeds with their ranges."""
+    for i, remedy in enumerate(study.remedies):
+        by_lr = {
+            lr: [row[field] for row in study.rows() if row["remedy"] == remedy and row["lr"] == lr]
+            for lr in study.lrs()
+        }
+        known = {lr: np.array(values) for lr, values in by_lr.items() if values}
+        if not known:
+            continue
+        mean = np.array([values.mean() for values in known.values()])
+        ends = np.array([[values.min(), values.max()] for values in known.values()]).T
+        colour = _COLOURS[i % len(_COLOURS)]
+        ax.plot(list(known), mean, marker="o", markersize=2.5, color=colour, label=remedy)
+        ax.fill_between(list(known), ends[0], ends[1], color=colour, alpha=0.15, linewidth=0)
+    ax.set_xscale("log")
+    if log:
+        ax.set_yscale("log")
+    ax.set(xlabel="learning rate", ylabel=label)
+    ax.legend()
+
+
+def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
+    """Draws the largest logit of each run at a rate, one colour per remedy."""
+    for i, remedy in enumerate(study.remedies):
+        runs = [r for r in study.runs if r.remedy == remedy and r.lr == lr and r.metrics and r.role == "grid"]
+        for k, run in enumerate(runs):
+            course = [(int(m["step"]), m.get("max_logit")) for m in run.metrics if m.get("max_logit") is not None]
+            steps, values = zip(*course) if course else ((), ())
+            ax.plot(steps, values, color=_COLOURS[i % len(_COLOURS)], linewidth=0.8, label="" if k else remedy)
+    ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
+    ax.set_yscale("log")
+    ax.set(xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}")
+    ax.legend()
+
+
+def _gains(ax: Foreign, study: StudyData, found: Sequence[Foreign]) -> None:
+    """Draws gains with 95 % intervals, one line per remedy and rate, grouped by remedy."""
+    ordered = sorted(found, key=lambda gain: (study.remedies.index(gain.remedy), gain.lr), reverse=True)
+    for y, gain in enumerate(ordered):
+        colour = _COLOURS[study.remedies.index(gain.remedy) % len(_COLOURS)]
+        if np.isfinite(gain.effect.high):
+            ax.plot([gain.effect.low, gain.effect.high], [y, y], color=colour)
+        ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
+    ax.axvline(0, color="0.5", linewidth=0.6)
+    ax.set_yticks(range(len(ordered)), [f"{gain.remedy}, LR {rate(gain.lr)}" for gain in ordered], fontsize=6)
+    ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")
