@@ -16,8 +16,7 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found]
 
 with atheris.instrument_imports(include=["qkeel.records", "tomllib"]):
-    from qkeel.records import file_formats as heads_file
-    from qkeel.records import parse, run_directory
+    from qkeel.records import file_formats, parse, run_directory
 from qkeel.errors import QkeelError
 
 
@@ -36,14 +35,14 @@ def _toml(text: bytes, place: Path) -> object:
 
 def _lines(text: bytes, place: Path) -> object:
     place.write_bytes(text)
-    return list(files.read_lines(place))
+    return list(file_formats.read_lines(place))
 
 
 def _heads(text: bytes, place: Path) -> object:
     about, _, numbers = text.partition(b"\n")
     (place.parent / "heads.json").write_bytes(about)
     (place.parent / "heads.f32").write_bytes(numbers)
-    return heads_file.read_heads(place.parent)
+    return file_formats.read_heads(place.parent)
 
 
 def _config(text: bytes, place: Path) -> object:

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import pytest
 
-from qkeel.records import disk
-from qkeel.records import disk as regular_files
+from qkeel.records import disk, file_formats
 
 _DIRECTORY = -1  # in the place of a file's number
 
@@ -37,7 +36,7 @@ def in_place(system: System) -> Iterator[None]:
     """Lets every file of a run go through this system."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "os", system)
-        for module in (files, regular_files):
+        for module in (file_formats, disk):
             patch.setattr(module, "open", system.reader, raising=False)
         yield
 
