@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import forked
 from torch import Tensor, nn
 
 import qkeel
@@ -193,9 +195,7 @@ class Forgetting(nn.Module):
         return (self.logits(x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler reads it of what it compiles
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_cap_bounds_what_the_softmax_gets_behind_forgetting_gates(compiled: bool) -> None:
+def capped_behind_gates(compiled: bool) -> None:
     model, x = Forgetting(), torch.randn(2, T, M)
     run = torch.compile(model, backend="eager") if compiled else model
     before = run(x)
@@ -206,3 +206,16 @@ def test_a_cap_bounds_what_the_softmax_gets_behind_forgetting_gates(compiled: bo
         torch.testing.assert_close(run(x), capped)
         assert (capped - before).abs().max() > 0.1
     assert torch.equal(run(x), before)
+
+
+def test_a_cap_bounds_what_the_softmax_gets_behind_forgetting_gates() -> None:
+    capped_behind_gates(compiled=False)
+
+
+def test_that_cap_is_the_same_in_a_compiled_model() -> None:  # without the checks of types, which do not compile
+    done = forked.python(["-m", "tests.remedies.test_effect"], Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    capped_behind_gates(compiled=True)
