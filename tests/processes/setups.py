@@ -90,6 +90,7 @@ SETUPS: dict[str, Setup] = {
     "context_compile": Setup(
         title="context parallel, keys gathered, layout given, around torch.compile",
         processes=2,
+        collectives=4,
         collectives_of_search=True,
         remedies=TOKENS,
     ),
