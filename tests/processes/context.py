@@ -47,6 +47,13 @@ class Context(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
+def split(model: Context, setup: str) -> nn.Module:
+    """The model on this process, which has its part of the tokens."""
+    model.rank = dist.get_rank()
+    compiled = torch.compile(model, backend="eager") if setup.endswith("_compile") else model
+    return nn.parallel.DistributedDataParallel(compiled)  # type: ignore[arg-type]
+
+
 def hidden(step: int) -> Tensor:
     """The hidden states of the global batch, [b t m]."""
     return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)

@@ -9,6 +9,9 @@ _PARTS = {"spectral_cap": "refused: needs all rows and columns of a head at once
 
 # Each process has all weights.
 WHOLE: dict[str, str] = _ALL | _NEW_PARAMETERS
+# Each has all weights and a part of the tokens. (The model has no vocabulary, for z_loss, and attention alone.)
+TOKENS: dict[str, str] = _ALL | {"qk_norm before": "equal", "qk_norm after": "refused"}
+del TOKENS["z_loss"]
 # Each has parts, which are gathered for a pass.
 GATHERED: dict[str, str] = _ALL | _PARTS | _NEW_PARAMETERS | {"qk_norm after": "equal"}
 # Each has the weights of some heads. (Torch itself cannot split layers with a parametrization, as sigma_reparam makes.)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.processes.remedies import BY_HEADS, GATHERED, MIXED, STAGES, WHOLE
+from tests.processes.remedies import BY_HEADS, GATHERED, MIXED, STAGES, TOKENS, WHOLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,8 @@ class Setup:
         processes: how many the tests start.
         quick: whether the quick suite runs it.
         statistics: "equal" to one process on the global batch, or what is not, and what is said instead.
-        collectives: that a monitor adds to a measured step.
+        collectives: that a monitor adds to a measured step; where the model is compiled, with those of a pass of its
+            own.
         collectives_of_search: whether the first step has more of them, in the passes that find the sites.
         remedies: by the name of a remedy, "equal" or "refused: why"; filled by tests/processes/remedies.
     """
@@ -54,12 +55,22 @@ SETUPS: dict[str, Setup] = {
         remedies=MIXED,
     ),
     "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2, remedies=GATHERED),
+    "fsdp2_compile": Setup(title="torch.compile around fully_shard", processes=2, collectives=5, remedies=GATHERED),
     "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4, remedies=GATHERED),
+    "hsdp_compile": Setup(title="torch.compile around HSDP", processes=4, collectives=5, remedies=GATHERED),
     "tp": Setup(title="tensor parallel", processes=2, quick=True, remedies=BY_HEADS),
+    "tp_compile": Setup(title="torch.compile around tensor parallel", processes=2, collectives=6, remedies=BY_HEADS),
     "tp_sequence": Setup(title="tensor parallel with sequence parallel", processes=2, remedies=BY_HEADS),
     "tp_fsdp2": Setup(
         title="tensor parallel × fully_shard",
         processes=4,
+        statistics="equal, but qk_spectral_norm is skipped, and reported, where no process holds a whole head",
+        remedies=BY_HEADS,
+    ),
+    "tp_fsdp2_compile": Setup(
+        title="torch.compile around tensor parallel × fully_shard",
+        processes=4,
+        collectives=9,
         statistics="equal, but qk_spectral_norm is skipped, and reported, where no process holds a whole head",
         remedies=BY_HEADS,
     ),
@@ -70,5 +81,17 @@ SETUPS: dict[str, Setup] = {
         processes=2,
         remedies=STAGES,
     ),
-    "context": Setup(title="context parallel, keys gathered, layout given", processes=2, collectives_of_search=True),
+    "context": Setup(
+        title="context parallel, keys gathered, layout given",
+        processes=2,
+        collectives_of_search=True,
+        remedies=TOKENS,
+    ),
+    "context_compile": Setup(
+        title="context parallel, keys gathered, layout given, around torch.compile",
+        processes=2,
+        collectives=4,
+        collectives_of_search=True,
+        remedies=TOKENS,
+    ),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.processes.context import Context, hidden
+from tests.processes.context import Context, hidden, split
 from tests.processes.ending import end
 from tests.processes.pipelines import layers_of, pipelined
 from tests.processes.seen import Seen
@@ -154,7 +154,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"ddp_padding": {"query_mask": "attention_m
 
 def alone(setup: str) -> Seen:
     """One process on the global batch."""
-    if setup == "context":
+    if setup.startswith("context"):
         return trained(Context(), context_step(hidden), True)
     return trained(made(setup), passes(setup, batch), True, **OPTIONS.get(setup, {}))
 
@@ -176,10 +176,9 @@ def prepared(setup: str) -> tuple[nn.Module, Step, dict[str, Any]]:
         stage, run = pipelined(setup)
         return stage, run, {}
     rank = dist.get_rank()
-    if setup == "context":
+    if setup.startswith("context"):
         step_of = context_step(lambda step: hidden(step).chunk(2, 1)[rank])
-        layout = Layout(context=rank)
-        return nn.parallel.DistributedDataParallel(Context(rank)), step_of, {"layout": layout}
+        return split(Context(), setup), step_of, {"layout": Layout(context=rank)}
     model, options = made(setup), OPTIONS.get(setup, {})
     if setup not in ("fsdp2_found", "ddp", "ddp_compile"):
         options = {**options, "sites": qkeel.find_sites(model, input_ids=batch(0)[:1], use_cache=False)}

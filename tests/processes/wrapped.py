@@ -43,7 +43,11 @@ def mesh(setup: str) -> DeviceMesh:
 
 def wrapped(model: nn.Module, setup: str, layers: str = "model.layers") -> nn.Module:
     """The model as the setup runs it; `layers` is the name of its list of layers."""
+    setup, compiled = setup.removesuffix("_compile"), setup.endswith("_compile")
     axes = mesh(setup)
+    if setup.startswith("ddp"):
+        whole = torch.compile(model, backend="eager") if compiled else model
+        return nn.parallel.DistributedDataParallel(whole)  # type: ignore[arg-type]
     if setup.startswith("tp"):
         split_heads(model, axes["tp"], layers, sequence=setup == "tp_sequence")
     if setup.startswith("fsdp2") or setup in ("hsdp", "tp_fsdp2"):
@@ -55,10 +59,8 @@ def wrapped(model: nn.Module, setup: str, layers: str = "model.layers") -> nn.Mo
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
         for block in model.get_submodule(layers).children():
             fully_shard(block, **options)
-        return fully_shard(model, **options)
-    if setup == "ddp_compile":
-        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    return nn.parallel.DistributedDataParallel(model) if setup.startswith("ddp") else model
+        model = fully_shard(model, **options)
+    return torch.compile(model, backend="eager") if compiled else model  # type: ignore[return-value]
 
 
 def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bool = False) -> None:
@@ -106,7 +108,7 @@ def batch(step: int) -> Tensor:
 
 def part(setup: str, step: int) -> Tensor:
     """The sequences of the global batch that this process works on."""
-    tokens, rank = batch(step), dist.get_rank()
+    tokens, rank, setup = batch(step), dist.get_rank(), setup.removesuffix("_compile")
     if setup == "ddp_uneven":
         return tokens[:5] if rank == 0 else tokens[5:]
     if setup.startswith(("ddp", "fsdp2")) or setup == "hsdp":

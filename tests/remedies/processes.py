@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import wrapped
+from tests.processes.context import Context, hidden, split
 from tests.processes.ending import end
 from tests.processes.pipelines import INTERLEAVED, pipelined
 from tests.processes.setups import SETUPS
-from tests.processes.watching import Collectives, made, passes
+from tests.processes.watching import Collectives, context_step, made, passes
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms import Join
@@ -70,6 +71,8 @@ BY_EXAMPLE = ("softcap", "z_loss", "qk_norm after")
 
 def data(setup: str) -> str:
     """The setup that one process with the same batches has."""
+    if setup.startswith("context"):
+        return "context"
     return setup if setup in ("ddp_no_sync", "ddp_padding", INTERLEAVED) else "one"
 
 
@@ -86,8 +89,16 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, setup: str, number: int) -> None:
+    if setup.startswith("context"):
+        context_step(partial(context_part, setup))(model, optimizer, number)
+        return
     run = InFloat32(model) if setup == CASTS else model
     passes(setup, wrapped.batch if alone(setup) else partial(wrapped.part, setup))(run, optimizer, number)
+
+
+def context_part(setup: str, number: int) -> Tensor:
+    """The hidden states of this process: all of them, or its part of each sequence."""
+    return hidden(number) if alone(setup) else hidden(number).chunk(dist.world(), 1)[dist.rank()]
 
 
 class InFloat32(nn.Module):
@@ -109,11 +120,14 @@ def alone(setup: str) -> bool:
 
 def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Handle]:
     """A model under a remedy: one on steps is given the sites that were found before the model was wrapped."""
-    model, example, before = made(setup), wrapped.batch(0)[:2], name.endswith(" before")
+    context, before = setup.startswith("context"), name.endswith(" before")
+    model: nn.Module = Context() if context else made(setup)
+    example = hidden(0) if context else wrapped.batch(0)[:2]
     sites = qkeel.find_sites(model, example)
     early = qkeel.apply(CALLS[name], model, example=example) if before else None
     if not alone(setup):
-        model = wrapped.wrapped(model, setup)
+        model = split(model, setup) if isinstance(model, Context) else wrapped.wrapped(model, setup)
+        example = context_part(setup, 0) if context else example
     optimizer = adamw(model)
     if early is not None:
         return model, optimizer, early
@@ -161,7 +175,7 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     }
 
 
-def farthest(a: dict[str, Tensor], b: dict[str, Tensor], least: int = 6) -> float:
+def farthest(a: dict[str, Tensor], b: dict[str, Tensor], least: int = 3) -> float:
     """The largest difference of weights of the same name, of which there are some."""
     both = a.keys() & b.keys()
     assert len(both) >= least

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import forked
 from torch import Tensor, nn
 
 import qkeel
@@ -17,7 +19,7 @@ H, D, M, T = 4, 8, 32, 6
 
 def parts(x: Tensor) -> Tensor:
     """[b h t d] of [b t (h d)]."""
-    return x.unflatten(-1, (H, D)).transpose(1, 2)
+    return x.unflatten(-1, (-1, D)).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -70,11 +72,26 @@ def one_step_per_tensor(a: Attention, x: Tensor) -> Tensor:
     return parts(F.linear(x, w, a.q.bias)) @ parts(a.k(x)).mT
 
 
+def contextual(a: Attention, x: Tensor) -> Tensor:
+    """With a bias for how many keys are attended to, as in contextual position encoding."""
+    q = parts(a.q(x))
+    z = q @ parts(a.k(x)).mT
+    place = z.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=T - 1)
+    low, table = place.floor().long(), q @ a.g.weight[:D, : T + 1]
+    return z * D**-0.5 + table.gather(-1, low + 1) * (place - low) + table.gather(-1, low) * (1 - place + low)
+
+
+def pooled(a: Attention, x: Tensor) -> Tensor:
+    """Each query is the largest of two: no norm of the projection's output bounds it."""
+    q = a.q(x).unflatten(1, (-1, 2)).amax(2).repeat_interleave(2, 1)
+    return parts(q) @ parts(a.k(x)).mT * D**-0.5
+
+
 def steps(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("logits", [tanh, silu, gated, over_lengths, over_std, one_step_per_tensor])
+@pytest.mark.parametrize("logits", [tanh, silu, gated, over_lengths, over_std, one_step_per_tensor, contextual])
 @pytest.mark.parametrize("remedy", ["qk_clip", "lalr:tau=0.1", "qk_norm"])
 def test_logits_that_are_no_product_of_the_rows_are_refused(
     logits: Callable[[Attention, Tensor], Tensor], remedy: str
@@ -84,6 +101,14 @@ def test_logits_that_are_no_product_of_the_rows_are_refused(
     with pytest.raises(RefusedError):
         qkeel.apply(remedy, model, steps(model), example=x)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_norm_after_which_queries_are_pooled_is_refused() -> None:
+    model, x = Attention(pooled), torch.randn(2, T, M)
+    before = model(x)
+    with pytest.raises(RefusedError, match="reach the scores with a mean square of"):
+        qkeel.apply("qk_norm", model, steps(model), example=x)
+    assert torch.equal(model(x), before)
 
 
 @pytest.mark.parametrize("logits", [plain, biased])
@@ -150,3 +175,47 @@ def test_a_projection_for_each_head_is_read_as_that_many_heads() -> None:
     torch.testing.assert_close(statistics.max_logit, model.z.amax((0, 2, 3)).to(statistics.max_logit))
     with pytest.raises(RefusedError, match="not known which rows"):
         qkeel.apply("qk_clip", model, steps(model), example=x)
+
+
+class Forgetting(nn.Module):
+    """A gate for each token, by which the keys before it are forgotten; one key head for all queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.gate = nn.Linear(M, M), nn.Linear(M, H)
+        self.k, self.v = nn.Linear(M, D), nn.Linear(M, D)
+
+    def logits(self, x: Tensor) -> Tensor:
+        kept = F.logsigmoid(self.gate(x)).cumsum(1).mT
+        z = 4 * parts(self.q(x)) @ parts(self.k(x)).mT * D**-0.5 + kept[..., None] - kept[..., None, :]
+        return z.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.logits(x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
+
+
+def capped_behind_gates(compiled: bool) -> None:
+    model, x = Forgetting(), torch.randn(2, T, M)
+    run = torch.compile(model, backend="eager") if compiled else model
+    before = run(x)
+    with qkeel.apply("softcap:cap=1", run, steps(model), example=x):
+        z = model.logits(x)
+        weights = z.tanh().masked_fill(z == -torch.inf, -torch.inf).softmax(-1)
+        capped = (weights @ parts(model.v(x))).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(run(x), capped)
+        assert (capped - before).abs().max() > 0.1
+    assert torch.equal(run(x), before)
+
+
+def test_a_cap_bounds_what_the_softmax_gets_behind_forgetting_gates() -> None:
+    capped_behind_gates(compiled=False)
+
+
+def test_that_cap_is_the_same_in_a_compiled_model() -> None:  # without the checks of types, which do not compile
+    done = forked.python(["-m", "tests.remedies.test_effect"], Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    capped_behind_gates(compiled=True)

@@ -74,7 +74,7 @@ def test_every_misuse_in_both_ways_to_wrap(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline", "context"])
 def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
     run(tmp_path, 2, [name for name in with_remedies(quick=False) if name.startswith(kind)], limit=900)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -35,6 +36,7 @@ from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.output_head import FinalSoftcap, ZLoss
 from qkeel.remedies.processes import (
     WHAT,
+    agreed,
     check_added,
     check_peers,
     check_wrapper,
@@ -419,12 +421,8 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
     sites, trace = (known, None) if known is not None else _sites(found[0], bare) if found else (Sites(), None)
     check_peers(bare.model, sites)
     for remedy in found:
-        if not partial:
-            _check_whole(remedy, sites)
         target = dataclasses.replace(bare, sites=remedy.chosen(sites), trace=None if remedy.on_steps else trace)
-        _check_supported(remedy, target)
-        if known is not None and remedy.on_attention and not remedy.on_steps:
-            raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
+        agreed(functools.partial(_check, remedy, target, sites, partial=partial, given=known is not None))
         before = dict(bare.model.named_parameters())
         inner = remedy.apply(target)
         try:
@@ -441,6 +439,15 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
             inner.remove()
             raise
         yield _marked(remedy, target.sites, inner)
+
+
+def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool) -> None:
+    """Raises RefusedError if a remedy cannot be applied to the sites, found by an example or `given`."""
+    if not partial:
+        _check_whole(remedy, sites)
+    _check_supported(remedy, target)
+    if given and remedy.on_attention and not remedy.on_steps:
+        raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
 
 
 def _check_whole(remedy: Remedy, sites: Sites) -> None:

@@ -40,6 +40,7 @@ from qkeel.remedies.change_spec import (
     refuse_scale,
     refuse_unseen,
 )
+from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
 from qkeel.sites.trace import ModelTrace, Operand, seen
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
@@ -569,14 +570,21 @@ class ChangeNorm(ChangeSpec):
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
         values = target.seen().value_slices() if sites and "v" in self.sides else {}
         operands = functools.cache(lambda: target.seen().operands())
-        plans = {site.name: self._plan(target, site, values.get(site.name, ""), operands) for site in sites}
+
+        def planned() -> dict[str, SourcesBySide | Refusal]:
+            plans = {site.name: self._plan(target, site, values.get(site.name, ""), operands) for site in sites}
+            for site in sites:
+                if isinstance(plans[site.name], Refusal):
+                    unseen = refuse_unseen(site)
+                    inside = self.works_in_call or isinstance(site.module, nn.MultiheadAttention)
+                    if unseen is not None or not inside:
+                        raise RefusedError(f"{self.name} at {where(site)}: {unseen or plans[site.name]}")
+            return plans
+
+        plans = agreed(planned)
         projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
         yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
         called = [s for s in sites if s.name not in projected]
-        for site in called:
-            unseen = refuse_unseen(site)
-            if unseen is not None or not (self.works_in_call or isinstance(site.module, nn.MultiheadAttention)):
-                raise RefusedError(f"{self.name} at {where(site)}: {unseen or plans[site.name]}")
         yield from exchange_calls((self, target.train_length), target, called)
 
     def _plan(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from qkeel.remedies.base import Remedy, Target, where
 from qkeel.remedies.head_weights import innermost
 
 WHAT = "qkeel.apply"
+T = TypeVar("T")
 
 
 def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
@@ -38,6 +40,24 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
             "cannot be known. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
         )
+
+
+def agreed(act: Callable[[], T]) -> T:
+    """Runs what may refuse a remedy; where it refuses on one process it refuses on all.
+
+    Passes that follow may wait for the other processes, as those of a model do whose processes exchange keys: a process
+    that ran one alone would never end, or take the message of another for its own."""
+    if dist.world() == 1:
+        return act()
+    try:
+        done = act()
+    except dist.ApartError:
+        raise
+    except Exception as error:
+        dist.fail_on_all(WHAT, error)
+        raise
+    dist.gather_messages(WHAT, "not refused")
+    return done
 
 
 def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
